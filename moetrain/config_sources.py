@@ -1,0 +1,124 @@
+"""Where settings come from: recipes and TOML files, the environment, the command line.
+
+Each source becomes a flat mapping of dotted names to values; :mod:`moetrain.config` merges them and
+gives them types. Unknown names are errors here already, where the message can name the source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "MOETRAIN_"
+
+
+class ConfigError(ValueError):
+    """A setting or its data is wrong; the one line a user sees is ``<field>: <problem>``.
+
+    ``field`` is the dotted name of the setting, ``problem`` says what was given and the remedy.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field, self.problem = field, problem
+        super().__init__(f"{field}: {problem}")
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes shipped with the package."""
+    folder = resources.files("moetrain") / "recipes"
+    return sorted(f.name[: -len(".toml")] for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the nested values of a recipe, a TOML file or a mapping."""
+    if isinstance(source, Mapping):
+        return "mapping", dict(source)
+    name = os.fspath(source)
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError("config file", f"{name!r} does not exist")
+        text, origin = path.read_text(encoding="utf-8"), name
+    elif name in recipe_names():
+        text = (resources.files("moetrain") / "recipes" / f"{name}.toml").read_text("utf-8")
+        origin = f"recipe {name}"
+    else:
+        raise ConfigError(
+            "recipe", f"{name!r} is not one of {', '.join(recipe_names())}, nor a .toml file"
+        )
+    try:
+        return origin, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("config file", f"{name!r} is not TOML: {error}") from None
+
+
+def read_env(environ: Mapping[str, str], settings: Mapping[str, bool]) -> dict[str, Any]:
+    """``MOETRAIN_A__B=v`` to ``{"a.b": "v"}``.
+
+    ``settings``: every dotted name there is, and whether it may be unset (``none``).
+    """
+    known = {ENV_PREFIX + name.upper().replace(".", "__"): name for name in settings}
+    values = {}
+    for variable, text in environ.items():
+        if variable.upper().startswith(ENV_PREFIX):
+            if variable.upper() not in known:
+                raise ConfigError(variable, f"unknown setting{hint(variable.upper(), known)}")
+            name = known[variable.upper()]
+            values[name] = _value(text, settings[name])
+    return values
+
+
+def read_cli(words: Sequence[str], settings: Mapping[str, bool]) -> dict[str, Any]:
+    """``--a.b v``, ``--a.b=v`` or ``a.b=v`` to ``{"a.b": "v"}``; ``settings`` as in read_env."""
+    values, rest = {}, list(words)
+    while rest:
+        word = rest.pop(0)
+        key, has_value, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") and not has_value:
+            raise ConfigError(word, "is not a setting; write --section.key value")
+        if key not in settings:
+            raise ConfigError(key, f"unknown setting{hint(key, settings)}")
+        if not has_value:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(key, "has no value on the command line")
+            text = rest.pop(0)
+        values[key] = _value(text, settings[key])
+    return values
+
+
+def _value(text: str, may_be_unset: bool) -> str | None:
+    return None if may_be_unset and text.lower() in ("none", "null") else text
+
+
+def hint(key: str, known: Iterable[str]) -> str:
+    """The end of an "unknown setting" message: the nearest name there is."""
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else "; --help lists them all"
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested mapping; a dotted key counts as nested."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of :func:`leaves`."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *sections, key = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ConfigError(section, f"is a section and cannot be {node!r}")
+        node[key] = value
+    return tree

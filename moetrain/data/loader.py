@@ -1,0 +1,114 @@
+"""Rows to batches, in an order that one integer decides.
+
+The loader's whole state is ``sample_index``: how many rows the run has consumed over all ranks.
+Sample g is row ``permutation(seed, g // n)[g % n]`` of a dataset of n rows, so a resumed run sees
+the batches it would have seen, and the rows of a step do not depend on the number of ranks.
+
+Left out on purpose: worker processes, prefetching and pinned memory. A row is a slice of a
+memory-mapped file; a step's rows take microseconds each.
+Shapes: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.data.packing import Dataset, Row
+
+
+class Batch(NamedTuple):
+    """One micro-batch, on the CPU."""
+
+    tokens_BS: torch.Tensor
+    """int64."""
+    targets_BS: torch.Tensor
+    """int64, the token each position predicts, or IGNORE_INDEX."""
+    positions_BS: torch.Tensor | None
+    """int64, from 0 in each segment; None: every row is one segment."""
+    cu_seqlens: torch.Tensor
+    """[num_segments + 1] int32: 0, each segment's end in the flattened B * S tokens, ..., B * S.
+    A segment is the part of one document that lies in one row."""
+    max_seqlen: int
+    """Length of the longest segment."""
+
+
+class Loader:
+    """One rank's micro-batches, step after step, without end."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows.
+
+        Raises:
+            ConfigError: the ranks' micro-batches cannot make up a global batch.
+        """
+        if global_batch_size % (micro_batch_size * world_size):
+            raise ConfigError(
+                "train.global_batch_size",
+                f"{global_batch_size} is not a multiple of train.micro_batch_size "
+                f"{micro_batch_size} times {world_size} data-parallel ranks",
+            )
+        self.sample_index = 0
+        """Rows consumed so far by all ranks. Set it to resume."""
+        self._dataset = dataset
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._rank, self._world_size = rank, world_size
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def next_step(self) -> list[Batch]:
+        """This rank's micro-batches of the next optimizer step."""
+        rows_per_rank = self._global_batch_size // self._world_size
+        first = self.sample_index + self._rank * rows_per_rank
+        rows = [self._sample(first + i) for i in range(rows_per_rank)]
+        self.sample_index += self._global_batch_size
+        size = self._micro_batch_size
+        return [_collate(rows[i : i + size]) for i in range(0, rows_per_rank, size)]
+
+    def _sample(self, sample: int) -> Row:
+        epoch, index = divmod(sample, len(self._dataset))
+        if not self._shuffle:
+            return self._dataset.row(index)
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+            self._epoch, self._order = epoch, generator.permutation(len(self._dataset))
+        return self._dataset.row(int(self._order[index]))
+
+
+def eval_batches(dataset: Dataset, micro_batch_size: int, count: int) -> Iterator[Batch]:
+    """The first rows of ``dataset``, in order: the same at every evaluation.
+
+    Args:
+        micro_batch_size: rows of a batch; all have the same size, so that nothing recompiles: the
+            rows left over by the last whole batch are not used, and a smaller dataset is one batch.
+        count: the most batches.
+    """
+    size = min(micro_batch_size, len(dataset))
+    for i in range(min(count, len(dataset) // size)):
+        yield _collate([dataset.row(i * size + j) for j in range(size)])
+
+
+def _collate(rows: Sequence[Row]) -> Batch:
+    lengths = np.concatenate([row.lengths for row in rows])
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions = [row.positions_S for row in rows if row.positions_S is not None]
+    return Batch(
+        torch.from_numpy(np.stack([row.tokens_S for row in rows])),
+        torch.from_numpy(np.stack([row.targets_S for row in rows])),
+        torch.from_numpy(np.stack(positions)) if positions else None,
+        torch.from_numpy(cu_seqlens),
+        int(lengths.max()),
+    )

@@ -1,0 +1,109 @@
+"""Attention: one entry point, causal within each document, grouped-query heads, named backends.
+
+``sdpa`` is torch's scaled-dot-product attention (on Hopper with cuDNN first: 1.7x torch's flash
+there), with a boolean mask for packed rows or windows; ``flex`` is FlexAttention, whose block mask
+skips what no token sees; ``reference`` is plain matrix products for tests. What a token may see is
+decided once per forward by :func:`attention_mask` and shared by all layers.
+
+Legend: B batch, S sequence, H query heads, G key/value heads, d head width.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+# On a GPU FlexAttention is only fast compiled; inside a compiled block this is inlined.
+_flex = torch.compile(flex_attention)
+
+AttentionBackend = Literal["auto", "sdpa", "flex", "reference"]
+
+# cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
+_SDPA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class AttentionMask(NamedTuple):
+    """Who sees whom, in the form the chosen backend takes."""
+
+    backend: str
+    """sdpa, flex or reference."""
+    dense_BSS: torch.Tensor | None = None
+    """Boolean [B, 1, S, S], True: visible; None: plain causal (or flex)."""
+    blocks: BlockMask | None = None
+    """FlexAttention's block mask."""
+
+
+def attention_mask(
+    positions_BS: torch.Tensor | None,
+    *,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    window: int | None = None,
+    backend: AttentionBackend = "auto",
+) -> AttentionMask:
+    """The mask of one forward pass: token i sees j <= i of its own document, i - j < ``window``.
+
+    Args:
+        positions_BS: position of each token in its document; a 0 starts one. None: one document
+            a row.
+        window: sliding window in tokens; None: unlimited.
+        backend: auto takes sdpa where no mask is needed and on a CPU, flex otherwise.
+    """
+    masked = positions_BS is not None or (window is not None and window < seq_len)
+    if backend == "auto":
+        backend = "flex" if masked and device.type == "cuda" else "sdpa"
+    if not masked and backend == "sdpa":
+        return AttentionMask("sdpa")
+    if positions_BS is None:
+        positions_BS = torch.arange(seq_len, device=device).expand(batch, seq_len)
+    documents_BS = (positions_BS == 0).cumsum(1)
+    reach = seq_len if window is None else window
+
+    def visible(b, h, q, k):  # flex's signature: batch, head, query index, key index
+        return (documents_BS[b, q] == documents_BS[b, k]) & (q >= k) & (q - k < reach)
+
+    if backend == "flex":
+        blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
+        return AttentionMask("flex", blocks=blocks)
+    index = torch.arange(seq_len, device=device)
+    distance = index[:, None] - index[None, :]
+    dense = (documents_BS[:, :, None] == documents_BS[:, None, :]) & (distance >= 0)
+    return AttentionMask(backend, dense_BSS=(dense & (distance < reach))[:, None])
+
+
+def attention(
+    q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, mask: AttentionMask
+) -> torch.Tensor:
+    """``softmax(q k^T / sqrt(d)) v`` over what ``mask`` lets each token see: [B, S, H, d]."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))
+    grouped = q.shape[1] != k.shape[1]
+    if mask.backend == "flex":
+        flex = _flex if q.is_cuda else flex_attention
+        out = flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
+        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
+    elif mask.backend == "reference":
+        assert mask.dense_BSS is not None  # attention_mask always makes one for it
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~mask.dense_BSS, float("-inf")).softmax(-1)
+        out = weights.to(v.dtype) @ v
+    else:
+        with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask.dense_BSS,
+                is_causal=mask.dense_BSS is None,
+                enable_gqa=grouped,
+            )
+    return out.transpose(1, 2)

@@ -1,0 +1,86 @@
+"""Grouped matrix product: the one place that names torch's grouped GEMM.
+
+Rows of ``a`` are sorted by group; group g is rows ``offsets[g-1]:offsets[g]``. Rows past
+``offsets[-1]`` belong to no group: their outputs and gradients are uninitialised memory (0 x NaN is
+NaN, so nothing may reduce over them).
+
+Legend: R rows, E groups (experts), M and N the inner and outer widths.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm as _grouped_mm
+
+ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
+
+
+def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
+
+    ``offsets_E`` (int32) holds the cumulative end row of each group. bf16 on CUDA; bf16, fp16 or
+    fp32 on a CPU; float64 takes the loop of :func:`grouped_mm_reference`, which only tests use.
+    Differentiable in ``a`` and ``b``.
+
+    Raises:
+        ValueError: a width whose bytes are not a multiple of 16.
+    """
+    if a_RM.dtype == torch.float64:
+        return grouped_mm_reference(a_RM, b_EMN, offsets_E)
+    for name, size in (("inner", b_EMN.shape[1]), ("outer", b_EMN.shape[2])):
+        if size * b_EMN.element_size() % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"grouped_mm: the {name} width {size} in {b_EMN.dtype} is not a multiple of "
+                f"{ALIGNMENT_BYTES} bytes; use a multiple of "
+                f"{ALIGNMENT_BYTES // b_EMN.element_size()}"
+            )
+    if a_RM.dtype == torch.bfloat16:
+        return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
+    return _opaque_mm(a_RM, b_EMN, offsets_E)
+
+
+# torch's shape function of the grouped product takes bf16 alone, although the product itself also
+# takes fp32 and fp16 on a CPU. These two ops tell the compiler the shapes of those.
+@torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
+def _opaque_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
+
+
+@torch.library.custom_op("moetrain::grouped_outer", mutates_args=())
+def _opaque_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
+    return _grouped_mm(a_RM.T, g_RN, offs=offsets_E)
+
+
+@_opaque_mm.register_fake
+def _(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    return a_RM.new_empty(a_RM.shape[0], b_EMN.shape[2])
+
+
+@_opaque_outer.register_fake
+def _(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    return a_RM.new_empty(offsets_E.shape[0], a_RM.shape[1], g_RN.shape[1])
+
+
+def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a_RM, b_EMN, offsets_E = ctx.saved_tensors
+    g_RN = g_RN.contiguous()  # a gradient may come expanded, which the product rejects
+    grad_a = _opaque_mm(g_RN, b_EMN.transpose(1, 2), offsets_E)
+    return grad_a, _opaque_outer(a_RM, g_RN, offsets_E), None
+
+
+torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context=_save_inputs)
+
+
+def grouped_mm_reference(
+    a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor
+) -> torch.Tensor:
+    """The same product, one group at a time; rows past the last offset come out as zeros."""
+    ends = offsets_E.tolist()
+    parts = [a_RM[i:j] @ b for i, j, b in zip([0, *ends], ends, b_EMN, strict=False)]
+    parts.append(a_RM.new_zeros(a_RM.shape[0] - ends[-1], b_EMN.shape[2]))
+    return torch.cat(parts)

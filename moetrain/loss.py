@@ -1,0 +1,91 @@
+"""The training loss: sums over tokens divided by numbers of the whole global batch.
+
+Because every term is a sum over this micro-batch's tokens over a denominator that all
+micro-batches (and ranks) share, gradients add up to the global batch's gradient however it is
+split. The load-balancing term also needs the global expert counts before the first backward; see
+``moe.aux_loss_scope``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moetrain.config import KernelsSection
+from moetrain.data.loader import Batch
+from moetrain.kernels import linear_cross_entropy
+from moetrain.models import RoutingStats, Transformer, load_balancing_loss, router_z_loss
+
+
+class GlobalBatch(NamedTuple):
+    """What the denominators are made of: numbers of one optimizer step, known before it runs."""
+
+    num_targets: int
+    """Tokens with a target."""
+    num_tokens: int
+    """Tokens the router sees."""
+
+
+class LossCoefficients(NamedTuple):
+    """Weights of the auxiliary terms."""
+
+    load_balancing: float
+    router_z: float
+
+
+class MicroLoss(NamedTuple):
+    """One micro-batch's share of the step's loss; ``total`` has the gradient, the rest has none."""
+
+    total: torch.Tensor
+    cross_entropy: torch.Tensor
+    load_balancing: torch.Tensor
+    router_z: torch.Tensor
+    routing: RoutingStats | None
+
+
+def micro_batch_loss(
+    model: Transformer,
+    batch: Batch,
+    sizes: GlobalBatch,
+    coefficients: LossCoefficients,
+    kernels: KernelsSection,
+    global_counts_LE: torch.Tensor | None = None,
+) -> MicroLoss:
+    """This micro-batch's share of the global batch's mean loss (0-d fp32 tensors).
+
+    Args:
+        global_counts_LE: expert counts of the whole global batch, [MoE layers, experts]; None:
+            this micro-batch's own, its loss weighted by its share of the tokens.
+    """
+    cross_entropy, routing = cross_entropy_sum(model, batch, kernels)
+    cross_entropy = cross_entropy / sizes.num_targets
+    balance = z = cross_entropy.new_zeros(())
+    if routing is not None:
+        if global_counts_LE is None:
+            share = routing.num_tokens / sizes.num_tokens
+            balance = share * load_balancing_loss(
+                routing.counts_LE, routing.prob_sum_LE, routing.num_tokens
+            )
+        else:
+            balance = load_balancing_loss(global_counts_LE, routing.prob_sum_LE, sizes.num_tokens)
+        z = router_z_loss(routing.z_sum_L, sizes.num_tokens)
+        routing = routing._replace(
+            prob_sum_LE=routing.prob_sum_LE.detach(), z_sum_L=routing.z_sum_L.detach()
+        )
+    total = cross_entropy + coefficients.load_balancing * balance + coefficients.router_z * z
+    return MicroLoss(total, cross_entropy.detach(), balance.detach(), z.detach(), routing)
+
+
+def cross_entropy_sum(
+    model: Transformer, batch: Batch, kernels: KernelsSection
+) -> tuple[torch.Tensor, RoutingStats | None]:
+    """Sum of the cross-entropy over the batch's targets (fp32), and the routing statistics."""
+    hidden_BSD, routing = model.backbone(batch.tokens_BS, batch.positions_BS)
+    losses = linear_cross_entropy(
+        hidden_BSD.flatten(0, 1),
+        model.head_weight.to(hidden_BSD.dtype),
+        batch.targets_BS.flatten(),
+        backend=kernels.backend,
+    )
+    return losses.loss_T.sum(), routing

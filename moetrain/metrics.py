@@ -1,0 +1,221 @@
+"""What the user sees and keeps: terminal lines or a progress bar, metrics.jsonl, TensorBoard, plot.
+
+Every number of a logged step is one flat mapping of names to floats; each output draws from it.
+``None`` stands for "not known here" (MFU on a CPU) and for a value that is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moetrain.config import LogSection
+from moetrain.models import RoutingStats
+
+LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
+
+# Dense bf16 peak FLOP/s by the vendor's datasheets, by a part of the device's name.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far: the allocator's on CUDA, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rss / 2**30 if sys.platform == "darwin" else rss / 2**20
+
+
+class Throughput:
+    """Wall time and tokens of training alone: evaluation and checkpoints stop the clock."""
+
+    def __init__(self, flops_per_token: float, device: torch.device) -> None:
+        self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
+        self.device = device
+        self._started: float | None = None
+        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+
+    def start(self) -> None:
+        """Let the clock run."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Halt the clock; the caller has waited for the device."""
+        if self._started is not None:
+            self._seconds += time.perf_counter() - self._started
+            self._started = None
+
+    def count(self, tokens: int) -> None:
+        """Add one step of ``tokens`` on this device."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def take(self) -> dict[str, float | None]:
+        """Rates since the last call, per device."""
+        seconds = max(self._seconds, 1e-9)
+        rate = self._tokens / seconds
+        flops = rate * self.flops_per_token
+        row = {
+            "tokens_per_second_per_device": rate,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self.peak if self.peak else None,
+            "memory_gib": peak_memory_gib(self.device),
+            "step_seconds": seconds / max(self._steps, 1),
+        }
+        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+        return row
+
+
+class MetricsLog:
+    """Writes each logged step to metrics.jsonl, TensorBoard and the terminal.
+
+    ``resume_step``: lines after it are dropped from an existing metrics.jsonl, since the resumed
+    run writes them again.
+    """
+
+    def __init__(
+        self, folder: Path, config: LogSection, total_steps: int, resume_step: int = 0
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if config.progress and self.console.is_terminal:
+            bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = bar.add_task("", total=total_steps, completed=resume_step)
+            bar.start()
+            self._bar = bar
+
+    def log(self, step: int, row: Mapping[str, float | None]) -> None:
+        """Record one line; ``row`` holds floats by name."""
+        clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
+        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in clean.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+        text = _describe(clean)
+        if self._bar is None:
+            self.console.print(f"step {step}  {text}")
+        elif "loss" in clean:
+            self._bar.update(self._task, completed=step, description=text)
+        else:
+            self._bar.print(f"step {step}  {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line of prose, above the progress bar if there is one."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Flush and release everything."""
+        if self._bar is not None:
+            self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+        self._file.close()
+
+
+def _describe(row: Mapping[str, float | None]) -> str:
+    """The few numbers a person watches."""
+    forms = {
+        "loss": ("loss", "{:.4f}"),
+        "eval_loss": ("held-out loss", "{:.4f}"),
+        "grad_norm": ("norm", "{:.3f}"),
+        "lr": ("lr", "{:.2e}"),
+        "tokens_per_second_per_device": ("tok/s", "{:,.0f}"),
+        "mfu": ("mfu", "{:.1%}"),
+        "memory_gib": ("GiB", "{:.2f}"),
+        "step_seconds": ("s/step", "{:.3f}"),
+        "skipped_steps": ("skipped", "{:.0f}"),
+    }
+    shown = []
+    for name, (label, form) in forms.items():
+        value = row.get(name, ...)
+        if value is None and name in ("loss", "grad_norm"):
+            shown.append(f"{label} not finite")
+        elif isinstance(value, float | int) and not (name == "skipped_steps" and not value):
+            shown.append(f"{label} {form.format(value)}")
+    return "  ".join(shown)
+
+
+def routing_health(routing: RoutingStats) -> dict[str, float]:
+    """Expert load (max over mean) and router entropy (nats) for groups of neighbouring layers."""
+    counts_LE = routing.counts_LE.float()
+    load_L = counts_LE.amax(1) / counts_LE.mean(1)
+    entropy_L = routing.entropy_sum_L / routing.num_tokens
+    layers = len(load_L)
+    row = {}
+    for group in torch.arange(layers).tensor_split(min(LAYER_GROUPS, layers)):
+        first, last = int(group[0]), int(group[-1])
+        label = f"moe_layers_{first}_{last}"
+        row[f"expert_load_max/{label}"] = load_L[first : last + 1].mean().item()
+        row[f"router_entropy/{label}"] = entropy_L[first : last + 1].mean().item()
+    return row
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut short by a crash is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def plot_losses(metrics: Path, picture: Path) -> None:
+    """Draw the training and held-out curves of ``metrics`` (a metrics.jsonl) into a PNG."""
+    from matplotlib.figure import Figure  # slow to import, needed once
+
+    rows = read_metrics(metrics)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, label, marker in (("loss", "training", ""), ("eval_loss", "held out", "o")):
+        points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(picture, dpi=130)

@@ -1,0 +1,37 @@
+"""Models: single-device mathematics that never asks how it is spread over devices."""
+
+from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.models.hf import load_hf, load_weights, save_hf
+from moetrain.models.moe import (
+    Dispatched,
+    Dispatcher,
+    LocalDispatcher,
+    RoutingStats,
+    load_balancing_loss,
+    router_z_loss,
+    update_router_bias,
+)
+from moetrain.models.presets import PRESETS, resolve_architecture
+from moetrain.models.registry import build_model
+from moetrain.models.transformer import Transformer, compile_blocks, init_weights
+
+__all__ = [
+    "PRESETS",
+    "Architecture",
+    "Dispatched",
+    "Dispatcher",
+    "LocalDispatcher",
+    "RopeScaling",
+    "RoutingStats",
+    "Transformer",
+    "build_model",
+    "compile_blocks",
+    "init_weights",
+    "load_balancing_loss",
+    "load_hf",
+    "load_weights",
+    "resolve_architecture",
+    "router_z_loss",
+    "save_hf",
+    "update_router_bias",
+]

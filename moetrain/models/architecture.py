@@ -1,0 +1,150 @@
+"""The shape of a model: every number that decides its parameters and its arithmetic.
+
+One frozen :class:`Architecture` describes every family (Qwen3, Qwen3-MoE, Qwen2, Llama, Mixtral);
+a family file only says how a Hugging Face ``config.json`` maps to it and what its presets are.
+The parameter and FLOP formulas live here and are tested against built models.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class RopeScaling(BaseModel):
+    """Rotary embedding variants, with Hugging Face's names and meanings.
+
+    ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
+    ``llama3``: frequency-dependent scaling of Llama 3.1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+class Architecture(BaseModel):
+    """Sizes and switches of one decoder-only transformer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: str
+    """Hugging Face ``model_type``: qwen3, qwen3_moe, qwen2, llama, mixtral."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int = 4096
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope: RopeScaling = RopeScaling()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    """Attention window of each layer in tokens, None: full; empty: full everywhere."""
+    num_experts: int = 0
+    """0: dense."""
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    """Which layers are MoE; empty: all if num_experts, else none."""
+    norm_topk_prob: bool = True
+    """Whether the chosen experts' weights are renormalised to sum to one."""
+    router_aux_loss_coef: float = 0.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Architecture:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token {self.num_experts_per_token} is more than "
+                f"num_experts {self.num_experts}"
+            )
+        for name in ("sliding_windows", "moe_layers"):
+            value = getattr(self, name)
+            if value and len(value) != self.num_layers:
+                raise ValueError(
+                    f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
+                )
+        return self
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether block ``layer`` routes tokens to experts."""
+        return self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
+
+    def window(self, layer: int) -> int | None:
+        """Sliding attention window of block ``layer`` in tokens, None: unlimited."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Blocks with experts."""
+        return sum(self.is_moe_layer(i) for i in range(self.num_layers))
+
+    def num_params(self) -> int:
+        """Parameters of the built model (tied embeddings counted once)."""
+        return self._count(self.num_experts)
+
+    def num_active_params(self) -> int:
+        """Parameters one token uses: as :meth:`num_params` with only its chosen experts."""
+        return self._count(self.num_experts_per_token)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs of one token in a causal row of ``seq_len`` tokens.
+
+        Forward plus backward (3 x forward), 2 FLOPs a multiply-add, matrix products only: no
+        recomputation, norms, embedding lookups or biases. Causal attention counts the average
+        number of keys a query sees, ``seq_len / 2`` (less with a window).
+        """
+        d, moe = self.hidden_size, self.num_moe_layers
+        matrices = self.num_layers * self._attention_matrix()
+        matrices += (self.num_layers - moe) * 3 * d * self.intermediate_size
+        matrices += moe * (
+            self.num_experts_per_token * 3 * d * self.moe_intermediate_size + d * self.num_experts
+        )
+        matrices += self.vocab_size * d
+        keys = 0.0
+        for i in range(self.num_layers):
+            window = min(self.window(i) or seq_len, seq_len)
+            keys += window * (1 - window / (2 * seq_len))
+        attention = 2 * self.num_heads * self.head_dim * keys  # scores, then the weighted values
+        return 6.0 * (matrices + attention)
+
+    def _attention_matrix(self) -> int:
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    def _count(self, experts: int) -> int:
+        d, heads, kv = self.hidden_size, self.num_heads, self.num_kv_heads
+        block = self._attention_matrix() + 2 * d
+        block += self.qkv_bias * self.head_dim * (heads + 2 * kv) + self.out_bias * d
+        block += self.qk_norm * 2 * self.head_dim
+        f = self.intermediate_size
+        dense = 3 * d * f + self.mlp_bias * (2 * f + d)
+        routed = experts * 3 * d * self.moe_intermediate_size + d * self.num_experts
+        moe = self.num_moe_layers
+        total = self.num_layers * block + (self.num_layers - moe) * dense + moe * routed + d
+        return total + self.vocab_size * d * (1 if self.tie_embeddings else 2)

@@ -1,0 +1,271 @@
+"""The Mixture-of-Experts layer: router, dispatcher, experts, and the balancing rules around them.
+
+    y_t = sum over the K chosen experts e of  w_te * expert_e(x_t)
+
+The layer is single-device math. Where tokens travel to experts on other devices, a
+:class:`Dispatcher` does it; :class:`LocalDispatcher` only sorts. A layer returns its routing
+statistics instead of counting into buffers, since recomputation would count twice.
+
+Legend: B batch, S sequence, T = B * S tokens, D model width, F expert width, E experts,
+K experts a token, R routed rows, L MoE layers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moetrain.config import MoeSection
+from moetrain.kernels import (
+    Backend,
+    ExpertIndices,
+    Routed,
+    expert_indices,
+    expert_mlp,
+    permute,
+    router_topk,
+    unpermute,
+)
+from moetrain.models.architecture import Architecture
+
+
+class RouterStats(NamedTuple):
+    """Sums over one layer's tokens; the fields of :class:`moetrain.kernels.Routed`."""
+
+    counts_E: torch.Tensor
+    prob_sum_E: torch.Tensor
+    z_sum: torch.Tensor
+    entropy_sum: torch.Tensor
+
+
+class RoutingStats(NamedTuple):
+    """:class:`RouterStats` of every MoE layer, stacked in layer order."""
+
+    counts_LE: torch.Tensor
+    """int32: (token, slot) pairs that chose each expert."""
+    prob_sum_LE: torch.Tensor
+    """fp32, differentiable: sum over tokens of the routing probabilities."""
+    z_sum_L: torch.Tensor
+    """fp32, differentiable: sum over tokens of logsumexp(logits)^2."""
+    entropy_sum_L: torch.Tensor
+    """fp32, no gradient: sum over tokens of the routing entropy in nats."""
+    num_tokens: int
+    """Tokens that each layer routed."""
+
+
+class Dispatched(NamedTuple):
+    """Rows for the experts of this device."""
+
+    x_RD: torch.Tensor
+    """Token rows sorted by local expert, in the tokens' dtype."""
+    weights_R: torch.Tensor
+    """fp32 routing weight of each row. It travels with the row, because the experts apply it
+    before their down projection (combining is then a plain sum); its gradient flows back."""
+    offsets_E: torch.Tensor
+    """int32 cumulative end row of each local expert; rows past the last are unspecified."""
+    ctx: tuple[torch.Tensor, ...]
+    """What ``combine`` needs; opaque to everyone else."""
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to their experts and back.
+
+    No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
+    re-enter safely under recomputation, pipelining and overlap.
+    """
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Dispatched:
+        """Rows of the experts here, from tokens, int32 global expert ids (-1: none), weights."""
+        ...
+
+    def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``y_TD``: the sum of each token's rows, in the order the tokens were dispatched."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalDispatcher:
+    """Every expert is on this device: rows are sorted, nothing is sent."""
+
+    num_experts: int
+    backend: Backend = "auto"
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Dispatched:
+        indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
+        x_RD, weights_R = permute(x_TD, topk_weights_TK, indices, self.backend)
+        return Dispatched(x_RD, weights_R, indices.offsets_E, ctx=indices)
+
+    def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return unpermute(y_RD, ExpertIndices(*ctx), self.backend)
+
+
+class Router(nn.Module):
+    """Chooses K experts for each token, in fp32 whatever the activations' dtype.
+
+    ``bias`` (fp32 buffer [E], only with ``moe.bias_update_rate`` > 0) is added to the scores for
+    the choice alone; :func:`update_router_bias` moves it between steps.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(self, arch: Architecture, moe: MoeSection, backend: Backend) -> None:
+        super().__init__()
+        self.top_k, self.normalize = arch.num_experts_per_token, arch.norm_topk_prob
+        self.backend: Backend = backend
+        self.balanced_stride = (
+            _balanced_stride(arch.num_experts, self.top_k) if moe.force_balanced else None
+        )
+        self.weight = nn.Parameter(torch.empty(arch.num_experts, arch.hidden_size))
+        self.register_buffer(
+            "bias", torch.zeros(arch.num_experts) if moe.bias_update_rate > 0 else None
+        )
+
+    def forward(self, x_TD: torch.Tensor) -> Routed:
+        """The routing of ``x_TD`` (any float dtype)."""
+        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        routed = router_topk(
+            logits_TE,
+            self.top_k,
+            normalize=self.normalize,
+            bias_E=self.bias,
+            backend=self.backend,
+        )
+        if self.balanced_stride is None:
+            return routed
+        return self._force_balanced(routed, logits_TE, self.balanced_stride)
+
+    def _force_balanced(self, routed: Routed, logits_TE: torch.Tensor, stride: int) -> Routed:
+        """``routed`` with its choice replaced by a round-robin over the experts.
+
+        Counts of two experts differ by one at most. The router has run all the same, so that its
+        cost is in what is measured, and the weights still follow its scores.
+        """
+        num_tokens, num_experts = logits_TE.shape
+        slots_R = torch.arange(num_tokens * self.top_k, device=logits_TE.device)
+        ids_R = slots_R * stride % num_experts
+        ids_TK = ids_R.view(num_tokens, self.top_k)
+        weights_TK = logits_TE.softmax(-1).gather(1, ids_TK)
+        if self.normalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        counts_E = torch.zeros_like(routed.counts_E).index_add(
+            0, ids_R, torch.ones_like(ids_R, dtype=torch.int32)
+        )
+        return routed._replace(ids_TK=ids_TK.int(), weights_TK=weights_TK, counts_E=counts_E)
+
+
+def _balanced_stride(num_experts: int, top_k: int) -> int:
+    """Distance between the experts of one token under forced balance.
+
+    Coprime to E, so that every expert comes up equally often. A token's K experts then span two
+    thirds of them: spread over expert-parallel ranks about as natural routing spreads them (K=8
+    over 8 ranks touches 5.3 on average), where neighbours would flatter communication.
+    """
+    stride = max(1, round(2 * num_experts / (3 * top_k)))
+    while math.gcd(stride, num_experts) != 1:
+        stride += 1
+    return stride
+
+
+class Experts(nn.Module):
+    """All experts' SwiGLU weights, stacked; gate's F rows lie before up's."""
+
+    def __init__(self, arch: Architecture, backend: Backend) -> None:
+        super().__init__()
+        num_experts, dim, width = (
+            arch.num_experts,
+            arch.hidden_size,
+            arch.moe_intermediate_size,
+        )
+        self.backend: Backend = backend
+        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
+        self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
+
+    def forward(
+        self, x_RD: torch.Tensor, offsets_E: torch.Tensor, weights_R: torch.Tensor
+    ) -> torch.Tensor:
+        """``y_RD``: each row through its expert, times its routing weight."""
+        return expert_mlp(
+            x_RD,
+            offsets_E,
+            self.w_gate_up.to(x_RD.dtype),
+            self.w_down.to(x_RD.dtype),
+            weights_R,
+            self.backend,
+        )
+
+
+class MoE(nn.Module):
+    """Router, dispatcher and experts as one feed-forward layer.
+
+    ``dispatcher`` is a plain attribute: expert parallelism replaces it.
+    """
+
+    def __init__(self, arch: Architecture, moe: MoeSection, backend: Backend) -> None:
+        super().__init__()
+        self.router = Router(arch, moe, backend)
+        self.experts = Experts(arch, backend)
+        self.dispatcher: Dispatcher = LocalDispatcher(arch.num_experts, backend)
+
+    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, RouterStats]:
+        """``y_BSD`` in ``x_BSD``'s dtype, and what the router did."""
+        x_TD = x_BSD.flatten(0, 1)
+        routed = self.router(x_TD)
+        rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)
+        y_TD = self.dispatcher.combine(y_RD, rows.ctx)
+        stats = RouterStats(routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
+        return y_TD.view_as(x_BSD), stats
+
+
+def load_balancing_loss(
+    counts_LE: torch.Tensor, prob_sum_LE: torch.Tensor, num_tokens: torch.Tensor | int
+) -> torch.Tensor:
+    """The auxiliary loss ``E * sum_e f_e * P_e`` (arXiv 2101.03961, eq. 4-6), as Hugging Face.
+
+    ``f_e`` and ``P_e`` are the expert's share of choices and its mean probability over the tokens
+    of all L layers taken together; a uniform router gives K.
+
+    Args:
+        counts_LE: choices of each expert over the *whole* batch.
+        prob_sum_LE: probabilities summed over any part of it. The loss is linear in them, so the
+            losses of the parts add up to the loss of the batch.
+        num_tokens: tokens a layer of the whole batch.
+    """
+    num_layers, num_experts = counts_LE.shape
+    rows = num_layers * num_tokens
+    share_E, mean_prob_E = counts_LE.sum(0) / rows, prob_sum_LE.sum(0) / rows
+    return num_experts * (share_E * mean_prob_E).sum()
+
+
+def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
+    """Mean of ``logsumexp(router logits)^2`` over tokens and layers (arXiv 2202.08906, eq. 5).
+
+    Like :func:`load_balancing_loss`, parts of a batch add up when ``num_tokens`` is the whole's.
+    """
+    return z_sum_L.mean() / num_tokens
+
+
+@torch.no_grad()
+def update_router_bias(
+    model: nn.Module, counts_LE: torch.Tensor, rate: torch.Tensor | float
+) -> None:
+    """Raises the selection bias of underused experts and lowers the others', by ``rate``.
+
+    Auxiliary-loss-free balancing (arXiv 2408.15664). ``counts_LE`` are the choices over the whole
+    batch, in the order of ``model``'s MoE layers.
+
+    Raises:
+        ValueError: ``model`` was built without ``moe.bias_update_rate``.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router, counts_E in zip(routers, counts_LE.float(), strict=True):
+        if router.bias is None:
+            raise ValueError("the model has no router bias; build it with moe.bias_update_rate > 0")
+        router.bias += rate * torch.sign(counts_E.mean() - counts_E)

@@ -1,0 +1,146 @@
+"""The decoder that every family shares: embedding, blocks, final norm, vocabulary projection.
+
+A family supplies the blocks. What all blocks need (rotary angles, attention masks) is computed once
+per forward, outside them, so that each block is one compiled graph that the next one reuses.
+
+Left out on purpose: the loss (it never needs all logits at once), text generation, and everything
+about devices.
+
+Legend: B batch, S sequence, D model width, V vocabulary.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.kernels import attention_mask
+from moetrain.models.architecture import Architecture
+from moetrain.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
+from moetrain.models.moe import RouterStats, RoutingStats
+
+
+class Family(NamedTuple):
+    """What a family's file says about its models."""
+
+    model_types: tuple[str, ...]
+    """The values of ``Architecture.family`` that it builds."""
+    presets: dict[str, Architecture]
+    """Named architectures."""
+    make_block: Callable[[Architecture, int, KernelsSection, MoeSection], nn.Module]
+    """Block number ``i``: ``block(x_BSD, rotation, mask) -> (x_BSD, RouterStats | None)``."""
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model; built by :func:`moetrain.models.build_model`.
+
+    Attributes:
+        compute_dtype: dtype of the activations; None: the embedding's own.
+        recompute: whether the backward pass recomputes each block instead of keeping what it needs.
+    """
+
+    def __init__(
+        self, arch: Architecture, blocks: Sequence[nn.Module], kernels: KernelsSection
+    ) -> None:
+        super().__init__()
+        self.arch, self.kernels = arch, kernels
+        self.compute_dtype: torch.dtype | None = None
+        self.recompute = False
+        self.embed = Embedding(arch.vocab_size, arch.hidden_size)
+        self.rope = RotaryEmbedding(arch)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The vocabulary matrix [V, D], tied or not."""
+        return (self.embed if self.lm_head is None else self.lm_head).weight
+
+    def forward(
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [B, S, V] in the compute dtype; arguments as in :meth:`backbone`."""
+        hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
+        return F.linear(hidden_BSD, self.head_weight.to(hidden_BSD.dtype))
+
+    def backbone(
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, RoutingStats | None]:
+        """Hidden states after the final norm, and routing statistics (None: no MoE layer).
+
+        Args:
+            tokens_BS: integer token ids.
+            positions_BS: position of each token in its document; a 0 starts a document, and no
+                token sees another document. None: one document a row.
+        """
+        batch, seq_len = tokens_BS.shape
+        windows = [self.arch.window(i) for i in range(self.arch.num_layers)]
+        masks = {
+            window: attention_mask(
+                positions_BS,
+                batch=batch,
+                seq_len=seq_len,
+                device=tokens_BS.device,
+                window=window,
+                backend=self.kernels.attention,
+            )
+            for window in dict.fromkeys(windows)
+        }
+        if positions_BS is None:
+            positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
+        rotation = self.rope(positions_BS)
+        x_BSD = self.embed(tokens_BS)
+        x_BSD = x_BSD.to(self.compute_dtype or x_BSD.dtype)
+        layer_stats: list[RouterStats] = []
+        for block, window in zip(self.layers, windows, strict=True):
+            inputs = (x_BSD, rotation, masks[window])
+            if self.recompute:
+                # No block draws random numbers.
+                x_BSD, stats = checkpoint(
+                    block, *inputs, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BSD, stats = block(*inputs)
+            if stats is not None:
+                layer_stats.append(stats)
+        return self.norm(x_BSD), _stack(layer_stats, num_tokens=batch * seq_len)
+
+
+def _stack(layers: Sequence[RouterStats], num_tokens: int) -> RoutingStats | None:
+    if not layers:
+        return None
+    counts, prob_sums, z_sums, entropy_sums = (torch.stack(x) for x in zip(*layers, strict=True))
+    return RoutingStats(counts, prob_sums, z_sums, entropy_sums, num_tokens)
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, std: float, seed: int) -> None:
+    """Random initial values in place: matrices ~ N(0, std^2), norms one, biases zero.
+
+    Every parameter is drawn from a generator of its own, seeded by ``seed`` and its name: no value
+    depends on the other parameters or their order. Parameters must have storage (``to_empty``).
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+        else:
+            generator = torch.Generator(parameter.device)
+            # One hash of both: the CPU's generator keeps 32 bits of a seed.
+            generator.manual_seed(zlib.crc32(f"{seed}.{name}".encode()))
+            parameter.normal_(0.0, std, generator=generator)
+    for buffer in model.buffers():  # only router biases: see Router
+        buffer.zero_()
+
+
+def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
+    """Compiles every block as one graph; blocks of one kind share the compiled code."""
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=backend)

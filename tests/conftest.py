@@ -1,0 +1,72 @@
+"""Shared fixtures: a tiny configuration that trains in a second on a CPU."""
+
+import pytest
+import torch
+
+from moetrain.config import Config
+
+torch.set_num_threads(1)  # tiny tensors: threads only fight
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of text files, enough for a few dozen rows of 32 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"document {i}: " + "the cat sat on a mat. " * (i + 1))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_cache(tmp_path_factory):
+    """One token cache for the whole session."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny_words(corpus, token_cache, tmp_path):
+    """Command-line words of a tiny run over ``corpus`` into ``tmp_path / "out"``."""
+    settings = {
+        "model.hidden_size": 16,
+        "model.num_layers": 2,
+        "model.num_heads": 2,
+        "model.num_kv_heads": 1,
+        "model.head_dim": 8,
+        "model.num_experts": 4,
+        "model.moe_intermediate_size": 8,
+        "data.source": "text",
+        "data.path": corpus,
+        "data.cache_dir": token_cache,
+        "data.eval_fraction": 0.2,
+        "data.seq_len": 32,
+        "train.steps": 4,
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 4,
+        "train.eval_interval": 0,
+        "train.eval_batches": 2,
+        "train.sample_tokens": 4,
+        "train.device": "cpu",
+        "optim.warmup_steps": 2,
+        "log.interval": 1,
+        "log.tensorboard": "false",
+        "output_dir": tmp_path / "out",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+@pytest.fixture
+def tiny(tiny_words):
+    """``tiny("train.steps=2", ...)``: the tiny run's Config with overrides."""
+
+    def make(*overrides: str) -> Config:
+        return Config.load(None, [*tiny_words, *overrides], environ={})
+
+    return make

@@ -1,0 +1,164 @@
+"""Compiled blocks: one graph each, compiled once for all layers, steps, routings and packings."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.models import (
+    Architecture,
+    Transformer,
+    build_model,
+    compile_blocks,
+    init_weights,
+    load_balancing_loss,
+    update_router_bias,
+)
+
+ROWS, SEQ_LEN = 2, 24
+MOE = Architecture(
+    family="qwen3_moe",
+    vocab_size=40,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=24,
+    qk_norm=True,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=8,
+)
+MIXED = MOE.model_copy(
+    update={
+        "moe_layers": (True, False) * 2,
+        "sliding_windows": (5, 5, None, None),
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def fresh_model(arch: Architecture, attention="auto", **moe) -> Transformer:
+    model = build_model(arch, kernels=KernelsSection(attention=attention), moe=MoeSection(**moe))
+    init_weights(model, std=0.3, seed=0)
+    return model
+
+
+def compile_counting(model: Transformer) -> CompileCounterWithBackend:
+    """As ``compile_blocks``, with a backend that is cheap and counts what it compiles."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_blocks(model, backend=counter)
+    return counter
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens in documents that end somewhere else in every step and row."""
+    generator = torch.Generator().manual_seed(step)
+    tokens_BS = torch.randint(0, 40, (ROWS, SEQ_LEN), generator=generator)
+    starts_BS = torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.2
+    starts_BS[:, 0] = True
+    index = torch.arange(SEQ_LEN)
+    return tokens_BS, index - torch.where(starts_BS, index, 0).cummax(1).values
+
+
+def train_step(model: Transformer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward, backward and update; the loss and the expert counts."""
+    hidden_BSD, routing = model.backbone(*batch(step))
+    assert routing is not None
+    loss = hidden_BSD.float().square().mean() + load_balancing_loss(
+        routing.counts_LE, routing.prob_sum_LE, routing.num_tokens
+    )
+    loss = loss + (hidden_BSD.float() @ model.head_weight.T).logsumexp(-1).mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p -= 0.1 * p.grad
+    model.zero_grad()
+    return loss.detach(), routing.counts_LE
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "reference"])
+def test_blocks_compile_once(attention, recompute):
+    model = fresh_model(MOE, attention, bias_update_rate=0.01)
+    model.recompute = recompute
+    counter = compile_counting(model)
+    patterns = set()
+    for step in range(50):
+        _, counts_LE = train_step(model, step)
+        update_router_bias(model, counts_LE, rate=0.01)
+        patterns.add(tuple(counts_LE.flatten().tolist()))
+        assert counter.frame_count == 1, f"compiled again in step {step}"
+    assert len(patterns) == 50  # the routing did vary
+    assert not counters["graph_break"]
+    assert not counters["recompiles"]
+
+
+def test_an_expert_may_run_empty():
+    model = fresh_model(MOE)
+    counter = compile_counting(model)
+    train_step(model, 0)
+    with torch.no_grad():
+        for block in model.layers:
+            block.moe.router.weight.zero_()  # ties go to the lower experts
+    _, counts_LE = train_step(model, 1)
+    assert (counts_LE[:, 2:] == 0).all()
+    assert counter.frame_count == 1
+
+
+def test_one_graph_for_each_kind_of_block():
+    model = fresh_model(MIXED)
+    counter = compile_counting(model)
+    for step in range(10):
+        train_step(model, step)
+    assert counter.frame_count == 2  # MoE and dense; windows only change the mask's values
+    with torch.no_grad():
+        for step in range(10):
+            model.backbone(*batch(step))
+    assert counter.frame_count == 4  # and both again without gradients
+    assert not counters["graph_break"]
+
+
+@torch.no_grad()  # flex has no backward on a CPU
+def test_flex_masks_do_not_recompile():
+    model = fresh_model(MOE, "flex")
+    plain = fresh_model(MOE, "sdpa")
+    counter = compile_counting(model)
+    for step in range(10):
+        hidden_BSD, _ = model.backbone(*batch(step))
+        torch.testing.assert_close(hidden_BSD, plain.backbone(*batch(step))[0])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_forced_balance_and_bf16_compile(dtype):
+    model = fresh_model(MOE, force_balanced=True)
+    model.compute_dtype = dtype
+    counter = compile_counting(model)
+    for step in range(5):
+        _, counts_LE = train_step(model, step)
+        assert (counts_LE == ROWS * SEQ_LEN * 2 // 4).all()
+    assert counter.frame_count == 1
+
+
+def test_inductor_gives_the_losses_of_eager():
+    arch = MOE.model_copy(update={"num_layers": 2})
+    eager, compiled = fresh_model(arch), fresh_model(arch)
+    compile_blocks(compiled)
+    for step in range(5):
+        want, want_counts = train_step(eager, step)
+        got, got_counts = train_step(compiled, step)
+        assert torch.equal(got_counts, want_counts)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    assert not counters["graph_break"]
+    assert not counters["recompiles"]

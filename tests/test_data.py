@@ -1,0 +1,435 @@
+"""Data up to tokens: sources, tokenizers, the token cache, and what a user is told of mistakes."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from moetrain.config import Config, ConfigError
+from moetrain.data import IGNORE_INDEX, build_data, cache, sources
+from moetrain.data.cache import open_cache
+from moetrain.data.packing import SyntheticDataset
+from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+
+BYTE_VOCAB = ByteTokenizer.vocab_size
+
+
+def config(tmp_path: Path, **data: object) -> Config:
+    return Config.load(
+        {"model": {"preset": "debug"}, "data": {"cache_dir": str(tmp_path / "cache")} | data}
+    )
+
+
+def write_files(folder: Path, **texts: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def write_lines(path: Path, *entries: object) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
+    """A whitespace tokenizer over ``words`` as Hugging Face files."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+# Sources
+
+
+def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
+    data = config(tmp_path).data
+    train, held_out = sources.open_sources(data, ByteTokenizer())
+    assert isinstance(train, sources.TextSource)
+    assert isinstance(held_out, sources.TextSource)
+    assert not set(train.files) & set(held_out.files)
+    assert not any("site-packages" in f.parts or "test" in f.parts for f in train.files)
+    assert train.total_bytes() > 1_000_000
+    built = build_data(config(tmp_path), BYTE_VOCAB)
+    assert built.eval is not None
+    assert len(built.train) * data.seq_len > 1_000_000
+    assert len(built.eval) > 16
+
+
+def test_text_folder_becomes_sorted_documents(tmp_path: Path):
+    folder = write_files(tmp_path / "text", b="second é", a="first", empty="")
+    (folder / ".hidden").write_text("no")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "c").write_bytes(b"caf\xe9")
+    (folder / "image").write_bytes(b"\x89PNG\0\0")
+    c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=23)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.eval is None
+    row = data.train.row(0)
+    assert row.lengths.tolist() == [6, 10, 7]
+    text = data.tokenizer.decode(row.tokens_S.tolist())
+    assert text == "first" + "second é" + "caf\ufffd"
+    assert np.flatnonzero(row.tokens_S == data.tokenizer.eos_id).tolist() == [5, 15, 22]
+
+
+def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "".join(f"line {i} é\n" for i in range(50)) + "€" * 40
+    (tmp_path / "one.txt").write_text(text)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    source = sources.TextSource([tmp_path / "one.txt"], ConfigError("data.path", "empty"))
+    pieces = list(source.pieces())
+    assert len(pieces) > 20
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert sum(piece.num_bytes for piece in pieces) == source.total_bytes()
+    built = open_cache(source, ByteTokenizer(), tmp_path / "cache")
+    assert built.documents.tolist() == [0, len(text.encode()) + 1]
+
+
+def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", *({"body": f"line {i}"} for i in range(200)))
+    settings = {"source": "jsonl", "path": str(path), "text_field": "body", "eval_fraction": 0.2}
+
+    def texts(c: Config) -> list[set[str]]:
+        pair = sources.open_sources(c.data, ByteTokenizer())
+        return [{piece.text for piece in source.pieces()} for source in pair if source]
+
+    train, held_out = texts(config(tmp_path, **settings))
+    assert not train & held_out
+    assert train | held_out == {f"line {i}" for i in range(200)}
+    assert 20 < len(held_out) < 60
+    (tmp_path / "b").mkdir()
+    moved = write_lines(
+        tmp_path / "b" / "c.jsonl", *({"body": f"line {i}"} for i in range(199, -1, -1))
+    )
+    assert texts(config(tmp_path, **settings | {"path": str(moved)})) == [train, held_out]
+
+
+def test_eval_path_is_the_held_out_text(tmp_path: Path):
+    train = write_files(tmp_path / "train", a="training text")
+    held_out = write_files(tmp_path / "eval", b="held-out text")
+    c = config(tmp_path, source="text", path=str(train), eval_path=str(held_out), seq_len=8)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.eval is not None
+    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "training"
+    assert data.tokenizer.decode(data.eval.row(0).tokens_S.tolist()) == "held-out"
+
+
+def test_lone_surrogates_in_json_become_question_marks(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0, seq_len=4)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "a?b"
+
+
+def test_synthetic_rows(tmp_path: Path):
+    c = config(tmp_path, source="synthetic", num_documents=100, seq_len=16)
+    data = build_data(c, 300)
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval)) == (100, 2)
+    row = data.train.row(7)
+    assert row.targets_S.tolist() == [*row.tokens_S[1:].tolist(), IGNORE_INDEX]
+    assert row.positions_S is None
+    assert row.lengths.tolist() == [16]
+    assert row.lengths.tolist() == [16]
+    again = SyntheticDataset(100, 16, 300, seed=0).row(7)
+    assert again.tokens_S.tolist() == row.tokens_S.tolist()
+    rows = {tuple(d.row(i).tokens_S) for d in (data.train, data.eval) for i in range(len(d))}
+    assert len(rows) == 102
+    tokens = np.concatenate([data.train.row(i).tokens_S for i in range(100)])
+    assert 0 <= tokens.min() < 5
+    assert 295 <= tokens.max() < 300
+    assert not (tmp_path / "cache").exists()
+
+
+# Cache
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts it encodes."""
+
+    def __init__(self, fingerprint: str = "byte") -> None:
+        super().__init__()
+        self.fingerprint = fingerprint
+        self.num_texts = 0
+
+    def encode_batch(self, texts):
+        self.num_texts += len(texts)
+        return super().encode_batch(texts)
+
+
+def text_source(folder: Path) -> sources.TextSource:
+    return sources.TextSource(sorted(folder.iterdir()), ConfigError("data.path", "empty"))
+
+
+def test_cache_is_built_once_and_rebuilt_when_its_inputs_change(tmp_path: Path):
+    folder = write_files(tmp_path / "text", a="one", b="two")
+    tokenizer = CountingTokenizer()
+    first = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    again = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    assert tokenizer.num_texts == 2
+    assert again.tokens.tolist() == first.tokens.tolist() == [*b"one", 256, *b"two", 256]
+    assert first.tokens.dtype == np.uint16
+    assert first.masked is None
+    (folder / "b.txt").write_text("three")
+    changed = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    assert tokenizer.num_texts == 4
+    assert changed.documents.tolist() == [0, 4, 10]
+    other = CountingTokenizer(fingerprint="other")
+    open_cache(text_source(folder), other, tmp_path / "cache")
+    assert other.num_texts == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # and nothing temporary is left
+
+
+@pytest.mark.parametrize("change", [{"text_field": "b"}, {"eval_fraction": 0.7}])
+def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
+    path = write_lines(tmp_path / "a.jsonl", *({"a": "x" * i, "b": "y"} for i in range(1, 40)))
+    settings = {"source": "jsonl", "path": str(path), "text_field": "a", "eval_fraction": 0.5}
+    tokens = []
+    for data in (settings, settings | change):
+        source, _ = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer())
+        tokens.append(open_cache(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
+    assert tokens[0] != tokens[1]
+
+
+def test_a_vocabulary_over_65536_is_stored_in_32_bits(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size, tokenizer.eos_id = 70_001, 70_000
+    folder = write_files(tmp_path / "text", a="x")
+    built = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    assert built.tokens.tolist() == [ord("x"), 70_000]
+
+
+def test_concurrent_builders_share_one_cache(tmp_path: Path):
+    folder = write_files(tmp_path / "text", a="one", b="two")
+    barrier = threading.Barrier(4)
+
+    class Waiting(CountingTokenizer):
+        def encode_batch(self, texts):
+            barrier.wait(timeout=10)  # so that all four are building at the same time
+            return super().encode_batch(texts)
+
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(
+                open_cache(text_source(folder), Waiting(), tmp_path / "cache").tokens.tolist()
+            )
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert results == [[*b"one", 256, *b"two", 256]] * 4
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\nbad\n')
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0)
+    with pytest.raises(ConfigError, match="not JSON"):
+        build_data(c, BYTE_VOCAB)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path):
+    folder = write_files(tmp_path / "text", a="one")
+    open_cache(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / "tokens.bin").write_bytes(b"123")
+    with pytest.raises(ConfigError, match=rf"data\.cache_dir: .*{entry.name}.* is damaged"):
+        open_cache(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+
+
+def test_encoding_goes_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 6)
+    sizes = []
+
+    class Recording(ByteTokenizer):
+        def encode_batch(self, texts):
+            sizes.append(len(texts))
+            return super().encode_batch(texts)
+
+    folder = write_files(tmp_path / "text", a="aaa", b="bbb", c="c", d="dddddddd", e="e")
+    built = open_cache(text_source(folder), Recording(), tmp_path / "cache")
+    assert sizes == [2, 2, 1]
+    assert built.documents.tolist() == [0, 4, 8, 10, 19, 21]
+
+
+# Tokenizers
+
+
+def test_hf_tokenizer_from_file_and_folder(tmp_path: Path):
+    folder = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "cat", "dog", eos_token="</s>")
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (4, 1)
+    (encoded,) = tokenizer.encode_batch(["dog  cat"])
+    assert encoded.ids.tolist() == [3, 2]
+    assert encoded.offsets().tolist() == [[0, 3], [5, 8]]
+    assert tokenizer.decode([3, 99, 2]) == "dog cat"  # a model may have more ids
+    by_file = load_tokenizer(str(folder / "tokenizer.json"))
+    assert by_file.fingerprint == tokenizer.fingerprint
+    other = word_tokenizer(tmp_path / "u", "<unk>", "</s>", "dog", "cat", eos_token="</s>")
+    assert load_tokenizer(str(other)).fingerprint != tokenizer.fingerprint
+
+
+def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = word_tokenizer(tmp_path / "t", "a", "</s>")
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, "tokenizer.json" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_tokenizer("someone/tokenizer").vocab_size == 2
+    assert asked == [("someone/tokenizer", True)]
+
+
+def test_eos_without_a_config_is_recognised_by_name(tmp_path: Path):
+    folder = word_tokenizer(tmp_path / "t", "a", "b", "<|endoftext|>")
+    assert load_tokenizer(str(folder)).eos_id == 2
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
+    folder = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "a")
+    saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(2)
+    saved.enable_padding(length=8)
+    saved.save(str(folder / "tokenizer.json"))
+    (encoded,) = HFTokenizer(folder).encode_batch(["a a a a"])
+    assert encoded.ids.tolist() == [2, 2, 2, 2]
+
+
+def test_byte_offsets_count_characters():
+    (encoded,) = ByteTokenizer().encode_batch(["aé€😀"])
+    assert encoded.offsets()[:, 0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert ByteTokenizer().decode([256, *encoded.ids.tolist(), 0xFF, 300]) == "aé€😀\ufffd"
+
+
+@pytest.mark.parametrize("pad", ["</s>", {"content": "</s>"}])
+def test_pad_equal_to_eos_is_told_once_and_eos_keeps_its_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pad: object
+):
+    folder = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "a", eos_token="</s>", pad_token=pad)
+    text = write_files(tmp_path / "text", one="a a", two="a a")
+    settings = {"source": "text", "path": str(text), "eval_fraction": 0, "seq_len": 6}
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(config(tmp_path, tokenizer=str(folder), **settings), BYTE_VOCAB)
+    assert sum("PAD is EOS" in record.getMessage() for record in caplog.records) == 1
+    assert data.train.row(0).targets_S.tolist() == [2, 1, IGNORE_INDEX, 2, 1, IGNORE_INDEX]
+
+
+def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = word_tokenizer(tmp_path / "t", "p", "</s>", "a", eos_token="</s>", pad_token="p")
+    load_tokenizer(str(folder))
+    assert "PAD" not in caplog.text
+
+
+# What a user is told
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "text", "path": "{}/missing"}, r"data\.path: .*missing' does not exist"),
+        ({"source": "text", "path": "{}/empty"}, r"data\.path: .*empty' holds no text files"),
+        ({"source": "jsonl", "path": "{}/text"}, r"data\.path: .*text' holds no \.jsonl files"),
+        (
+            {"source": "text", "path": "{}/blank", "eval_fraction": 0},
+            r"data\.path: .*blank' holds no text",
+        ),
+        (
+            {"source": "text", "path": "{}/text", "eval_fraction": 1e-9, "seq_len": 4},
+            r"data\.eval_fraction: 1e-09 .* holds out none; raise it",
+        ),
+        (
+            {"source": "text", "path": "{}/text", "eval_fraction": 0.999999},
+            r"data\.path: .* holds no text, or data\.eval_fraction 0\.999999 holds out all",
+        ),
+        (
+            {"source": "text", "path": "{}/text", "eval_path": "{}/missing"},
+            r"data\.eval_path: .*missing' does not exist",
+        ),
+        (
+            {"source": "text", "path": "{}/text", "eval_fraction": 0, "seq_len": 99},
+            r"data\.seq_len: 99 is more than the 12 tokens there are; lower it or add text",
+        ),
+        ({"tokenizer": "{}/text"}, r"data\.tokenizer: .*text' holds no tokenizer\.json"),
+        ({"tokenizer": "{}/text/one.txt"}, r"data\.tokenizer: .*one\.txt is not a tokenizer"),
+        ({"tokenizer": "{}/no/such/folder"}, r"data\.tokenizer: .* is no file or folder"),
+        ({"cache_dir": "{}/text/one.txt/x"}, r"data\.cache_dir: .* cannot be written"),
+        (
+            {"source": "jsonl", "path": "{}/a.jsonl", "chat_template": "{}/missing"},
+            r"data\.chat_template: .*missing' does not exist",
+        ),
+    ],
+)
+def test_mistakes_name_the_setting(tmp_path: Path, settings: dict, message: str):
+    (tmp_path / "empty").mkdir()
+    write_files(tmp_path / "text", one="first", two="other")
+    write_files(tmp_path / "blank", one="", two=" \n")
+    write_lines(tmp_path / "a.jsonl", {"text": "x"})
+    settings = {
+        k: v.replace("{}", str(tmp_path)) if isinstance(v, str) else v for k, v in settings.items()
+    }
+    with pytest.raises(ConfigError, match=message):
+        build_data(config(tmp_path, **settings), BYTE_VOCAB)
+
+
+@pytest.mark.parametrize("source", ["stdlib", "synthetic"])
+def test_tokenizer_larger_than_the_model(tmp_path: Path, source: str):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'byte' has 257 tokens.* of 100"):
+        build_data(config(tmp_path, source=source), 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (["a", "b"], {}, "no known end-of-text token; name one as eos_token"),
+        (["a", "</s>"], {"eos_token": "<stop>"}, "has no token '<stop>'"),
+    ],
+)
+def test_tokenizer_without_eos(tmp_path: Path, words: list[str], settings: dict, message: str):
+    folder = word_tokenizer(tmp_path / "t", *words, **settings)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "x"', "not JSON: "),
+        (b"\xff\xfe", "not JSON|not UTF-8"),
+        (b'{"text": "\xff"}', "not UTF-8: invalid start byte at byte 10"),
+        (b"[1]", "not a JSON object"),
+        (b'{"body": "x"}', "no 'text' and no 'messages'; name the field in data.text_field"),
+        (b'{"text": 3}', "'text' is not text"),
+        (b'{"messages": "hi"}', "`messages` is not a list of turns"),
+        (b'{"messages": []}', "`messages` is not a list of turns"),
+        (b'{"messages": ["hi"]}', r"messages\[0\] is not an object"),
+        (b'{"messages": [{"role": "user"}]}', r"messages\[0\]\.content is missing or not text"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "`messages` has no assistant turn"),
+    ],
+)
+def test_bad_jsonl_lines_are_named_by_file_and_line(tmp_path: Path, line: bytes, problem: str):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    c = config(tmp_path, source="jsonl", path=str(tmp_path), eval_fraction=0)
+    with pytest.raises(ConfigError, match=rf"data\.path: {path}:3: ({problem})"):
+        build_data(c, BYTE_VOCAB)

@@ -1,0 +1,212 @@
+"""Conversations: which tokens of a rendered chat carry loss."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from moetrain.config import Config, ConfigError
+from moetrain.data import IGNORE_INDEX, Data, build_data
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi thére"},
+    {"role": "assistant", "content": "Héllo, you."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "So long"},
+]
+
+# As Qwen3's: thoughts are kept in the last turn only.
+FORGETFUL = """\
+{%- for m in messages %}
+{{- '<' + m.role + '>' }}
+{%- if m.role == 'assistant' and not loop.last %}
+{{- m.content.split('</think>')[-1] }}
+{%- else %}
+{{- m.content }}
+{%- endif %}
+{{- '<end>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"""
+
+
+def build(tmp_path: Path, messages: object, seq_len: int, **data: object) -> Data:
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    settings = {
+        "source": "jsonl",
+        "path": str(tmp_path / "chat.jsonl"),
+        "eval_fraction": 0,
+        "seq_len": seq_len,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    config = Config.load({"model": {"preset": "debug"}, "data": settings | data})
+    return build_data(config, 1000)
+
+
+def bpe_tokenizer(folder: Path, **settings: object) -> Path:
+    """A trained byte-level BPE, as Hugging Face files, with ChatML's markers."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        show_progress=False,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    texts = [m["content"] for m in CONVERSATION] + ["user assistant system\n"]
+    tokenizer.train_from_iterator(texts * 4, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def learned(data: Data) -> list[str]:
+    """What the first row's unbroken runs of targets spell, byte by byte; EOS is ``$``."""
+    text = ""
+    for target in data.train.row(0).targets_S.tolist():
+        text += "|" if target == IGNORE_INDEX else "$" if target == 256 else chr(target)
+    return [run for run in text.replace("<|im_end|>", "<end>").split("|") if run]
+
+
+def as_bytes(text: str) -> str:
+    """``text`` with one character for each of its UTF-8 bytes."""
+    return text.encode().decode("latin-1")
+
+
+def test_bytes_of_assistant_turns_only(tmp_path: Path):
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION)
+    length = len(text.rstrip().encode()) + 1
+    data = build(tmp_path, CONVERSATION, length)
+    row = data.train.row(0)
+    assert data.tokenizer.decode(row.tokens_S.tolist()) == text.rstrip()
+    assert row.lengths.tolist() == [length]
+    assert learned(data) == [as_bytes("Héllo, you.<end>"), "So long<end>$"]
+
+
+def test_bpe_tokens_of_assistant_turns_only(tmp_path: Path):
+    folder = bpe_tokenizer(tmp_path / "bpe", eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    expected_ids, expected_loss = [], []
+    for part, loss in [
+        ("<|im_start|>system\nBe brief.<|im_end|>\n", False),
+        ("<|im_start|>user\nHi thére<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Héllo, you.<|im_end|>", True),  # é is two tokens of one character
+        ("\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n", False),
+        ("So long<|im_end|>", True),  # already ends in EOS: no second one
+    ]:
+        ids = tokenizer.encode(part).ids
+        expected_ids += ids
+        expected_loss += [loss] * len(ids)
+    data = build(tmp_path, CONVERSATION, len(expected_ids), tokenizer=str(folder))
+    row = data.train.row(0)
+    assert row.tokens_S.tolist() == expected_ids
+    assert row.targets_S.tolist() == [
+        token if loss else IGNORE_INDEX
+        for token, loss in zip(expected_ids[1:], expected_loss[1:], strict=True)
+    ] + [IGNORE_INDEX]
+    assert row.targets_S[-2] == data.tokenizer.eos_id
+
+
+@pytest.mark.parametrize("where", ["config", "named list", "jinja file", "setting"])
+def test_where_the_template_comes_from(tmp_path: Path, where: str):
+    template = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}.{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ bos_token }}assistant:{% endif %}"
+    special: dict[str, object] = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+    data: dict[str, object] = {}
+    if where == "config":
+        special["chat_template"] = template
+    if where == "named list":
+        special["chat_template"] = [
+            {"name": "tool_use", "template": "wrong"},
+            {"name": "default", "template": template},
+        ]
+    folder = bpe_tokenizer(tmp_path / "bpe", **special)
+    if where == "jinja file":
+        (folder / "chat_template.jinja").write_text(template)
+    if where == "setting":
+        (tmp_path / "mine.jinja").write_text(template)
+        data["chat_template"] = str(tmp_path / "mine.jinja")
+    built = build(tmp_path, CONVERSATION[1:3], 4, tokenizer=str(folder), **data)
+    assert built.train.row(0).tokens_S[0] == 0  # <|im_start|>, the template's bos_token
+    text = "".join(
+        built.tokenizer.decode(built.train.row(i).tokens_S.tolist())
+        for i in range(len(built.train))
+    )
+    assert text.startswith("user:Hi")
+
+
+def test_a_changed_template_is_another_cache(tmp_path: Path):
+    (tmp_path / "a.jinja").write_text(CHATML)
+    (tmp_path / "b.jinja").write_text(FORGETFUL)
+    rows = [
+        build(tmp_path, CONVERSATION, 8, chat_template=str(tmp_path / name)).train.row(0)
+        for name in ("a.jinja", "b.jinja")
+    ]
+    assert rows[0].tokens_S.tolist() != rows[1].tokens_S.tolist()
+
+
+def test_a_template_that_rewrites_history_gives_a_document_a_turn():
+    messages = [
+        {"role": "user", "content": "q1"},
+        {"role": "assistant", "content": "t1</think>a1"},
+        {"role": "user", "content": "q2"},
+        {"role": "assistant", "content": "t2</think>a2"},
+    ]
+    documents = ChatTemplate(FORGETFUL, {}).documents(messages)
+    assert [text for text, _ in documents] == [
+        "<user>q1<end><assistant>t1</think>a1<end>",
+        "<user>q1<end><assistant>a1<end><user>q2<end><assistant>t2</think>a2<end>",
+    ]
+    assert [[text[a:b] for a, b in spans] for text, spans in documents] == [
+        ["t1</think>a1<end>"],
+        ["t2</think>a2<end>"],
+    ]
+
+
+def test_turns_after_the_last_answer_and_answers_in_a_row():
+    messages = [
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "never seen"},
+    ]
+    ((text, spans),) = ChatTemplate(CHATML, {}).documents(messages)
+    assert [text[a:b] for a, b in spans] == ["one<|im_end|>", "<|im_end|>"]
+    assert "never seen" not in text
+
+
+def test_plain_text_lines_beside_conversations_keep_their_loss(tmp_path: Path):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    path = tmp_path / "chat.jsonl"
+    lines = [{"text": "xy"}, {"messages": turns}, {"text": "zw"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"source": "jsonl", "path": str(path), "eval_fraction": 0, "seq_len": 9}
+    settings |= {"cache_dir": str(tmp_path), "chat_template": str(tmp_path / "t.jinja")}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings})
+    row = build_data(config, 257).train.row(0)
+    none, eos = IGNORE_INDEX, 256
+    assert row.tokens_S.tolist() == [*b"xy", eos, *b"qa", eos, *b"zw", eos]
+    assert row.targets_S.tolist() == [ord("y"), eos, none, ord("a"), eos, none, ord("w"), eos, none]
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "message"),
+    [
+        ("{% for %}", ConfigError, r"data\.chat_template: line 1 of the template"),
+        ("{{ raise_exception('roles must alternate') }}", BadLineError, "roles must alternate"),
+        ("{{ messages.append(1) }}", BadLineError, "fails: .*unsafe"),
+        (
+            "{{ messages | length }}{{ add_generation_prompt }}",
+            BadLineError,
+            r"does not begin its rendering of messages\[1\]",
+        ),
+    ],
+)
+def test_templates_that_fail(template: str, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        ChatTemplate(template, {}).documents(CONVERSATION[1:3])

@@ -1,0 +1,565 @@
+"""Hugging Face configs and weights: both directions, against transformers, and every bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants as hub_constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moetrain.config import ConfigError
+from moetrain.models import PRESETS, Architecture, RopeScaling, build_model, hf, init_weights
+from moetrain.models.hf_config import HF_FAMILIES, architecture_from_hf, architecture_to_hf
+from moetrain.models.weight_map import DENSE, QWEN3_MOE, Piece, all_pieces
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+}
+QWEN3_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+CASES = {
+    "qwen3": {"head_dim": 8},
+    "qwen3 tied, biases, windows": {
+        "head_dim": 4,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "max_window_layers": 1,
+        **WINDOW,
+    },
+    "qwen3_moe": {"head_dim": 8, "norm_topk_prob": True, **QWEN3_EXPERTS},
+    "qwen3_moe sparse step, windows": {
+        "head_dim": 4,
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+        **QWEN3_EXPERTS,
+        **WINDOW,
+    },
+    "qwen3_moe dense layers, biases": {
+        "mlp_only_layers": [0, 2],
+        "attention_bias": True,
+        **QWEN3_EXPERTS,
+    },
+    "qwen2": {"layer_types": ["full_attention", "sliding_attention", "full_attention"], **WINDOW},
+    "qwen2 tied": {"tie_word_embeddings": True},
+    "llama": {"head_dim": 8, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "llama biases": {"attention_bias": True, "mlp_bias": True},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral window": {"num_local_experts": 2, "sliding_window": 4, "head_dim": 8},
+}
+
+
+def config_of(case: str) -> transformers.PreTrainedConfig:
+    return AutoConfig.for_model(case.split()[0], **SIZES, **CASES[case])
+
+
+def save_reference(case: str, folder: Path, dtype=torch.float32, **how) -> torch.nn.Module:
+    """A random model of ``case``, saved by transformers (biases and norms random too)."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def assert_same_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        assert torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)), name
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    tokens_BS = torch.arange(2 * 9).reshape(2, 9) * 7 % SIZES["vocab_size"]
+    with torch.no_grad():
+        return model(tokens_BS).logits
+
+
+# Weights.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(case, dtype, tmp_path):
+    reference = save_reference(case, tmp_path / "in", dtype)
+    model = hf.load_hf(tmp_path / "in", dtype=dtype)
+    hf.save_hf(model, tmp_path / "out")
+    assert_same_bits(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "in"))
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    config = json.loads((tmp_path / "out" / hf.CONFIG).read_text())
+    assert again.dtype == dtype == getattr(torch, config["torch_dtype"])
+    assert torch.equal(logits(again), logits(reference))
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
+def test_experts_are_stacked_as_transformers_stacks_them(case, tmp_path):
+    theirs = dict(save_reference(case, tmp_path).named_parameters())
+    ours = dict(hf.load_hf(tmp_path).named_parameters())
+    for i in range(SIZES["num_hidden_layers"]):
+        experts = f"model.layers.{i}.mlp.experts"
+        for name, their_name in (("w_gate_up", "gate_up_proj"), ("w_down", "down_proj")):
+            parameter = ours[f"layers.{i}.moe.experts.{name}"]
+            assert torch.equal(parameter, theirs[f"{experts}.{their_name}"])
+
+
+def test_bf16_checkpoint_is_exact_in_fp32(tmp_path):
+    save_reference("qwen3_moe", tmp_path / "in", torch.bfloat16)
+    model = hf.load_hf(tmp_path / "in")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    hf.save_hf(model, tmp_path / "out")
+    narrowed = {k: v.bfloat16() for k, v in tensors_in(tmp_path / "out").items()}
+    assert_same_bits(narrowed, tensors_in(tmp_path / "in"))
+
+
+def test_shards(tmp_path):
+    save_reference("qwen3_moe", tmp_path / "in", max_shard_size="8KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
+    model = hf.load_hf(tmp_path / "in")
+    out = tmp_path / "out"
+    hf.save_weights(model, out, max_shard_bytes=8000)
+    index = json.loads((out / hf.INDEX).read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert [f.name for f in files] == sorted(set(index["weight_map"].values()))
+    for file in files:
+        shard = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in shard)
+        assert sum(t.nbytes for t in shard.values()) <= 8000 or len(shard) == 1
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(out).values())
+    assert_same_bits(tensors_in(out), tensors_in(tmp_path / "in"))
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_saving_again_leaves_no_stale_file(tmp_path):
+    save_reference("llama", tmp_path / "in")
+    model, out = hf.load_hf(tmp_path / "in"), tmp_path / "out"
+    hf.save_weights(model, out)
+    (out / "tokenizer.json").write_text("{}")
+    hf.save_weights(model, out, max_shard_bytes=8000)
+    assert not (out / hf.SINGLE).exists()  # a reader would prefer it to the shards
+    hf.save_weights(model, out)
+    assert {f.name for f in out.iterdir()} == {hf.CONFIG, hf.SINGLE, "tokenizer.json"}
+
+
+def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
+    save_reference("llama", tmp_path / "in")
+    model, out = hf.load_hf(tmp_path / "in"), tmp_path / "out"
+    hf.save_hf(model, out)
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+
+    def fail(tensors, path, metadata):
+        Path(path).write_bytes(b"half a file")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hf, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        hf.save_hf(model, out)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == before
+
+
+def test_router_bias_is_kept_on_load_and_named_on_save(tmp_path, caplog):
+    save_reference("qwen3_moe", tmp_path)
+    model = hf.load_hf(tmp_path)
+    bias_E = torch.arange(5.0)
+    model.get_submodule("layers.0.moe.router").register_buffer("bias", bias_E.clone())
+    hf.load_weights(model, tmp_path)
+    assert torch.equal(model.get_buffer("layers.0.moe.router.bias"), bias_E)
+    hf.save_hf(model, tmp_path / "out")
+    assert "layers.0.moe.router.bias" in caplog.text
+    assert_same_bits(tensors_in(tmp_path / "out"), tensors_in(tmp_path))
+
+
+def test_redundant_head_of_a_tied_checkpoint(tmp_path):
+    save_reference("qwen2 tied", tmp_path)
+    tensors = load_file(tmp_path / hf.SINGLE)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / hf.SINGLE)
+    model = hf.load_hf(tmp_path)
+    assert model.lm_head is None
+    assert torch.equal(model.embed.weight, head)
+    head[0, 0] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / hf.SINGLE)
+    with pytest.raises(ConfigError, match=r"^model\.path: .*lm_head\.weight differs"):
+        hf.load_hf(tmp_path)
+
+
+def test_rotary_frequencies_in_a_file_are_skipped(tmp_path):
+    save_reference("llama", tmp_path)
+    tensors = load_file(tmp_path / hf.SINGLE)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**tensors, **extra}, tmp_path / hf.SINGLE)
+    hf.load_hf(tmp_path)
+
+
+_MEASURE = """
+import sys, threading
+import torch
+from moetrain.models import hf
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def sample():
+    global peak
+    while not done.wait(0.0005):
+        peak = max(peak, anonymous())
+
+torch.zeros(1000).bfloat16().float().sum()
+done, start = threading.Event(), anonymous()
+peak = start
+thread = threading.Thread(target=sample)
+thread.start()
+model = hf.load_hf(sys.argv[1])
+done.set()
+thread.join()
+print(max(peak, anonymous()) - start, sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_loading_needs_the_model_and_one_tensor(tmp_path):
+    arch = PRESETS["debug"].model_copy(
+        update={"vocab_size": 16384, "hidden_size": 512, "moe_intermediate_size": 512}
+    )
+    model = build_model(arch).bfloat16()
+    init_weights(model, std=0.02, seed=0)
+    hf.save_weights(model, tmp_path, max_shard_bytes=20_000_000)
+    largest = max(t.nbytes for t in tensors_in(tmp_path).values())
+    command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    peak, model_bytes = map(int, run.stdout.split())
+    assert model_bytes > 150e6
+    assert 0.9 * model_bytes < peak < model_bytes + largest + 8e6  # 8 MB: the process itself
+
+
+# Bad checkpoints.
+def _edit_tensors(edit):
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / hf.SINGLE)
+        edit(tensors)
+        save_file(tensors, folder / hf.SINGLE)
+
+    return apply
+
+
+def _shard_then(action):
+    def apply(folder: Path) -> None:
+        hf.save_weights(hf.load_hf(folder), folder, max_shard_bytes=8000)
+        action(folder)
+
+    return apply
+
+
+def _drop_experts(tensors):
+    for name in [n for n in tensors if ".experts.3." in n]:
+        del tensors[name]
+
+
+def _truncate(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+BAD_FOLDERS = {
+    "missing": (
+        _edit_tensors(_drop_experts),
+        r"missing: model\.layers\.0\.mlp\.experts\.3\.gate_proj\.weight, .* and 4 more$",
+    ),
+    "unexpected": (
+        _edit_tensors(lambda t: t.update(extra=torch.ones(2))),
+        "unexpected: extra$",
+    ),
+    "shape": (
+        _edit_tensors(lambda t: t.update({K_PROJ: torch.ones(3, 24)})),
+        r"another shape: model\.layers\.1\.self_attn\.k_proj\.weight \[3, 24\], not \[16, 24\]$",
+    ),
+    "several": (
+        _edit_tensors(lambda t: t.update(extra=t.pop(K_PROJ))),
+        r"missing: model\.layers\.1\.self_attn\.k_proj\.weight; unexpected: extra$",
+    ),
+    "truncated data": (lambda f: _truncate(f / hf.SINGLE, 9000), "damaged or cut short"),
+    "truncated header": (lambda f: _truncate(f / hf.SINGLE, 100), "damaged or cut short"),
+    "empty file": (lambda f: _truncate(f / hf.SINGLE, 0), "damaged or cut short"),
+    "no weights": (lambda f: (f / hf.SINGLE).unlink(), "neither model.safetensors nor"),
+    "absent shard": (
+        _shard_then(lambda f: next(f.glob("*-00002-of-*")).unlink()),
+        r"names model-00002-of-\d+\.safetensors, absent",
+    ),
+    "truncated index": (_shard_then(lambda f: _truncate(f / hf.INDEX, 50)), "not JSON"),
+    "index of nothing": (_shard_then(lambda f: (f / hf.INDEX).write_text("{}")), "no weight_map"),
+    "no config": (lambda f: (f / hf.CONFIG).unlink(), r"no config\.json"),
+    "truncated config": (lambda f: _truncate(f / hf.CONFIG, 50), "not JSON"),
+    "config is a list": (lambda f: (f / hf.CONFIG).write_text("[]"), "holds a list"),
+}
+
+
+@pytest.fixture(scope="module")
+def good_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save_reference("qwen3_moe", folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_bad_folder_is_one_clear_error(case, good_folder, tmp_path):
+    for file in good_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    spoil, message = BAD_FOLDERS[case]
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        hf.load_hf(tmp_path)
+    assert caught.value.field == "model.path"
+    assert str(tmp_path) in caught.value.problem
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_copied_before_everything_is_checked(good_folder, tmp_path):
+    model = hf.load_hf(good_folder)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    tensors = {k: torch.zeros_like(v) for k, v in load_file(good_folder / hf.SINGLE).items()}
+    del tensors[K_PROJ]
+    save_file(tensors, tmp_path / hf.SINGLE)
+    with pytest.raises(ConfigError, match="missing"):
+        hf.load_weights(model, tmp_path)
+    assert_same_bits(model.state_dict(), before)
+
+
+# Finding checkpoints.
+class FakeHub:
+    """Stands in for snapshot_download: a cache and a hub, each a folder or None."""
+
+    def __init__(self, cache: Path | None, hub: Path | None) -> None:
+        self.cache, self.hub, self.downloads = cache, hub, 0
+
+    def __call__(self, name, *, allow_patterns, local_files_only=False):
+        assert name == "org/name"
+        if local_files_only:
+            found = self.cache
+        else:
+            self.downloads += 1
+            found = self.cache = self.hub
+        if found is None:
+            raise LocalEntryNotFoundError("no\nsuch thing")
+        return str(found)
+
+
+@pytest.fixture
+def use_hub(monkeypatch):
+    def use(cache: Path | None, hub: Path | None) -> FakeHub:
+        fake = FakeHub(cache, hub)
+        monkeypatch.setattr(hf, "snapshot_download", fake)
+        return fake
+
+    return use
+
+
+def test_resolve_fetches_only_what_is_not_there(good_folder, tmp_path, use_hub):
+    hub = use_hub(cache=good_folder, hub=None)
+    assert hf.resolve("org/name") == good_folder
+    assert hub.downloads == 0
+    (tmp_path / hf.CONFIG).write_text("{}")  # the cache holds no weights
+    hub = use_hub(cache=tmp_path, hub=good_folder)
+    assert hf.resolve("org/name") == good_folder
+    assert hub.downloads == 1
+    assert hf.resolve(str(good_folder)) == good_folder
+    assert hub.downloads == 1
+
+
+def test_only_one_process_downloads_and_all_meet_at_the_barrier(good_folder, use_hub):
+    hub = use_hub(cache=None, hub=good_folder)
+    calls = []
+
+    def wait_for_downloader():
+        calls.append("other")
+        assert hub.downloads == 0
+        assert hf.resolve("org/name", barrier=lambda: calls.append("downloader")) == good_folder
+
+    got = hf.resolve("org/name", is_downloader=False, barrier=wait_for_downloader)
+    assert got == good_folder
+    assert calls == ["other", "downloader"]
+    assert hub.downloads == 1
+
+
+@pytest.mark.parametrize("is_downloader", [True, False])
+def test_failed_download_still_reaches_the_barrier(is_downloader, use_hub):
+    use_hub(cache=None, hub=None)
+    calls = []
+    with pytest.raises(ConfigError) as caught:
+        hf.resolve("org/name", is_downloader=is_downloader, barrier=lambda: calls.append(1))
+    assert calls == [1]
+    assert "org/name" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "no/such/folder", "no-org/no-name", "no name"])
+def test_unknown_path_or_id(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"^model\.path: .*no such folder") as caught:
+        hf.resolve(name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Configs.
+@pytest.mark.parametrize("keys", [{}, {"use_sliding_window": True}], ids=["none", "window"])
+@pytest.mark.parametrize("family", HF_FAMILIES)
+def test_omitted_keys_mean_the_defaults_of_transformers(family, keys):
+    config = {"model_type": family, **keys}
+    theirs = AutoConfig.for_model(**config).to_dict()
+    assert architecture_from_hf(config) == architecture_from_hf(theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_round_trip(case):
+    arch = architecture_from_hf(config_of(case).to_dict())
+    written = json.loads(json.dumps(architecture_to_hf(arch)))
+    assert architecture_from_hf(written) == arch
+    assert architecture_from_hf(AutoConfig.for_model(**written).to_dict()) == arch
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_can_be_saved(preset):
+    arch = PRESETS[preset]
+    assert architecture_from_hf(architecture_to_hf(arch)) == arch
+
+
+def test_config_values():
+    arch = architecture_from_hf(config_of("qwen3 tied, biases, windows").to_dict())
+    assert (arch.tie_embeddings, arch.qkv_bias, arch.out_bias) == (True, True, True)
+    assert arch.sliding_windows == (None, 4, 4)
+    arch = architecture_from_hf(config_of("qwen3_moe sparse step, windows").to_dict())
+    assert arch.moe_layers == (False, True, False)
+    assert arch.sliding_windows == (4, 4, 4)
+    arch = architecture_from_hf(config_of("qwen3_moe dense layers, biases").to_dict())
+    assert arch.moe_layers == (False, True, False)
+    assert (arch.num_experts, arch.head_dim) == (5, 4)
+    arch = architecture_from_hf(config_of("qwen2").to_dict())
+    assert arch.sliding_windows == (None, 4, None)
+    assert (arch.qkv_bias, arch.out_bias, arch.qk_norm) == (True, False, False)
+    arch = architecture_from_hf(config_of("mixtral").to_dict())
+    assert (arch.num_experts, arch.moe_intermediate_size, arch.norm_topk_prob) == (5, 16, True)
+    assert (arch.rope_theta, arch.norm_eps) == (1e6, 1e-5)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "theta alone": {"rope_theta": 5e5},
+    "old name": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "null": {"rope_theta": 5e5, "rope_scaling": None},
+    "yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 16.0,
+            "attention_factor": 1.5,
+            "truncate": False,
+        }
+    },
+    "yarn, few keys": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, mscale": {
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.5},
+        "original_max_position_embeddings": 8,
+    },
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "original_max_position_embeddings": 32,
+            **LLAMA3,
+        }
+    },
+    "version 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}},
+    "version 5 llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e5, **LLAMA3}},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])  # two default thetas
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_is_read_as_transformers_reads_it(rope, family):
+    config = {"model_type": family, **SIZES, **ROPES[rope]}
+    arch = architecture_from_hf(config)
+    assert arch == architecture_from_hf(AutoConfig.for_model(**config).to_dict())
+    written = architecture_to_hf(arch)
+    assert architecture_from_hf(AutoConfig.for_model(**written).to_dict()) == arch
+
+
+def test_rope_values():
+    config = {"model_type": "llama", **SIZES}
+    yarn = architecture_from_hf({**config, **ROPES["yarn, few keys"]}).rope
+    assert yarn == RopeScaling(kind="yarn", factor=4.0, original_max_positions=64)
+    assert architecture_from_hf({**config, **ROPES["version 5"]}).rope_theta == 123.0
+
+
+BAD_CONFIGS = {
+    "model type": ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama,"),
+    "no model type": ({"model_type": None}, "model_type None"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "rope type": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    "rope key": ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq"),
+    "rope value": ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor: "),
+    "rope list": ({"rope_scaling": [1]}, "expected an object"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {}}}, "between layer types"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    "text for a number": ({"hidden_size": "big"}, "hidden_size is 'big'"),
+    "bool for a number": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    "heads": ({"num_key_value_heads": 4}, "num_heads 6 is not a multiple of num_kv_heads 4"),
+    "layer type": ({"layer_types": ["full_attention", "x", "y"]}, "layer_types x, y"),
+    "too few layer types": ({"layer_types": ["full_attention"]}, "names 1 layers"),
+    "no window": ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_config(case):
+    change, message = BAD_CONFIGS[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        architecture_from_hf({"model_type": "qwen3", **SIZES, **change})
+    assert caught.value.field == "model.path"
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_format_cannot_express_is_an_error():
+    arch = architecture_from_hf({"model_type": "llama", **SIZES})
+    for change in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (4, 4, 4)}):
+        with pytest.raises(ValueError, match=rf"llama.*cannot express .*{next(iter(change))}"):
+            architecture_to_hf(Architecture(**{**arch.model_dump(), **change}))
+
+
+# The weight map alone.
+def test_weight_map_example():
+    pieces = all_pieces(QWEN3_MOE, {"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
+    prefix = "model.layers.7.mlp.experts"
+    ours = "layers.7.moe.experts.w_gate_up"
+    assert pieces == [
+        Piece(f"{prefix}.0.gate_proj.weight", ours, (0, slice(0, 3))),
+        Piece(f"{prefix}.0.up_proj.weight", ours, (0, slice(3, 6))),
+        Piece(f"{prefix}.1.gate_proj.weight", ours, (1, slice(0, 3))),
+        Piece(f"{prefix}.1.up_proj.weight", ours, (1, slice(3, 6))),
+    ]
+
+
+def test_unknown_parameter_is_a_fault_of_the_table():
+    with pytest.raises(ValueError, match="0 weight map operations cover parameter 'layers"):
+        all_pieces(DENSE, {"layers.0.moe.router.weight": (2, 4)})

@@ -1,0 +1,427 @@
+"""Models against transformers (logits, loss, every gradient), formulas, packing, initial values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moetrain.config import ConfigError, KernelsSection, ModelSection
+from moetrain.kernels import linear_cross_entropy
+from moetrain.models import (
+    PRESETS,
+    Architecture,
+    Transformer,
+    build_model,
+    init_weights,
+    load_balancing_loss,
+    load_hf,
+    resolve_architecture,
+    save_hf,
+)
+from moetrain.models.hf_config import architecture_from_hf
+from moetrain.models.layers import RotaryEmbedding
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = {
+    "vocab_size": 56,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+QWEN3_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+MIXTRAL = {"num_local_experts": 6, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+# The family, and what is odd about this one; head_dim 8 is hidden / heads.
+CASES = {
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3 one kv head, biases": {
+        "head_dim": 24,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+    },
+    "qwen3 windows, yarn": {
+        "head_dim": 16,
+        "max_window_layers": 2,
+        "rope_parameters": YARN,
+        **WINDOW,
+    },
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, **QWEN3_EXPERTS},
+    "qwen3_moe not normalised, tied": {
+        "head_dim": 8,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        **QWEN3_EXPERTS,
+    },
+    "qwen3_moe sparse step, window": {
+        "head_dim": 8,
+        "decoder_sparse_step": 2,
+        **QWEN3_EXPERTS,
+        **WINDOW,
+    },
+    "qwen3_moe dense layers, biases, linear": {
+        "head_dim": 8,
+        "mlp_only_layers": [0, 2],
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "rope_parameters": LINEAR,
+        **QWEN3_EXPERTS,
+    },
+    "qwen2 windows": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "tie_word_embeddings": True,
+        **WINDOW,
+    },
+    "qwen2 yarn": {"rope_parameters": YARN},
+    "llama": {"head_dim": 16, "num_key_value_heads": 1},
+    "llama biases, linear": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": LINEAR,
+    },
+    "llama tied, llama3": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "mixtral": {"num_experts_per_tok": 2, **MIXTRAL},
+    "mixtral top-1, window": {
+        "num_experts_per_tok": 1,
+        "sliding_window": 5,
+        "head_dim": 16,
+        **MIXTRAL,
+    },
+}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": LINEAR,
+    "yarn": YARN,
+    "yarn, real-valued range": {**YARN, "truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn, mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, attention factor": {**YARN, "attention_factor": 0.9},
+    "yarn, a step": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "llama3": LLAMA3,
+    "llama3, no original length": {**LLAMA3, "original_max_position_embeddings": None},
+}
+
+MOE = Architecture(
+    family="qwen3_moe",
+    vocab_size=48,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=40,
+    qk_norm=True,
+    num_experts=6,
+    num_experts_per_token=2,
+    moe_intermediate_size=24,
+)
+VARIANTS = {
+    "moe": MOE,
+    "some dense layers": MOE.model_copy(update={"moe_layers": (True, False, True)}),
+    "dense, every bias, tied": MOE.model_copy(
+        update={
+            "family": "llama",
+            "num_experts": 0,
+            "num_experts_per_token": 0,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "qk_norm": False,
+            "tie_embeddings": True,
+        }
+    ),
+}
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """||got - want|| / ||want||; 0 where both are zero (an expert without tokens)."""
+    difference = (got - want).norm().item()
+    return difference / want.norm().item() if difference else 0.0
+
+
+def random_reference(case: str) -> torch.nn.Module:
+    """transformers' own model of ``case`` with random weights, norms and biases."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
+    return model
+
+
+def our_loss(model: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Mean next-token loss plus the weighted load-balancing loss: what transformers reports."""
+    hidden_BSD, routing = model.backbone(tokens_BS)
+    losses = linear_cross_entropy(
+        hidden_BSD[:, :-1].flatten(0, 1), model.head_weight, tokens_BS[:, 1:].flatten()
+    )
+    loss = losses.loss_T.mean()
+    if routing is not None:
+        balance = load_balancing_loss(routing.counts_LE, routing.prob_sum_LE, routing.num_tokens)
+        loss = loss + model.arch.router_aux_loss_coef * balance
+    return loss
+
+
+def gradients_as_checkpoint(model: torch.nn.Module, save, folder: Path) -> dict[str, torch.Tensor]:
+    """Every gradient under its name in a checkpoint file: written out in the weights' place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            parameter.copy_(parameter.grad)
+    save(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_every_gradient_match_transformers(case, tmp_path):
+    theirs = random_reference(case)
+    theirs.save_pretrained(tmp_path / "weights")
+    ours = load_hf(tmp_path / "weights")
+    tokens_BS = torch.randint(0, SIZES["vocab_size"], (2, 23))
+
+    reference = theirs(tokens_BS, labels=tokens_BS)
+    reference.loss.backward()
+    loss = our_loss(ours, tokens_BS)
+    loss.backward()
+    assert relative_error(ours(tokens_BS), reference.logits) < 1e-5
+    assert relative_error(loss, reference.loss) < 1e-5
+
+    want = gradients_as_checkpoint(theirs, theirs.save_pretrained, tmp_path / "theirs")
+    got = gradients_as_checkpoint(ours, lambda folder: save_hf(ours, folder), tmp_path / "ours")
+    assert got.keys() == want.keys()
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_frequencies_match_transformers(rope):
+    parameters = {k: v for k, v in ROPES[rope].items() if v is not None}
+    config = AutoConfig.for_model("llama", **SIZES, head_dim=64, rope_parameters=parameters)
+    theirs = transformers.LlamaModel(config).rotary_emb
+    ours = RotaryEmbedding(architecture_from_hf(config.to_dict()))
+    torch.testing.assert_close(ours.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert ours.scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+# Formulas.
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameter_formulas_count_the_built_model(name):
+    arch = VARIANTS[name]
+    parameters = dict(build_model(arch).named_parameters())
+    active = [
+        p.numel() * arch.num_experts_per_token / arch.num_experts if "experts" in n else p.numel()
+        for n, p in parameters.items()
+    ]
+    assert arch.num_params() == sum(p.numel() for p in parameters.values())
+    assert arch.num_active_params() == sum(active)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flop_formula_counts_the_built_model(name):
+    arch, seq_len = VARIANTS[name], 16
+    model = build_model(arch, kernels=KernelsSection(attention="reference"))
+    init_weights(model, std=0.02, seed=0)
+    expert_flops = 0.0
+
+    def count(experts, inputs, output):  # grouped products are opaque to torch's counter
+        nonlocal expert_flops
+        rows = inputs[0].shape[0]
+        expert_flops += 2.0 * rows * (experts.w_gate_up[0].numel() + experts.w_down[0].numel())
+
+    hooks = [
+        module.register_forward_hook(count)
+        for n, module in model.named_modules()
+        if n.endswith("moe.experts")
+    ]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, seq_len, dtype=torch.long))
+    assert len(hooks) == arch.num_moe_layers
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("aten.bmm")  # all S x S pairs; the causal half is useful
+    assert attention == arch.num_layers * 4 * seq_len**2 * arch.num_heads * arch.head_dim
+    forward = sum(counts.values()) + expert_flops + attention / 2
+    assert 3 * forward == pytest.approx(arch.flops_per_token(seq_len) * seq_len, rel=1e-12)
+
+
+def test_window_flops_count_visible_keys():
+    seq_len, window = 4096, 512
+    arch = MOE.model_copy(update={"sliding_windows": (window, None, window)})
+    pairs = sum(min(i + 1, window) for i in range(seq_len))
+    full = sum(i + 1 for i in range(seq_len))
+    saved = 12 * arch.num_heads * arch.head_dim * 2 * (full - pairs) / seq_len
+    difference = MOE.flops_per_token(seq_len) - arch.flops_per_token(seq_len)
+    assert difference == pytest.approx(saved, rel=1e-3)
+
+
+@pytest.mark.parametrize(("layers", "gigaflops"), [(48, 23.0), (24, 12.5), (6, 4.5)])
+def test_flops_of_qwen3_30b_a3b(layers, gigaflops):
+    arch = resolve_architecture(ModelSection(preset="qwen3-30b-a3b", num_layers=layers))
+    assert arch.flops_per_token(4096) / 1e9 == pytest.approx(gigaflops, rel=0.005)
+
+
+def test_sizes_of_presets():
+    arch = PRESETS["qwen3-30b-a3b"]
+    assert arch.num_params() / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert arch.num_active_params() / 1e9 == pytest.approx(3.35, abs=0.01)
+    assert PRESETS["qwen3-0.6b"].num_params() / 1e9 == pytest.approx(0.596, abs=0.001)
+    assert 1e6 < PRESETS["debug"].num_params() < 3e6
+    for arch in PRESETS.values():
+        with torch.device("meta"):
+            assert sum(p.numel() for p in build_model(arch).parameters()) == arch.num_params()
+
+
+# Packing.
+@pytest.mark.parametrize("windows", [(), (5, None, 5)], ids=["full", "windows"])
+@pytest.mark.parametrize("attention", ["sdpa", "reference", "flex"])
+@torch.no_grad()  # flex has no backward on a CPU
+def test_packed_equals_unpacked(attention, windows):
+    arch = MOE.model_copy(update={"sliding_windows": windows})
+    model = build_model(arch, kernels=KernelsSection(attention=attention))
+    init_weights(model, std=0.3, seed=0)
+    first, second = torch.randint(0, arch.vocab_size, (2, 33)).split([12, 21], dim=1)
+    packed_BS = torch.cat((first, second), dim=1)
+    positions_BS = torch.cat((torch.arange(12), torch.arange(21))).expand(2, -1)
+
+    alone = torch.cat((model(first), model(second)), dim=1)
+    together = model(packed_BS, positions_BS)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(model(packed_BS), alone, atol=1e-2)  # as one document
+
+    def loss_sum(logits_BSV: torch.Tensor, tokens_BS: torch.Tensor) -> torch.Tensor:
+        log_probs = logits_BSV[:, :-1].log_softmax(-1)
+        return -log_probs.gather(2, tokens_BS[:, 1:, None]).sum()
+
+    separate = loss_sum(alone[:, :12], first) + loss_sum(alone[:, 12:], second)
+    inside = loss_sum(together[:, :12], first) + loss_sum(together[:, 12:], second)
+    torch.testing.assert_close(inside / (2 * 31), separate / (2 * 31), rtol=1e-6, atol=0)
+
+
+def test_attention_backends_agree_on_gradients():
+    tokens_BS = torch.randint(0, MOE.vocab_size, (2, 17))
+    positions_BS = torch.cat((torch.arange(9), torch.arange(8))).expand(2, -1)
+    gradients = []
+    for attention in ("sdpa", "reference"):
+        model = build_model(MOE, kernels=KernelsSection(attention=attention))
+        init_weights(model, std=0.1, seed=0)
+        model(tokens_BS, positions_BS).square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, want in gradients[1].items():
+        assert relative_error(gradients[0][name], want) < 1e-5, name
+
+
+# Initial values and dtypes.
+def test_initial_values_depend_on_the_name_and_the_seed_alone():
+    small, deep = (build_model(MOE.model_copy(update={"num_layers": n})) for n in (1, 2))
+    with torch.device("meta"):
+        late = build_model(MOE)
+    late.to_empty(device="cpu")
+    for model in (small, deep, late):
+        init_weights(model, std=0.02, seed=3)
+    deep_values, late_values = deep.state_dict(), late.state_dict()
+    for name, value in small.state_dict().items():
+        assert torch.equal(value, deep_values[name]), name
+        assert torch.equal(value, late_values[name]), name
+    first, second = (deep_values[f"layers.{i}.attn.wq.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+    init_weights(small, std=0.02, seed=4)
+    assert not torch.equal(small.state_dict()["layers.0.attn.wq.weight"], first)
+
+
+def test_initial_values_by_kind():
+    arch = VARIANTS["dense, every bias, tied"].model_copy(update={"qk_norm": True})
+    model = build_model(arch)
+    init_weights(model, std=0.02, seed=0)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            assert (p == 1).all(), name
+        elif name.endswith("bias"):
+            assert (p == 0).all(), name
+        else:
+            assert p.std().item() == pytest.approx(0.02, rel=0.15), name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compute_dtype(name):
+    model = build_model(VARIANTS[name])
+    init_weights(model, std=0.1, seed=0)
+    tokens_BS = torch.randint(0, 48, (2, 9))
+    exact = model(tokens_BS)
+    model.compute_dtype = torch.bfloat16
+    rounded = model(tokens_BS)
+    assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    assert relative_error(rounded.float(), exact) < 0.03
+    rounded.float().square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_narrower_model_keeps_exact_rotary_frequencies():
+    model = build_model(MOE)
+    before = model.rope.inv_freq.clone()
+    model.to(torch.bfloat16).to_empty(device="cpu")
+    assert torch.equal(model.rope.inv_freq, before)
+
+
+# Choosing an architecture.
+def test_preset_with_overrides():
+    arch = resolve_architecture(ModelSection(preset="debug", num_layers=2, hidden_size=64))
+    assert arch == PRESETS["debug"].model_copy(update={"num_layers": 2, "hidden_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "words"),
+    [
+        ({"preset": "gpt-5"}, "model.preset", ["gpt-5", "debug", "qwen3-30b-a3b"]),
+        ({"preset": "debug", "num_heads": 3}, "model.num_heads", ["3", "num_kv_heads 2"]),
+        ({"preset": "debug", "head_dim": 7}, "model.head_dim", ["7"]),
+        ({"preset": "debug", "num_experts": 1}, "model.num_experts", ["1", "2"]),
+        ({"preset": "qwen3-0.6b", "num_experts": 4}, "model.num_experts", ["4", "qwen3-0.6b"]),
+        (
+            {"preset": "debug", "moe_intermediate_size": 100},
+            "model.moe_intermediate_size",
+            ["100", "multiple of 8"],
+        ),
+    ],
+)
+def test_bad_overrides(settings, field, words):
+    with pytest.raises(ConfigError) as error:
+        resolve_architecture(ModelSection(**settings))
+    assert error.value.field == field
+    assert all(word in error.value.problem for word in words)
+
+
+def test_architecture_of_a_checkpoint(tmp_path):
+    random_reference("qwen3_moe").save_pretrained(tmp_path)
+    assert resolve_architecture(ModelSection(path=str(tmp_path))) == load_hf(tmp_path).arch
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        resolve_architecture(ModelSection(path=str(tmp_path / "absent")))
+    with pytest.raises(ConfigError, match="gpt2"):
+        build_model(MOE.model_copy(update={"family": "gpt2"}))

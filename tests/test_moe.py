@@ -1,0 +1,273 @@
+"""The MoE layer against a dumb loop over experts, dispatch, balancing rules, recomputation."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.models import (
+    Architecture,
+    LocalDispatcher,
+    build_model,
+    init_weights,
+    load_balancing_loss,
+    router_z_loss,
+    update_router_bias,
+)
+from moetrain.models.moe import MoE, Router
+
+ARCH = Architecture(
+    family="qwen3_moe",
+    vocab_size=40,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=24,
+    num_experts=5,
+    num_experts_per_token=2,
+    moe_intermediate_size=8,
+    moe_layers=(True, False, True),
+)
+
+
+def arch_with(**changes) -> Architecture:
+    return Architecture.model_validate({**ARCH.model_dump(), **changes})
+
+
+def random_layer(arch: Architecture = ARCH, **settings) -> MoE:
+    layer = MoE(arch, MoeSection(**settings), "auto")
+    init_weights(layer, std=0.5, seed=0)
+    return layer
+
+
+def dumb_moe(layer: MoE, x_TD: torch.Tensor, arch: Architecture) -> torch.Tensor:
+    """Every token through every expert, one at a time, weighted by 0 where it was not chosen."""
+    probs_TE = (x_TD @ layer.router.weight.T).softmax(-1)
+    weights_TK, ids_TK = probs_TE.topk(arch.num_experts_per_token)
+    if arch.norm_topk_prob:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    weights_TE = torch.zeros_like(probs_TE).scatter(1, ids_TK, weights_TK)
+    out_TD = torch.zeros_like(x_TD)
+    for e in range(arch.num_experts):
+        gate, up = layer.experts.w_gate_up[e].chunk(2)
+        y_TD = (F.silu(x_TD @ gate.T) * (x_TD @ up.T)) @ layer.experts.w_down[e].T
+        out_TD = out_TD + weights_TE[:, e, None] * y_TD
+    return out_TD
+
+
+# The layer.
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 7, 100])
+@pytest.mark.parametrize("routing", ["natural", "one-hot"])
+def test_layer_and_gradients_match_a_dumb_loop(num_tokens, routing, normalize):
+    arch = arch_with(norm_topk_prob=normalize)
+    layer = random_layer(arch)
+    x_BSD = torch.randn(1, num_tokens, 16, generator=torch.Generator().manual_seed(1))
+    if routing == "one-hot":  # every token to experts 3 and 1; the others stay empty
+        x_BSD[..., 0] = 1.0
+        with torch.no_grad():
+            layer.router.weight[3, 0], layer.router.weight[1, 0] = 60.0, 50.0
+    x_BSD.requires_grad_()
+    inputs = [x_BSD, *layer.parameters()]
+    y_BSD, stats = layer(x_BSD)
+    want_TD = dumb_moe(layer, x_BSD[0], arch)
+    if routing == "one-hot":
+        assert stats.counts_E.tolist() == [0, num_tokens, 0, num_tokens, 0]
+    torch.testing.assert_close(y_BSD[0], want_TD, rtol=1e-4, atol=1e-5)
+    direction = torch.randn_like(want_TD)
+    got = torch.autograd.grad((y_BSD[0] * direction).sum(), inputs)
+    want = torch.autograd.grad((want_TD * direction).sum(), inputs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_statistics():
+    layer = random_layer()
+    x_BSD = torch.randn(2, 9, 16)
+    _, stats = layer(x_BSD)
+    logits_TE = x_BSD.flatten(0, 1) @ layer.router.weight.T
+    probs_TE = logits_TE.softmax(-1)
+    chosen = probs_TE.topk(2).indices.flatten()
+    assert torch.equal(stats.counts_E, torch.bincount(chosen, minlength=5).int())
+    torch.testing.assert_close(stats.prob_sum_E, probs_TE.sum(0))
+    torch.testing.assert_close(stats.z_sum, logits_TE.logsumexp(-1).square().sum())
+    entropy = torch.distributions.Categorical(probs=probs_TE).entropy().sum()
+    torch.testing.assert_close(stats.entropy_sum, entropy.detach())
+
+
+def test_model_stacks_the_statistics_of_its_moe_layers():
+    model = build_model(ARCH)
+    init_weights(model, std=0.1, seed=0)
+    _, routing = model.backbone(torch.randint(0, 40, (2, 9)))
+    assert routing is not None
+    assert routing.num_tokens == 18
+    assert routing.counts_LE.shape == routing.prob_sum_LE.shape == (2, 5)
+    assert routing.z_sum_L.shape == routing.entropy_sum_L.shape == (2,)
+    assert (routing.counts_LE.sum(1) == 18 * 2).all()
+    dense = build_model(arch_with(num_experts=0, num_experts_per_token=0, moe_layers=()))
+    init_weights(dense, std=0.1, seed=0)
+    assert dense.backbone(torch.zeros(1, 3, dtype=torch.long))[1] is None
+
+
+def test_router_is_fp32_under_bf16_activations():
+    router = random_layer().router
+    x_TD = torch.randn(50, 16).bfloat16()
+    routed = router(x_TD)
+    exact = router(x_TD.float())
+    assert torch.equal(routed.ids_TK, exact.ids_TK)
+    assert torch.equal(routed.weights_TK, exact.weights_TK)
+    assert routed.weights_TK.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_kernels_equal_auto_on_a_cpu(dtype):
+    tokens_BS = torch.randint(0, 40, (2, 9))
+    outputs = []
+    for backend in ("auto", "reference"):
+        model = build_model(ARCH, kernels=KernelsSection(backend=backend))
+        init_weights(model, std=0.1, seed=0)
+        model.compute_dtype = dtype
+        outputs.append(model(tokens_BS))
+    assert torch.equal(*outputs)
+
+
+# Dispatch.
+def test_dispatch_round_trip():
+    x_TD = torch.randn(4, 3)
+    ids_TK = torch.tensor([[2, 0], [-1, -1], [4, -1], [0, 2]], dtype=torch.int32)
+    weights_TK = torch.tensor([[0.5, 0.25], [9.0, 9.0], [2.0, 9.0], [1.0, 3.0]])
+    dispatcher = LocalDispatcher(num_experts=5)
+    rows = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    assert rows.offsets_E.tolist() == [2, 2, 4, 4, 5]
+    assert torch.equal(rows.x_RD[:5], x_TD[[0, 3, 0, 3, 2]])
+    assert rows.weights_R[:5].tolist() == [0.25, 1.0, 0.5, 3.0, 2.0]
+    y_TD = dispatcher.combine(rows.x_RD * rows.weights_R[:, None], rows.ctx)
+    total_T = torch.tensor([0.75, 0.0, 2.0, 4.0])
+    torch.testing.assert_close(y_TD, x_TD * total_T[:, None])
+
+
+def test_interleaved_calls_do_not_disturb_each_other():
+    dispatcher = LocalDispatcher(num_experts=3)
+    x, y = torch.randn(2, 4), torch.randn(5, 4)
+    weights = torch.ones(5, 1)
+    first = dispatcher.dispatch(x, torch.tensor([[2], [0]]), weights[:2])
+    second = dispatcher.dispatch(y, torch.tensor([[1], [2], [0], [1], [1]]), weights)
+    assert torch.equal(dispatcher.combine(first.x_RD, first.ctx), x)
+    assert torch.equal(dispatcher.combine(second.x_RD, second.ctx), y)
+
+
+# Balancing.
+@pytest.mark.parametrize(
+    ("experts", "top_k", "num_tokens"), [(8, 2, 16), (128, 8, 64), (6, 5, 12), (4, 4, 7), (1, 1, 3)]
+)
+def test_force_balanced(experts, top_k, num_tokens):
+    arch = arch_with(num_experts=experts, num_experts_per_token=top_k)
+    router = random_layer(arch, force_balanced=True).router
+    x_TD = torch.randn(num_tokens, 16)
+    routed = router(x_TD)
+    assert (routed.counts_E == num_tokens * top_k // experts).all()
+    assert torch.equal(
+        torch.bincount(routed.ids_TK.flatten(), minlength=experts).int(), routed.counts_E
+    )
+    assert all(len(set(row)) == top_k for row in routed.ids_TK.tolist())
+    scores_TE = (x_TD @ router.weight.T).softmax(-1)
+    weights_TK = scores_TE.gather(1, routed.ids_TK.long())
+    torch.testing.assert_close(routed.weights_TK, weights_TK / weights_TK.sum(-1, keepdim=True))
+    (gradient,) = torch.autograd.grad(routed.weights_TK[:, 0].sum(), router.weight)
+    assert gradient.abs().max() > 0 or top_k == 1
+
+
+def test_force_balanced_spreads_a_token_over_expert_parallel_ranks():
+    arch = arch_with(num_experts=128, num_experts_per_token=8)
+    ids_TK = random_layer(arch, force_balanced=True).router(torch.randn(256, 16)).ids_TK
+    ranks = [len(set(row)) for row in (ids_TK // 16).tolist()]
+    assert sum(ranks) / len(ranks) == pytest.approx(5.3, abs=0.5)  # 8 random of 128 over 8 ranks
+
+
+def test_bias_moves_the_choice_and_not_the_weights():
+    layer = random_layer(bias_update_rate=0.1)
+    router, x_TD = layer.router, torch.randn(20, 16)
+    assert "router.bias" in layer.state_dict()
+    plain = router(x_TD)
+    assert router.bias is not None
+    router.bias[4] = 10.0
+    biased = router(x_TD)
+    assert (biased.ids_TK == 4).any(1).all()
+    assert not (plain.ids_TK == 4).any(1).all()
+    weights_TK = (x_TD @ router.weight.T).softmax(-1).gather(1, biased.ids_TK.long())
+    torch.testing.assert_close(biased.weights_TK, weights_TK / weights_TK.sum(-1, keepdim=True))
+    torch.testing.assert_close(biased.prob_sum_E, plain.prob_sum_E)
+
+
+def test_update_router_bias():
+    model = build_model(ARCH, moe=MoeSection(bias_update_rate=0.5))
+    init_weights(model, std=0.1, seed=0)
+    counts_LE = torch.tensor([[4, 0, 4, 8, 4], [0, 0, 0, 0, 20]], dtype=torch.int32)
+    for _ in range(2):
+        update_router_bias(model, counts_LE, rate=0.5)
+    biases = [m.bias.tolist() for m in model.modules() if isinstance(m, Router)]
+    assert biases == [[0.0, 1.0, 0.0, -1.0, 0.0], [1.0, 1.0, 1.0, 1.0, -1.0]]
+    assert "layers.2.moe.router.bias" in model.state_dict()
+    with pytest.raises(ValueError, match="bias_update_rate"):
+        update_router_bias(build_model(ARCH), counts_LE, rate=0.5)
+
+
+def test_bias_updates_even_out_the_load():
+    router = random_layer(bias_update_rate=0.002).router
+    x_TD = torch.randn(500, 16, generator=torch.Generator().manual_seed(0)) + 1.0
+    before = router(x_TD).counts_E
+    for _ in range(500):
+        update_router_bias(router, router(x_TD).counts_E[None], rate=0.002)
+    after = router(x_TD).counts_E
+    assert before.max() > 300  # of 200 on average
+    assert after.max() < 230
+
+
+def test_losses_of_the_parts_add_up():
+    counts_LE = torch.randint(0, 9, (3, 5))
+    prob_sum_LE, z_sum_L = torch.rand(2, 3, 5), torch.rand(2, 3)
+    whole = load_balancing_loss(counts_LE, prob_sum_LE.sum(0), 40)
+    parts = [load_balancing_loss(counts_LE, part, 40) for part in prob_sum_LE]
+    torch.testing.assert_close(sum(parts), whole)
+    z_parts = [router_z_loss(part, 40) for part in z_sum_L]
+    torch.testing.assert_close(sum(z_parts), router_z_loss(z_sum_L.sum(0), 40))
+
+
+def test_loss_values():
+    tokens, top_k = 30, 2
+    uniform_LE = torch.full((3, 5), tokens / 5)
+    assert load_balancing_loss(uniform_LE * top_k, uniform_LE, tokens).item() == pytest.approx(2)
+    one_hot_LE = F.one_hot(torch.zeros(3, dtype=torch.long), 5) * tokens
+    assert load_balancing_loss(one_hot_LE, one_hot_LE, tokens).item() == pytest.approx(5)
+    assert router_z_loss(torch.tensor([60.0, 120.0]), tokens).item() == pytest.approx(3)
+
+
+# Recomputation.
+def test_recompute_gives_the_same_gradients_and_counts():
+    tokens_BS = torch.randint(0, 40, (2, 9))
+    results = []
+    for recompute in (False, True):
+        model = build_model(ARCH)
+        init_weights(model, std=0.1, seed=0)
+        model.recompute = recompute
+        calls = 0
+
+        def count(*_):
+            nonlocal calls
+            calls += 1
+
+        model.layers[0].register_forward_pre_hook(count)
+        hidden_BSD, routing = model.backbone(tokens_BS)
+        assert routing is not None
+        loss = hidden_BSD.square().mean() + routing.prob_sum_LE.square().sum()
+        loss.backward()
+        assert calls == 1 + recompute
+        results.append((routing.counts_LE, loss, [p.grad for p in model.parameters()]))
+    (counts, loss, gradients), (counts_again, loss_again, gradients_again) = results
+    assert torch.equal(counts, counts_again)
+    assert torch.equal(loss, loss_again)
+    # The head takes no part in this loss.
+    for a, b in zip(gradients[:-1], gradients_again[:-1], strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,244 @@
+"""The training loop: resuming, accumulation, skipping, stopping, and what a run leaves behind."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from moetrain.checkpoint import list_checkpoints
+from moetrain.config import ConfigError
+from moetrain.metrics import read_metrics
+from moetrain.run_control import RunFailed
+from moetrain.train import main
+from moetrain.trainer import Trainer
+
+
+def fit(config):
+    trainer = Trainer(config)
+    trainer.fit()
+    return trainer
+
+
+def losses(trainer, key="loss"):
+    return {r["step"]: r[key] for r in read_metrics(trainer.log.path) if key in r}
+
+
+def assert_same_weights(a, b):
+    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def gradients(config):
+    """Every gradient of the first step, and that step's result."""
+    trainer = Trainer(config)
+    kept = {}
+
+    def keep(optimizer, args, kwargs):
+        kept.update({n: p.grad.clone() for p, n in trainer.names.items()})
+
+    trainer.optimizer.register_step_pre_hook(keep)  # the fused update scales them when clipping
+    return kept, trainer.train_step()
+
+
+def test_20_steps_equal_10_kill_resume_10_bit_for_bit(tiny, tmp_path):
+    straight = fit(tiny("train.steps=20", f"output_dir={tmp_path / 'a'}"))
+    halves = ["train.steps=20", f"output_dir={tmp_path / 'b'}"]
+    first = Trainer(tiny(*halves))
+    step = first.train_step
+
+    def stop_at_10():
+        result = step()
+        if first.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    first.train_step = stop_at_10
+    with pytest.raises(SystemExit) as stopped:
+        first.fit()
+    assert stopped.value.code == 143
+    second = Trainer(tiny(*halves))
+    assert second.step == 10
+    second.fit()
+    assert losses(second) == losses(straight)
+    assert len(losses(straight)) == 20
+    assert_same_weights(second.model, straight.model)
+
+
+def test_reruns_are_bitwise_equal_when_deterministic(tiny, tmp_path):
+    try:
+        runs = [
+            fit(tiny("train.deterministic=yes", f"output_dir={tmp_path / name}")) for name in "ab"
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert losses(runs[0]) == losses(runs[1])
+    assert_same_weights(runs[0].model, runs[1].model)
+
+
+@pytest.mark.parametrize("z", ["moe.z_loss_coef=0", "moe.z_loss_coef=0.1"])
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
+    common = [z, "moe.aux_loss_coef=1.0", "train.global_batch_size=8"]
+    whole, one = gradients(tiny(*common, "train.micro_batch_size=8"))
+    split, four = gradients(tiny(*common, "train.micro_batch_size=2"))
+    torch.testing.assert_close(four.load_balancing, one.load_balancing)
+    for name, gradient in whole.items():
+        assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    # The free approximation is another gradient: the exact pass is not for nothing.
+    cheap, _ = gradients(
+        tiny(*common, "train.micro_batch_size=2", "moe.aux_loss_scope=micro_batch")
+    )
+    router = next(n for n in whole if "router" in n)
+    assert (cheap[router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+
+
+def test_recomputation_changes_no_gradient(tiny):
+    kept, _ = gradients(tiny())
+    recomputed, _ = gradients(tiny("activation.policy=full"))
+    for name, gradient in kept.items():
+        torch.testing.assert_close(recomputed[name], gradient)
+
+
+def test_a_bad_step_changes_nothing_and_is_counted(tiny):
+    trainer = Trainer(tiny("moe.bias_update_rate=0.1"))
+    trainer.train_step()
+    before = {n: x.clone() for n, x in trainer.model.state_dict().items()}
+    trainer.model.norm.weight.register_hook(lambda g: g * float("nan"))
+    result = trainer.train_step()
+    assert result.skipped
+    assert not torch.isfinite(result.grad_norm)
+    for name, x in trainer.model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
+def test_bad_steps_in_a_row_end_the_run_with_the_last_good_state(tiny, capsys, tiny_words):
+    trainer = Trainer(tiny("train.steps=50", "train.max_bad_steps=3"))
+    step, good = trainer.train_step, {}
+
+    def poison_after_5():
+        if trainer.step == 5:
+            good.update({n: x.clone() for n, x in trainer.model.state_dict().items()})
+            trainer.model.norm.weight.register_hook(lambda g: g * float("inf"))
+        return step()
+
+    trainer.train_step = poison_after_5
+    with pytest.raises(RunFailed, match="3 steps in a row"):
+        trainer.fit()
+    assert trainer.step in (8, 9)  # noticed one step late at most
+    assert read_metrics(trainer.log.path)[-1]["skipped_steps"] >= 3
+    resumed = Trainer(tiny("train.steps=50"))
+    for name, x in resumed.model.state_dict().items():
+        assert torch.equal(x, good[name]), name
+    # An infinite learning rate fails by itself: exit code 1, one line, no traceback.
+    words = ["optim.lr=1e38", "train.max_bad_steps=2", "checkpoint.resume=never", "train.steps=30"]
+    assert main([*tiny_words, *words]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("failed: 2 steps in a row")
+
+
+def test_what_a_run_leaves_behind(tiny):
+    trainer = fit(tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1"))
+    folder = trainer.folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    train_rows = [r for r in rows if "loss" in r]
+    fields = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_device"]
+    fields += ["tflops_per_device", "mfu", "memory_gib", "step_seconds", "load_balancing_loss"]
+    assert all(set(fields) <= set(r) for r in train_rows)
+    assert train_rows[-1]["tokens"] == 4 * 4 * 32
+    assert any(k.startswith("expert_load_max/") for k in train_rows[0])
+    assert any(k.startswith("router_entropy/") for k in train_rows[0])
+    assert [r["step"] for r in rows if "eval_loss" in r] == [2, 4]
+    assert json.loads((folder / "config.json").read_text())["train"]["steps"] == 4
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "sample.txt").read_text()
+    assert list((folder / "tensorboard").iterdir())
+    kept = [p.name for p in list_checkpoints(folder / "checkpoints")]
+    assert kept == ["step-00000003", "step-00000004"]
+    assert gc.isenabled()
+
+
+def test_learning_happens(tiny):
+    trainer = fit(tiny("train.steps=40", "optim.lr=0.01", "log.interval=10"))
+    first, last = losses(trainer)[1], losses(trainer)[40]
+    assert last < 0.75 * first
+
+
+def test_a_finished_run_says_so_and_a_fresh_start_keeps_the_old_one(tiny, tmp_path):
+    first = fit(tiny())
+    again = fit(tiny())
+    assert again.step == 4
+    assert losses(again) == losses(first)
+    fresh = fit(tiny("checkpoint.resume=never", "train.steps=2"))
+    assert sorted(losses(fresh)) == [1, 2]
+    assert len(list_checkpoints(tmp_path / "out" / "earlier-1" / "checkpoints")) == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
+    fit(tiny("train.steps=1"))
+    assert main([*tiny_words, "model.num_layers=3"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: checkpoint.resume: ")
+    assert "num_layers 2, this run's 3" in error
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: .*not a checkpoint"):
+        Trainer(tiny("checkpoint.resume=no/such/folder"))
+
+
+def test_a_damaged_checkpoint_is_refused(tiny):
+    trainer = fit(tiny("train.steps=1"))
+    file = trainer.folder / "checkpoints" / "step-00000001" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: cannot read .*model\.safetensors"):
+        Trainer(tiny())
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["model.preset=none", "model.path=no/such/model"], "model.path"),
+        (["model.preset=gpt-5"], "model.preset"),
+        (["model.vocab_size=100"], "data.tokenizer"),
+        (["data.path=no/such/folder"], "data.path"),
+        (["data.seq_len=100000"], "data.seq_len"),
+        (["parallel.tp=2"], "parallel.tp"),
+        (["moe.dispatcher=deepep"], "moe.dispatcher"),
+        (["launch.nproc=4"], "launch.nproc"),
+    ],
+)
+def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, capsys):
+    if "model.preset=none" in words:
+        tiny_words = [w for w in tiny_words if not w.startswith("model.")]
+    assert main([*tiny_words, *words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {field}: ")
+
+
+def test_bad_data_exits_2(tiny_words, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main([*tiny_words, f"data.path={empty}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: data.path: ")
+    lines = tmp_path / "bad.jsonl"
+    lines.write_text('{"text": "fine"}\n{"text": oops\n')
+    assert main([*tiny_words, "data.source=jsonl", f"data.path={lines}"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: data.path: ")
+    assert "bad.jsonl:2" in error
+
+
+def test_the_command_itself_stops_on_sigterm_with_a_checkpoint(tiny_words, tmp_path):
+    command = [sys.executable, "-m", "moetrain.train", *tiny_words, "train.steps=100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.time() + 60
+        while not read_metrics(tmp_path / "out" / "metrics.jsonl"):
+            assert process.poll() is None
+            assert time.time() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+    saved = list_checkpoints(tmp_path / "out" / "checkpoints")
+    assert len(saved) == 1
+    assert json.loads((saved[0] / "state.json").read_text())["step"] > 0
