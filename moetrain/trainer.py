@@ -77,7 +77,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.device = _pick_device(config)
-        _check_what_one_process_can_do(config)
+        _check_what_can_run(config, self.device)
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
@@ -115,6 +115,8 @@ class Trainer:
         self.announce()
         try:
             with stop_signals() as stop, garbage_collector_off():
+                if self.step == 0 and config.train.eval_interval:
+                    self.evaluate()  # where the held-out curve starts
                 self.clock.start()
                 while self.step < config.train.steps and not stop:
                     result = self.train_step()
@@ -278,15 +280,19 @@ class Trainer:
             self.log.say("sample:\n" + self.sample())
 
     def sample(self) -> str:
-        """The start of a held-out (or training) row, continued by the model."""
-        row = (self.data.eval or self.data.train).row(0)
+        """``train.sample_prompt`` or the start of a held-out row, continued by the model."""
+        t, tokenizer = self.config.train, self.data.tokenizer
+        if t.sample_prompt is not None:
+            prompt = tokenizer.encode_batch([t.sample_prompt])[0].ids
+        else:
+            prompt = (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS]
         text = generate(
             self.model,
-            self.data.tokenizer,
-            row.tokens_S[:PROMPT_TOKENS].tolist(),
-            self.config.train.sample_tokens,
+            tokenizer,
+            [int(token) for token in prompt],
+            t.sample_tokens,
             max_len=self.config.data.seq_len,
-            seed=self.config.train.seed,
+            seed=t.seed,
         )
         (self.folder / "sample.txt").write_text(text, "utf-8")
         return text
@@ -391,13 +397,15 @@ def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.train.dtype)
 
 
-def _check_what_one_process_can_do(config: Config) -> None:
-    """Reject what needs several processes, which this version does not have."""
+def _check_what_can_run(config: Config, device: torch.device) -> None:
+    """Reject what this device cannot run, or needs several processes."""
     for name, degree in config.parallel.model_dump().items():
         if degree not in (1, -1):
             raise ConfigError(
                 f"parallel.{name}", f"{degree} needs several processes; this version trains in one"
             )
+    if config.kernels.attention == "flex" and device.type == "cpu":
+        raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
     if config.moe.dispatcher in ("alltoall", "deepep"):
         raise ConfigError(
             "moe.dispatcher",

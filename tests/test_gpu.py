@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moetrain.config import Config
 from moetrain.kernels import attention, attention_mask
 from moetrain.metrics import read_metrics
 from moetrain.trainer import Trainer
@@ -44,29 +45,29 @@ def test_attention_backends_agree_with_fp32(backend, packed, window):
         assert (got.float() - want).norm() < 1e-2 * want.norm()
 
 
+def train(folder, *words):
+    """The logged losses of 20 steps of the debug model."""
+    common = ["train.steps=20", "train.eval_interval=0", "train.sample_tokens=0", "log.interval=1"]
+    common += [f"output_dir={folder}", f"data.cache_dir={folder.parent / 'cache'}"]
+    trainer = Trainer(Config.load(None, [*common, *words], environ={}))
+    assert trainer.device.type == "cuda"
+    assert trainer.model.compute_dtype == torch.bfloat16
+    trainer.fit()
+    return torch.tensor([r["loss"] for r in read_metrics(trainer.log.path) if "loss" in r])
+
+
 @pytest.mark.parametrize("source", ["stdlib", "synthetic"])
 def test_compiled_bf16_training_follows_eager(source, tmp_path):
-    from moetrain.config import Config
-
-    curves = []
-    for compiled in ("no", "yes"):
-        words = [
-            "train.steps=20",
-            "train.eval_interval=0",
-            "train.sample_tokens=0",
-            "log.interval=1",
-            f"data.source={source}",
-            f"data.cache_dir={tmp_path / 'cache'}",
-            f"compile.enabled={compiled}",
-            f"output_dir={tmp_path / compiled}",
-        ]
-        trainer = Trainer(Config.load(None, words, environ={}))
-        assert trainer.device.type == "cuda"
-        assert trainer.model.compute_dtype == torch.bfloat16
-        trainer.fit()
-        rows = read_metrics(trainer.log.path)
-        curves.append([row["loss"] for row in rows if "loss" in row])
-    eager, compiled = torch.tensor(curves)
+    eager = train(tmp_path / "eager", f"data.source={source}")
+    compiled = train(tmp_path / "compiled", f"data.source={source}", "compile.enabled=yes")
     assert (eager - compiled).abs().max() < 0.02 * eager.max()
     if source == "stdlib":
         assert eager[-1] < 0.7 * eager[0]
+
+
+def test_deterministic_reruns_are_bitwise_equal(tmp_path):
+    try:
+        one, two = (train(tmp_path / name, "train.deterministic=yes") for name in ("one", "two"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(one, two)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetrain.config import ConfigError
 from moetrain.models import PRESETS, Architecture, RopeScaling, build_model, hf, init_weights
 from moetrain.models.hf_config import HF_FAMILIES, architecture_from_hf, architecture_to_hf
-from moetrain.models.weight_map import DENSE, QWEN3_MOE, Piece, all_pieces
+from moetrain.models.weight_map import DENSE, Piece, all_pieces
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -549,7 +549,8 @@ def test_what_a_format_cannot_express_is_an_error():
 
 # The weight map alone.
 def test_weight_map_example():
-    pieces = all_pieces(QWEN3_MOE, {"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
+    table = HF_FAMILIES["qwen3_moe"].weight_map
+    pieces = all_pieces(table, {"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
     prefix = "model.layers.7.mlp.experts"
     ours = "layers.7.moe.experts.w_gate_up"
     assert pieces == [

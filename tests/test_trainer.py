@@ -151,7 +151,7 @@ def test_what_a_run_leaves_behind(tiny):
     assert train_rows[-1]["tokens"] == 4 * 4 * 32
     assert any(k.startswith("expert_load_max/") for k in train_rows[0])
     assert any(k.startswith("router_entropy/") for k in train_rows[0])
-    assert [r["step"] for r in rows if "eval_loss" in r] == [2, 4]
+    assert [r["step"] for r in rows if "eval_loss" in r] == [0, 2, 4]
     assert json.loads((folder / "config.json").read_text())["train"]["steps"] == 4
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "sample.txt").read_text()
@@ -206,6 +206,7 @@ def test_a_damaged_checkpoint_is_refused(tiny):
         (["parallel.tp=2"], "parallel.tp"),
         (["moe.dispatcher=deepep"], "moe.dispatcher"),
         (["launch.nproc=4"], "launch.nproc"),
+        (["kernels.attention=flex"], "kernels.attention"),
     ],
 )
 def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, capsys):

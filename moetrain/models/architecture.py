@@ -1,7 +1,7 @@
 """The shape of a model: every number that decides its parameters and its arithmetic.
 
-One frozen :class:`Architecture` describes every family (Qwen3, Qwen3-MoE, Qwen2, Llama, Mixtral);
-a family file only says how a Hugging Face ``config.json`` maps to it and what its presets are.
+One frozen :class:`Architecture` describes models of every family; a family's file says how a
+Hugging Face ``config.json`` maps to it, what its presets are and how its blocks are built.
 The parameter and FLOP formulas live here and are tested against built models.
 """
 
@@ -42,7 +42,7 @@ class Architecture(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: str
-    """Hugging Face ``model_type``: qwen3, qwen3_moe, qwen2, llama, mixtral."""
+    """Hugging Face ``model_type``; :mod:`moetrain.models.registry` knows them."""
     vocab_size: int
     hidden_size: int
     num_layers: int

@@ -3,14 +3,24 @@
 Qwen2 has q/k/v biases and no q/k norm, Llama has neither; :class:`Architecture` says which.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels import AttentionMask
 from moetrain.models.architecture import Architecture
+from moetrain.models.family import (
+    ATTENTION_BIAS,
+    COMMON_DEFAULTS,
+    Family,
+    HFConfig,
+    HFFamily,
+    config_error,
+)
 from moetrain.models.layers import Attention, DenseMLP, RMSNorm, Rotation
-from moetrain.models.transformer import Family
+from moetrain.models.weight_map import DENSE
 
 
 class DenseBlock(nn.Module):
@@ -37,8 +47,80 @@ def _make_block(
     return DenseBlock(arch)
 
 
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _read_layer_windows(config: HFConfig) -> dict[str, Any]:
+    """``layer_types``, else full attention below ``max_window_layers``."""
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    types = config["layer_types"]
+    if types is None:
+        first = config["max_window_layers"]
+        layers = range(config["num_hidden_layers"])
+        return {"sliding_windows": tuple(window if i >= first else None for i in layers)}
+    unknown = sorted({str(kind) for kind in types} - {_SLIDING, _FULL})
+    if unknown:
+        raise config_error(f"layer_types {', '.join(unknown)} are not supported")
+    if _SLIDING in types and window is None:
+        raise config_error(f"layer_types name {_SLIDING}, but no sliding_window is in use")
+    return {"sliding_windows": tuple(window if kind == _SLIDING else None for kind in types)}
+
+
+def _write_layer_windows(arch: Architecture) -> dict[str, Any]:
+    windows = [arch.window(i) for i in range(arch.num_layers)]
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": [_FULL if w is None else _SLIDING for w in windows],
+    }
+
+
+_QWEN2_DEFAULTS = {
+    **COMMON_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
 FAMILY = Family(
-    model_types=("qwen3", "qwen2", "llama"),
+    hf={
+        "qwen3": HFFamily(
+            hf_class="Qwen3ForCausalLM",
+            defaults={**_QWEN2_DEFAULTS, "head_dim": 128, "attention_bias": False},
+            weight_map=DENSE,
+            fields=ATTENTION_BIAS,
+            fixed={"qk_norm": True},
+            read_layers=_read_layer_windows,
+            write_layers=_write_layer_windows,
+        ),
+        "qwen2": HFFamily(
+            hf_class="Qwen2ForCausalLM",
+            defaults=_QWEN2_DEFAULTS,
+            weight_map=DENSE,
+            fixed={"qkv_bias": True},
+            read_layers=_read_layer_windows,
+            write_layers=_write_layer_windows,
+        ),
+        "llama": HFFamily(
+            hf_class="LlamaForCausalLM",
+            defaults={
+                **COMMON_DEFAULTS,
+                "vocab_size": 32000,
+                "intermediate_size": 11008,
+                "max_position_embeddings": 2048,
+                "attention_bias": False,
+                "mlp_bias": False,
+            },
+            weight_map=DENSE,
+            fields={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        ),
+    },
     presets={
         "qwen3-0.6b": Architecture(
             family="qwen3",

@@ -1,12 +1,14 @@
 """Which families there are, and how a model of one is built.
 
-A new family is one new file that exports a :class:`Family`, and its name in :data:`FAMILIES`.
+A new family is one new file that exports a :class:`Family`, and its name in :data:`FAMILIES`: the
+only list of families.
 """
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.models import qwen3, qwen3_moe
 from moetrain.models.architecture import Architecture
-from moetrain.models.transformer import Family, Transformer
+from moetrain.models.family import Family
+from moetrain.models.transformer import Transformer
 
 FAMILIES: tuple[Family, ...] = (qwen3.FAMILY, qwen3_moe.FAMILY)
 
@@ -25,8 +27,8 @@ def build_model(
         ConfigError: no family builds ``arch.family``.
     """
     for family in FAMILIES:
-        if arch.family in family.model_types:
+        if arch.family in family.hf:
             blocks = [family.make_block(arch, i, kernels, moe) for i in range(arch.num_layers)]
             return Transformer(arch, blocks, kernels)
-    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    known = ", ".join(name for family in FAMILIES for name in family.hf)
     raise ConfigError("model", f"family {arch.family!r} is not one of {known}")

@@ -11,29 +11,17 @@ Legend: B batch, S sequence, D model width, V vocabulary.
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moetrain.config import KernelsSection, MoeSection
+from moetrain.config import KernelsSection
 from moetrain.kernels import attention_mask
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
 from moetrain.models.moe import RouterStats, RoutingStats
-
-
-class Family(NamedTuple):
-    """What a family's file says about its models."""
-
-    model_types: tuple[str, ...]
-    """The values of ``Architecture.family`` that it builds."""
-    presets: dict[str, Architecture]
-    """Named architectures."""
-    make_block: Callable[[Architecture, int, KernelsSection, MoeSection], nn.Module]
-    """Block number ``i``: ``block(x_BSD, rotation, mask) -> (x_BSD, RouterStats | None)``."""
 
 
 class Transformer(nn.Module):

@@ -141,5 +141,3 @@ DENSE: tuple[Operation, ...] = (
     Rename("norm", "model.norm"),
     Rename("lm_head", "lm_head"),
 )
-QWEN3_MOE = DENSE + moe_block("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-MIXTRAL = DENSE + moe_block("block_sparse_moe", gate="w1", up="w3", down="w2")
