@@ -25,16 +25,26 @@ from pydantic.fields import FieldInfo
 from moetrain.config_sources import (
     ENV_PREFIX,
     ConfigError,
+    Place,
     hint,
     leaves,
     nest,
     read_cli,
     read_env,
+    read_place,
     read_source,
     recipe_names,
 )
 
-__all__ = ["Config", "ConfigError", "format_help", "recipe_names", "user_cache_dir"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Place",
+    "format_help",
+    "launched_place",
+    "recipe_names",
+    "user_cache_dir",
+]
 
 DEFAULT_RECIPE = "debug"
 
@@ -161,7 +171,7 @@ class OptimSection(_Section):
 
 
 class ParallelSection(_Section):
-    """Degrees of parallelism; their product is the number of processes."""
+    """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
 
     dp_replicate: int = Field(default=1, gt=0)
     """Replicas of the sharded model (HSDP)."""
@@ -172,7 +182,7 @@ class ParallelSection(_Section):
     pp: int = Field(default=1, gt=0)
     """Pipeline stages."""
     ep: int = Field(default=1, gt=0)
-    """Expert parallel ranks."""
+    """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
     cp: int = Field(default=1, gt=0)
     """Context parallel ranks."""
 
@@ -209,8 +219,10 @@ class KernelsSection(_Section):
 
     backend: Literal["auto", "triton", "reference"] = "auto"
     """auto: the fast kernels on CUDA, plain torch elsewhere; triton or reference: that one."""
-    attention: Literal["auto", "sdpa", "flex", "reference"] = "auto"
-    """auto: flex on CUDA and sdpa elsewhere for packed rows, sdpa (cuDNN first) for unpacked."""
+    attention: Literal["auto", "sdpa", "cudnn", "flex", "reference"] = "auto"
+    """auto: sdpa (cuDNN first) for unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
+    ragged attention if nvidia-cudnn-frontend is installed and the GPU is Hopper or newer, else
+    flex."""
 
 
 class CompileSection(_Section):
@@ -257,7 +269,15 @@ class LaunchSection(_Section):
     """Starting processes."""
 
     nproc: int | Literal["auto"] = 1
-    """Processes to start on this machine; auto: one a GPU."""
+    """Processes to start on this machine; auto: one a GPU, or one on a CPU. Under torchrun or srun
+    nothing is started: the run takes its place among their processes."""
+
+    @field_validator("nproc")
+    @classmethod
+    def _positive(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("give auto or a positive number of processes")
+        return value
 
 
 class Config(_Section):
@@ -380,6 +400,11 @@ class Config(_Section):
                 raise ConfigError(
                     f"data.{field}", f"{value!r} contradicts data.source {d.source!r}; unset one"
                 )
+
+
+def launched_place() -> Place | None:
+    """This process's place among those that torchrun, srun or moetrain started; None: alone."""
+    return read_place(os.environ)
 
 
 def user_cache_dir() -> Path:

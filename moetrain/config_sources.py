@@ -2,17 +2,20 @@
 
 Each source becomes a flat mapping of dotted names to values; :mod:`moetrain.config` merges them and
 gives them types. Unknown names are errors here already, where the message can name the source.
+
+A launcher's variables are read here too: they are no settings, but say where this process stands.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ENV_PREFIX = "MOETRAIN_"
 
@@ -122,3 +125,65 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(section, f"is a section and cannot be {node!r}")
         node[key] = value
     return tree
+
+
+class Place(NamedTuple):
+    """A process's place among those that were started together."""
+
+    rank: int
+    local_rank: int
+    """Rank among the processes of this machine."""
+    world_size: int
+    address: str
+    """``host:port`` where the ranks meet."""
+    error_file: str | None
+    """What torch's launchers call this rank's report, ``FOLDER/RANK/error.json``; None: others."""
+
+
+SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
+
+
+def read_place(variables: Mapping[str, str]) -> Place | None:
+    """What torchrun's or else srun's variables say; None: this process was started alone.
+
+    Raises:
+        ConfigError: one of the launcher's variables is missing or no number.
+    """
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        host, port = _text(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT")
+    # A batch script's own process has these variables too; with one task there is nobody to meet.
+    elif "SLURM_PROCID" in variables and variables.get("SLURM_NTASKS", "1") != "1":
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        host = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
+        if "MASTER_PORT" in variables:
+            port = _number(variables, "MASTER_PORT")
+        else:  # jobs that share a machine need ports of their own
+            port = SLURM_PORTS[_number(variables, "SLURM_JOB_ID") % len(SLURM_PORTS)]
+    else:
+        return None
+    rank, local_rank, world_size = (_number(variables, name) for name in names)
+    error_file = variables.get("TORCHELASTIC_ERROR_FILE")
+    return Place(rank, local_rank, world_size, f"{host}:{port}", error_file)
+
+
+def _first_slurm_host(variables: Mapping[str, str]) -> str:
+    """Where rank 0 is: ``gpu[07-10,12]-ib,x3`` begins with ``gpu07-ib``."""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        return _text(variables, "SLURM_LAUNCH_NODE_IPADDR")
+    return "".join(part or "" for part in match.groups())
+
+
+def _text(variables: Mapping[str, str], name: str) -> str:
+    if not variables.get(name):
+        raise ConfigError(name, "not set, though other variables of the launcher are; set it")
+    return variables[name]
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = _text(variables, name)
+    if not text.isdecimal():
+        raise ConfigError(name, f"{text!r} is not a number")
+    return int(text)

@@ -14,7 +14,7 @@ import torch
 
 from moetrain.config import KernelsSection
 from moetrain.data.loader import Batch
-from moetrain.kernels import linear_cross_entropy
+from moetrain.kernels import linear_cross_entropy_sum
 from moetrain.models import RoutingStats, Transformer, load_balancing_loss, router_z_loss
 
 
@@ -58,8 +58,7 @@ def micro_batch_loss(
         global_counts_LE: expert counts of the whole global batch, [MoE layers, experts]; None:
             this micro-batch's own, its loss weighted by its share of the tokens.
     """
-    cross_entropy, routing = cross_entropy_sum(model, batch, kernels)
-    cross_entropy = cross_entropy / sizes.num_targets
+    cross_entropy, routing = cross_entropy_sum(model, batch, kernels, 1.0 / sizes.num_targets)
     balance = z = cross_entropy.new_zeros(())
     if routing is not None:
         if global_counts_LE is None:
@@ -78,14 +77,20 @@ def micro_batch_loss(
 
 
 def cross_entropy_sum(
-    model: Transformer, batch: Batch, kernels: KernelsSection
+    model: Transformer, batch: Batch, kernels: KernelsSection, weight: float = 1.0
 ) -> tuple[torch.Tensor, RoutingStats | None]:
-    """Sum of the cross-entropy over the batch's targets (fp32), and the routing statistics."""
-    hidden_BSD, routing = model.backbone(batch.tokens_BS, batch.positions_BS)
-    losses = linear_cross_entropy(
+    """``weight`` times the sum of the cross-entropy over the batch's targets (0-d fp32).
+
+    Returns it with the routing statistics.
+    """
+    hidden_BSD, routing = model.backbone(batch.tokens_BS, batch.positions_BS, batch.cu_seqlens)
+    targets_T = batch.targets_BS.flatten()
+    loss = linear_cross_entropy_sum(
         hidden_BSD.flatten(0, 1),
         model.head_weight.to(hidden_BSD.dtype),
-        batch.targets_BS.flatten(),
+        targets_T,
+        # In here rather than on the result: the gradients are then rounded once.
+        torch.full_like(targets_T, weight, dtype=torch.float32),
         backend=kernels.backend,
     )
-    return losses.loss_T.sum(), routing
+    return loss.total, routing

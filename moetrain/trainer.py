@@ -77,11 +77,11 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.device = _pick_device(config)
-        _check_what_can_run(config, self.device)
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
         arch = resolve_architecture(config.model)
+        _check_what_can_run(config, arch, self.device)
         self.data = build_data(config, arch.vocab_size)
         self.loader = Loader(
             self.data.train,
@@ -194,7 +194,9 @@ class Trainer:
         ):
             return None
         with torch.no_grad():
-            routings = [self.model.backbone(b.tokens_BS, b.positions_BS)[1] for b in batches]
+            routings = [
+                self.model.backbone(b.tokens_BS, b.positions_BS, b.cu_seqlens)[1] for b in batches
+            ]
         routing = _sum_routing(routings)
         assert routing is not None  # the model has MoE layers
         return routing.counts_LE
@@ -397,7 +399,7 @@ def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.train.dtype)
 
 
-def _check_what_can_run(config: Config, device: torch.device) -> None:
+def _check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
     """Reject what this device cannot run, or needs several processes."""
     for name, degree in config.parallel.model_dump().items():
         if degree not in (1, -1):
@@ -406,6 +408,10 @@ def _check_what_can_run(config: Config, device: torch.device) -> None:
             )
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
+    if config.train.dtype == "float32" and device.type == "cuda" and arch.num_moe_layers:
+        raise ConfigError(
+            "train.dtype", "'float32' experts do not run on CUDA; use bfloat16, or train.device cpu"
+        )
     if config.moe.dispatcher in ("alltoall", "deepep"):
         raise ConfigError(
             "moe.dispatcher",

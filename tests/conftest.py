@@ -1,9 +1,17 @@
-"""Shared fixtures: a tiny configuration that trains in a second on a CPU."""
+"""Shared fixtures: a tiny configuration that trains in a second on a CPU.
+
+Without a GPU, kernels that are asked for by name run in Triton's interpreter.
+"""
+
+import os
 
 import pytest
 import torch
 
 from moetrain.config import Config
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 torch.set_num_threads(1)  # tiny tensors: threads only fight
 

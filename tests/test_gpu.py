@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
 from moetrain.kernels import attention, attention_mask
 from moetrain.metrics import read_metrics
 from moetrain.trainer import Trainer
@@ -63,6 +63,21 @@ def test_compiled_bf16_training_follows_eager(source, tmp_path):
     assert (eager - compiled).abs().max() < 0.02 * eager.max()
     if source == "stdlib":
         assert eager[-1] < 0.7 * eager[0]
+
+
+@pytest.mark.parametrize("compiled", ["no", "yes"])
+def test_the_kernels_follow_their_references(compiled, tmp_path):
+    words = [f"compile.enabled={compiled}", "moe.z_loss_coef=0.001", "moe.bias_update_rate=0.001"]
+    fast = train(tmp_path / "fast", *words)
+    reference = train(
+        tmp_path / "reference", *words, "kernels.backend=reference", "kernels.attention=flex"
+    )
+    assert (fast - reference).abs().max() < 0.02 * reference.max()
+
+
+def test_float32_experts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.dtype: 'float32'"):
+        train(tmp_path / "out", "train.dtype=float32")
 
 
 def test_deterministic_reruns_are_bitwise_equal(tmp_path):

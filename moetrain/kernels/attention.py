@@ -1,9 +1,10 @@
 """Attention: one entry point, causal within each document, grouped-query heads, named backends.
 
 ``sdpa`` is torch's scaled-dot-product attention (on Hopper with cuDNN first: 1.7x torch's flash
-there), with a boolean mask for packed rows or windows; ``flex`` is FlexAttention, whose block mask
-skips what no token sees; ``reference`` is plain matrix products for tests. What a token may see is
-decided once per forward by :func:`attention_mask` and shared by all layers.
+there), with a boolean mask for packed rows or windows; ``cudnn`` lays the rows end to end for
+:func:`moetrain.kernels.attention_packed`; ``flex`` is FlexAttention, whose block mask skips what no
+token sees; ``reference`` is plain matrix products for tests. What a token may see is decided once
+per forward by :func:`attention_mask` and shared by all layers.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, d head width.
 """
@@ -13,12 +14,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-# On a GPU FlexAttention is only fast compiled; inside a compiled block this is inlined.
-_flex = torch.compile(flex_attention)
+from moetrain.kernels import cudnn_attention
+from moetrain.kernels.packed_attention import attention_packed, flex
 
-AttentionBackend = Literal["auto", "sdpa", "flex", "reference"]
+AttentionBackend = Literal["auto", "sdpa", "cudnn", "flex", "reference"]
 
 # cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
 _SDPA_ORDER = [
@@ -33,11 +34,17 @@ class AttentionMask(NamedTuple):
     """Who sees whom, in the form the chosen backend takes."""
 
     backend: str
-    """sdpa, flex or reference."""
+    """sdpa, cudnn, flex or reference."""
     dense_BSS: torch.Tensor | None = None
     """Boolean [B, 1, S, S], True: visible; None: plain causal (or flex)."""
     blocks: BlockMask | None = None
     """FlexAttention's block mask."""
+    cu_seqlens: torch.Tensor | None = None
+    """cuDNN's documents, all rows laid end to end: [documents + 1] int32."""
+    max_seqlen: int = 0
+    """cuDNN's bound on their length."""
+    window: int | None = None
+    """cuDNN's sliding window."""
 
 
 def attention_mask(
@@ -48,6 +55,8 @@ def attention_mask(
     device: torch.device,
     window: int | None = None,
     backend: AttentionBackend = "auto",
+    cu_seqlens: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> AttentionMask:
     """The mask of one forward pass: token i sees j <= i of its own document, i - j < ``window``.
 
@@ -55,11 +64,26 @@ def attention_mask(
         positions_BS: position of each token in its document; a 0 starts one. None: one document
             a row.
         window: sliding window in tokens; None: unlimited.
-        backend: auto takes sdpa where no mask is needed and on a CPU, flex otherwise.
+        backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
+            (:func:`moetrain.kernels.cudnn_attention.runs`) and the documents are known, else flex.
+        cu_seqlens: the documents of ``positions_BS`` over the B * S tokens, [documents + 1] int32:
+            0, each one's end, ..., B * S. They cannot be read off the positions without waiting for
+            the device, so cudnn takes packed rows with these alone.
+        dtype: of the queries; where it is not given, auto does not take cudnn.
+
+    Raises:
+        ValueError: ``backend="cudnn"`` where it cannot run, or for packed rows without
+            ``cu_seqlens``.
     """
     masked = positions_BS is not None or (window is not None and window < seq_len)
     if backend == "auto":
-        backend = "flex" if masked and device.type == "cuda" else "sdpa"
+        known = cu_seqlens is not None or positions_BS is None
+        if not masked or device.type != "cuda":
+            backend = "sdpa"
+        else:
+            backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
+    if backend == "cudnn":
+        return _cudnn_mask(positions_BS, cu_seqlens, batch, seq_len, device, window)
     if not masked and backend == "sdpa":
         return AttentionMask("sdpa")
     if positions_BS is None:
@@ -79,16 +103,43 @@ def attention_mask(
     return AttentionMask(backend, dense_BSS=(dense & (distance < reach))[:, None])
 
 
+def _cudnn_mask(
+    positions_BS: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    window: int | None,
+) -> AttentionMask:
+    if cu_seqlens is None and positions_BS is not None:
+        raise ValueError(
+            'attention backend "cudnn" was given packed rows without cu_seqlens; pass the '
+            "batch's, or choose another backend"
+        )
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
+    # Compiled blocks must not be compiled again for another number of documents (mark_dynamic), nor
+    # for another bound: no document is longer than a row, and a loose bound costs no time.
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    return AttentionMask("cudnn", cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
+
+
 def attention(
     q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
     """``softmax(q k^T / sqrt(d)) v`` over what ``mask`` lets each token see: [B, S, H, d]."""
+    if mask.backend == "cudnn":
+        assert mask.cu_seqlens is not None  # attention_mask always makes it for cudnn
+        rows = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
+        out_THd = attention_packed(
+            *rows, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend="cudnn"
+        )
+        return out_THd.view_as(q_BSHd)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
-        flex = _flex if q.is_cuda else flex_attention
-        out = flex(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
-        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
+        assert mask.blocks is not None  # attention_mask always makes them for flex
+        out = flex(q, k, v, mask.blocks)
     elif mask.backend == "reference":
         assert mask.dense_BSS is not None  # attention_mask always makes one for it
         repeats = q.shape[1] // k.shape[1]

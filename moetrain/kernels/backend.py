@@ -8,12 +8,23 @@ the user reads, so that no kernel falls back in silence.
 from typing import Literal
 
 import torch
+from triton import knobs
 
 Backend = Literal["auto", "triton", "reference"]
 
+INTERPRETED: bool = knobs.runtime.interpret
+"""Whether TRITON_INTERPRET=1 was set before this import: the kernels then run on CPU tensors."""
+
 
 def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``'s kernel takes its fast path under ``backend``."""
-    if backend == "auto":
-        return tensor.is_cuda
-    return backend == "triton"
+    """Whether ``tensor``'s kernel takes its fast path under ``backend``.
+
+    Raises:
+        ValueError: ``backend="triton"`` with a CPU tensor outside Triton's interpreter.
+    """
+    if backend == "triton" and not (tensor.is_cuda or INTERPRETED):
+        raise ValueError(
+            f'backend="triton" was given a tensor on {tensor.device}; it takes CUDA tensors. Use '
+            'backend="auto" or "reference" here, or set TRITON_INTERPRET=1 before importing triton'
+        )
+    return backend == "triton" or (backend == "auto" and tensor.is_cuda)

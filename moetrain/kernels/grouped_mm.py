@@ -66,6 +66,23 @@ def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tenso
     ctx.save_for_backward(*inputs)
 
 
+def grouped_weight_grad(
+    a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
+) -> torch.Tensor:
+    """``out[e] = a[rows of e]^T @ g[rows of e]``: [R, M] x [R, N] -> [E, M, N], in ``a``'s dtype.
+
+    The gradient of :func:`grouped_mm` in ``b``. Rows past ``offsets[-1]`` are not read; a group
+    without rows gives zeros. Dtypes as there.
+    """
+    if a_RM.dtype == torch.float64:
+        ends = offsets_E.tolist()
+        rows = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+        return torch.stack([a_RM[r].T @ g_RN[r] for r in rows])
+    if a_RM.dtype == torch.bfloat16:
+        return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
+    return _opaque_outer(a_RM, g_RN, offsets_E)
+
+
 def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     a_RM, b_EMN, offsets_E = ctx.saved_tensors
     g_RN = g_RN.contiguous()  # a gradient may come expanded, which the product rejects

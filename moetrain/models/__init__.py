@@ -12,8 +12,13 @@ from moetrain.models.moe import (
     update_router_bias,
 )
 from moetrain.models.presets import PRESETS, resolve_architecture
-from moetrain.models.registry import build_model
-from moetrain.models.transformer import Transformer, compile_blocks, init_weights
+from moetrain.models.registry import build_model, find_family
+from moetrain.models.transformer import (
+    Transformer,
+    compile_blocks,
+    init_weights,
+    initial_value,
+)
 
 __all__ = [
     "PRESETS",
@@ -26,7 +31,9 @@ __all__ = [
     "Transformer",
     "build_model",
     "compile_blocks",
+    "find_family",
     "init_weights",
+    "initial_value",
     "load_balancing_loss",
     "load_hf",
     "load_weights",

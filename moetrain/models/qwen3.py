@@ -18,6 +18,7 @@ from moetrain.models.family import (
     HFConfig,
     HFFamily,
     config_error,
+    decoder_plan,
 )
 from moetrain.models.layers import Attention, DenseMLP, RMSNorm, Rotation
 from moetrain.models.weight_map import DENSE
@@ -137,5 +138,6 @@ FAMILY = Family(
             qk_norm=True,
         ),
     },
+    plan=decoder_plan,
     make_block=_make_block,
 )

@@ -11,7 +11,14 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels import AttentionMask, Backend
 from moetrain.models.architecture import Architecture
-from moetrain.models.family import ATTENTION_BIAS, COMMON_DEFAULTS, Family, HFConfig, HFFamily
+from moetrain.models.family import (
+    ATTENTION_BIAS,
+    COMMON_DEFAULTS,
+    Family,
+    HFConfig,
+    HFFamily,
+    decoder_plan,
+)
 from moetrain.models.layers import Attention, RMSNorm, Rotation
 from moetrain.models.moe import MoE, RouterStats
 from moetrain.models.qwen3 import DenseBlock
@@ -75,6 +82,14 @@ _EXPERTS = {
     "num_experts_per_token": "num_experts_per_tok",
     "router_aux_loss_coef": "router_aux_loss_coef",
 }
+
+
+def _plan(arch: Architecture) -> dict[str, str]:
+    plan = decoder_plan(arch)
+    if arch.num_moe_layers:
+        plan |= {"layers.*.moe.router.weight": "fp32", "layers.*.moe.experts.*": "expert"}
+    return plan
+
 
 FAMILY = Family(
     hf={
@@ -173,5 +188,6 @@ FAMILY = Family(
             router_aux_loss_coef=0.001,
         ),
     },
+    plan=_plan,
     make_block=_make_block,
 )

@@ -26,9 +26,15 @@ def build_model(
     Raises:
         ConfigError: no family builds ``arch.family``.
     """
+    make_block = find_family(arch).make_block
+    blocks = [make_block(arch, i, kernels, moe) for i in range(arch.num_layers)]
+    return Transformer(arch, blocks, kernels)
+
+
+def find_family(arch: Architecture) -> Family:
+    """The family that builds ``arch``; ConfigError if there is none."""
     for family in FAMILIES:
         if arch.family in family.hf:
-            blocks = [family.make_block(arch, i, kernels, moe) for i in range(arch.num_layers)]
-            return Transformer(arch, blocks, kernels)
+            return family
     known = ", ".join(name for family in FAMILIES for name in family.hf)
     raise ConfigError("model", f"family {arch.family!r} is not one of {known}")

@@ -11,6 +11,7 @@ Legend: B batch, S sequence, D model width, V vocabulary.
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class Transformer(nn.Module):
     Attributes:
         compute_dtype: dtype of the activations; None: the embedding's own.
         recompute: whether the backward pass recomputes each block instead of keeping what it needs.
+        run_block: how a block is called, ``run_block(block, *inputs)``; sharding wraps it.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Transformer(nn.Module):
         self.arch, self.kernels = arch, kernels
         self.compute_dtype: torch.dtype | None = None
         self.recompute = False
+        self.run_block: Callable[..., Any] = _call
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)
         self.rope = RotaryEmbedding(arch)
         self.layers = nn.ModuleList(blocks)
@@ -58,7 +61,10 @@ class Transformer(nn.Module):
         return F.linear(hidden_BSD, self.head_weight.to(hidden_BSD.dtype))
 
     def backbone(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None
+        self,
+        tokens_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """Hidden states after the final norm, and routing statistics (None: no MoE layer).
 
@@ -66,6 +72,8 @@ class Transformer(nn.Module):
             tokens_BS: integer token ids.
             positions_BS: position of each token in its document; a 0 starts a document, and no
                 token sees another document. None: one document a row.
+            cu_seqlens: the same documents as ends over the B * S tokens, int32, from 0; cuDNN's
+                packed attention needs them, the other backends do not.
         """
         batch, seq_len = tokens_BS.shape
         windows = [self.arch.window(i) for i in range(self.arch.num_layers)]
@@ -77,6 +85,8 @@ class Transformer(nn.Module):
                 device=tokens_BS.device,
                 window=window,
                 backend=self.kernels.attention,
+                cu_seqlens=None if positions_BS is None else cu_seqlens,
+                dtype=self.compute_dtype or self.embed.weight.dtype,
             )
             for window in dict.fromkeys(windows)
         }
@@ -91,13 +101,17 @@ class Transformer(nn.Module):
             if self.recompute:
                 # No block draws random numbers.
                 x_BSD, stats = checkpoint(
-                    block, *inputs, use_reentrant=False, preserve_rng_state=False
+                    self.run_block, block, *inputs, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x_BSD, stats = block(*inputs)
+                x_BSD, stats = self.run_block(block, *inputs)
             if stats is not None:
                 layer_stats.append(stats)
         return self.norm(x_BSD), _stack(layer_stats, num_tokens=batch * seq_len)
+
+
+def _call(block: nn.Module, *inputs: Any) -> Any:
+    return block(*inputs)
 
 
 def _stack(layers: Sequence[RouterStats], num_tokens: int) -> RoutingStats | None:
@@ -109,23 +123,30 @@ def _stack(layers: Sequence[RouterStats], num_tokens: int) -> RoutingStats | Non
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std: float, seed: int) -> None:
-    """Random initial values in place: matrices ~ N(0, std^2), norms one, biases zero.
-
-    Every parameter is drawn from a generator of its own, seeded by ``seed`` and its name: no value
-    depends on the other parameters or their order. Parameters must have storage (``to_empty``).
-    """
+    """Random initial values in place; parameters must have storage (``to_empty``)."""
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-        elif name.endswith(".bias"):
-            parameter.zero_()
-        else:
-            generator = torch.Generator(parameter.device)
-            # One hash of both: the CPU's generator keeps 32 bits of a seed.
-            generator.manual_seed(zlib.crc32(f"{seed}.{name}".encode()))
-            parameter.normal_(0.0, std, generator=generator)
+        parameter.copy_(initial_value(name, parameter.shape, std, seed, parameter.device))
     for buffer in model.buffers():  # only router biases: see Router
         buffer.zero_()
+
+
+def initial_value(
+    name: str, shape: Sequence[int], std: float, seed: int, device: torch.device
+) -> torch.Tensor:
+    """Parameter ``name`` at random (fp32): matrices ~ N(0, std^2), norms one, biases zero.
+
+    Every parameter has a generator of its own, seeded by ``seed`` and its name: no value depends on
+    the other parameters, their order, or how they are sharded.
+    """
+    value = torch.zeros(shape, device=device)
+    if name.endswith("norm.weight"):
+        return value.fill_(1.0)
+    if name.endswith(".bias"):
+        return value
+    generator = torch.Generator(device)
+    # One hash of both: the CPU's generator keeps 32 bits of a seed.
+    generator.manual_seed(zlib.crc32(f"{seed}.{name}".encode()))
+    return value.normal_(0.0, std, generator=generator)
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:

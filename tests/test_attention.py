@@ -1,0 +1,108 @@
+"""The model's attention: every backend sees the same documents, and none recompiles for them.
+
+cuDNN's path runs on a CPU here through its op's plain formulas; the ``gpu`` test runs cuDNN itself.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from moetrain.kernels import attention, attention_mask, cudnn_attention
+
+BATCH, SEQ_LEN, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def op_on_cpu(monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "require", lambda *_: None)
+
+
+def packed(*cuts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and document ends of two rows cut at ``cuts``."""
+    ends = sorted({0, *cuts, SEQ_LEN, BATCH * SEQ_LEN})
+    positions = [torch.arange(j - i) for i, j in itertools.pairwise(ends)]
+    return torch.cat(positions).view(BATCH, SEQ_LEN), torch.tensor(ends, dtype=torch.int32)
+
+
+def qkv(device=CPU, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, SEQ_LEN, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [x.requires_grad_() for x in tensors]
+
+
+def run(mask, device=CPU, dtype=torch.float32):
+    inputs = qkv(device, dtype)
+    out = attention(*inputs, mask)
+    return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("rows", ["packed", "whole"])
+@pytest.mark.parametrize("backend", ["sdpa", "cudnn"])
+def test_backends_agree(op_on_cpu, backend, rows, window):
+    positions_BS, ends = packed(1, 20, 50, 90) if rows == "packed" else (None, None)
+    sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": CPU, "window": window}
+    mask = attention_mask(positions_BS, backend=backend, cu_seqlens=ends, **sizes)
+    expected = run(attention_mask(positions_BS, backend="reference", **sizes))
+    for ours, theirs in zip(run(mask), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_number_of_documents_does_not_recompile(op_on_cpu):
+    compiles = []
+    compiled = torch.compile(
+        attention, fullgraph=True, backend=lambda graph, _: compiles.append(1) or graph
+    )
+    for num_cuts in (1, 20, 40):
+        positions_BS, ends = packed(*range(1, 1 + num_cuts))
+        mask = attention_mask(
+            positions_BS,
+            batch=BATCH,
+            seq_len=SEQ_LEN,
+            device=CPU,
+            backend="cudnn",
+            cu_seqlens=ends,
+        )
+        compiled(*qkv(), mask)
+    assert len(compiles) == 1
+
+
+def test_cudnn_by_name_says_what_is_missing(monkeypatch):
+    positions_BS, _ = packed(7)
+    with pytest.raises(ValueError, match="without cu_seqlens"):
+        attention_mask(positions_BS, batch=2, seq_len=SEQ_LEN, device=CPU, backend="cudnn")
+    with pytest.raises(ValueError, match=r"float32 on cpu; it takes bf16 or fp16 on CUDA"):
+        cudnn_attention.require(CPU, torch.float32, 64)
+    with pytest.raises(ValueError, match="head width 20; it takes multiples of 8 to 256"):
+        cudnn_attention.require(torch.device("cuda"), torch.bfloat16, 20)
+    monkeypatch.setattr(cudnn_attention, "INSTALLED", False)
+    with pytest.raises(ValueError, match=r"pip install moetrain\[gpu\]"):
+        cudnn_attention.require(torch.device("cuda"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize("ends", [[0, 5, 5, 9], [0, 257], list(range(17))])
+def test_document_layout_pads_with_empty_documents(ends):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    layout = cudnn_attention.document_layout(cu_seqlens, 16, 2**31, 24)
+    padded = torch.tensor(ends + ends[-1:] * (17 - len(ends)), device=device)
+    assert torch.equal(layout["lengths"], padded.diff().int())
+    for name, elements in (("q_offsets", 2**31), ("kv_offsets", 24), ("lse_offsets", 1)):
+        assert torch.equal(layout[name], padded * elements)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+def test_auto_on_a_gpu_matches_the_reference(window):
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    positions_BS, ends = (x.to(device) for x in packed(1, 20, 50, 90))
+    sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": device, "window": window}
+    mask = attention_mask(positions_BS, cu_seqlens=ends, dtype=dtype, **sizes)
+    expected = run(attention_mask(positions_BS, backend="reference", **sizes), device)
+    assert mask.backend == ("cudnn" if cudnn_attention.runs(device, dtype) else "flex")
+    for ours, theirs in zip(run(mask, device, dtype), expected, strict=True):
+        assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()

@@ -1,0 +1,208 @@
+"""Every kernel keeps its spec: values, gradients, reproducibility, compilability, errors.
+
+The specs hold the sizes and tolerances; nothing here knows a kernel. On a CPU the fast paths run in
+Triton's interpreter (tests/conftest.py); the tests marked ``gpu`` walk the same specs compiled.
+"""
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moetrain.kernels
+from moetrain.kernels import SPECS
+from moetrain.kernels.spec import (
+    Case,
+    Inputs,
+    KernelSpec,
+    as_tuple,
+    relative_errors,
+    rerun_differences,
+    with_grad,
+)
+
+# Files of moetrain/kernels that offer no kernel of their own: the rules, wrappers of torch's and
+# cuDNN's operators, and parts of other files' kernels.
+NOT_KERNELS = {
+    "attention",
+    "backend",
+    "cudnn_attention",
+    "grouped_mm",
+    "router_kernels",
+    "spec",
+    "vocabulary_chunk",
+}
+
+
+def case_name(case: Case) -> str:
+    return ",".join(f"{k}={v}" for k, v in case.items())
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off")
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=on_gpu)]
+)
+specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+every_case = pytest.mark.parametrize(
+    ("spec", "case", "dtype"),
+    [
+        pytest.param(spec, case, dtype, id=f"{spec.name}-{case_name(case)}-{dtype}")
+        for spec in SPECS
+        for case in spec.cases
+        for dtype in spec.tolerance
+    ],
+)
+
+
+def dtypes(spec: KernelSpec, device: str) -> list[torch.dtype]:
+    """What the fast path takes there; the first is the usual one."""
+    return [x for x in spec.tolerance if device == "cpu" or x not in spec.cpu_dtypes]
+
+
+def make(spec: KernelSpec, case: Case, device: str, dtype: torch.dtype | None = None) -> Inputs:
+    if device == "cpu" and not spec.interpretable:
+        pytest.skip("has no CPU form")
+    dtype = dtype or dtypes(spec, device)[0]
+    if dtype not in dtypes(spec, device):
+        pytest.skip(f"takes {dtype} on a CPU alone")
+    where = torch.device(device)
+    return spec.make_inputs(case, where, dtype, torch.Generator(where).manual_seed(0))
+
+
+@devices
+@every_case
+def test_matches_the_float64_reference(spec, case, dtype, device):
+    errors = relative_errors(spec, make(spec, case, device, dtype))
+    for name, error in errors.items():
+        assert error <= spec.tolerance[dtype], f"{name}: relative error {error:.2e}"
+
+
+@devices
+@specs
+def test_a_rerun_is_bitwise_equal(spec, device):
+    for case in spec.cases[:3]:
+        assert rerun_differences(spec, make(spec, case, device)) == [], case
+
+
+@devices
+@specs
+def test_compiles_without_graph_breaks(spec, device):
+    compiled = torch.compile(spec.fast, fullgraph=True, backend="aot_eager")
+    inputs = make(spec, spec.cases[0], device)
+    for name, error in relative_errors(spec, inputs, compiled).items():
+        tolerance = spec.tolerance[dtypes(spec, device)[0]]
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+@devices
+@specs
+def test_takes_expanded_and_missing_gradients(spec, device):
+    leaves = with_grad(spec, make(spec, spec.cases[0], device))
+    roots = [x for x in as_tuple(spec.fast(**leaves)) if x.requires_grad]
+    wanted = [leaves[name] for name in spec.differentiable]
+    for root in roots:
+        # The gradient of a sum has stride 0; the other outputs get none.
+        sums = torch.autograd.grad(root.sum(), wanted, retain_graph=True, materialize_grads=True)
+        full = [torch.full_like(x, float(x is root)) for x in roots]
+        plain = torch.autograd.grad(roots, wanted, full, retain_graph=True)
+        for name, a, b in zip(spec.differentiable, sums, plain, strict=True):
+            assert torch.equal(a, b), name
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of the first call of each wanted op."""
+
+    def __init__(self, ops):
+        super().__init__()
+        self.wanted = {op._opoverload: op for op in ops}
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        op = self.wanted.get(func)
+        if op is not None and op not in self.calls:
+            self.calls[op] = (tuple(map(_copied, args)), kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+@devices
+@specs
+def test_ops_pass_opcheck(spec, device):
+    if not spec.ops:
+        pytest.skip("has no custom op")
+    forward, backward = Recorder(spec.ops), Recorder(spec.ops)
+    for case in spec.cases:
+        leaves = with_grad(spec, make(spec, case, device))
+        with forward:
+            outputs = as_tuple(spec.fast(**leaves))
+        with backward:
+            roots = [x for x in outputs if x.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+        if len(forward.calls | backward.calls) == len(spec.ops):
+            break
+    assert forward.calls.keys() | backward.calls.keys() == set(spec.ops)
+    for op, (args, kwargs) in forward.calls.items():
+        opcheck(op, args, kwargs)
+    for op, (args, kwargs) in backward.calls.items():
+        # Saved inputs still require gradients, but no one differentiates a backward op.
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        opcheck(op, args, kwargs)
+
+
+@specs
+def test_bad_input_is_refused(spec):
+    assert spec.bad_inputs, "a spec lists its bad inputs"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for text, spoil in spec.bad_inputs.items():
+        with pytest.raises(ValueError, match=text):
+            spec.fast(**spoil(make(spec, spec.cases[0], device)))
+
+
+def test_every_kernel_file_has_a_spec():
+    files = {module.name for module in pkgutil.iter_modules(moetrain.kernels.__path__)}
+    listed = []
+    for name in files - NOT_KERNELS:
+        module = importlib.import_module(f"moetrain.kernels.{name}")
+        assert getattr(module, "SPECS", ()), f"{name}.py lists no KernelSpec in SPECS"
+        listed.extend(module.SPECS)
+    assert {spec.name for spec in listed} == {spec.name for spec in SPECS}
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+def test_every_custom_op_is_in_a_spec():
+    (folder,) = moetrain.kernels.__path__
+    sources = "".join(path.read_text() for path in Path(folder).glob("*.py"))
+    defined = set(re.findall(r'custom_op\(\s*"(\w+::\w+)"', sources))
+    wrapped = {"moetrain::grouped_mm", "moetrain::grouped_outer"}  # torch's, checked below
+    assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
+
+
+def test_grouped_products_keep_the_rules_of_custom_ops():
+    offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
+    a, b = torch.randn(7, 8), torch.randn(3, 8, 12)
+    opcheck(torch.ops.moetrain.grouped_mm, (a.requires_grad_(), b.requires_grad_(), offsets))
+    opcheck(torch.ops.moetrain.grouped_outer, (a.detach(), torch.randn(7, 12), offsets))
+
+
+def test_triton_on_a_cpu_tensor_names_the_remedy(monkeypatch):
+    from moetrain.kernels import backend
+
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    with pytest.raises(ValueError, match=r'tensor on cpu.*backend="auto"'):
+        backend.use_fast("triton", torch.zeros(1))
+    assert not backend.use_fast("auto", torch.zeros(1))
