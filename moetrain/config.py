@@ -185,13 +185,16 @@ class ParallelSection(_Section):
     """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
     cp: int = Field(default=1, gt=0)
     """Context parallel ranks."""
+    reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
+    """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
+    fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
 
 
 class MoeSection(_Section):
     """Routing, balancing and dispatch of MoE layers."""
 
     dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
-    """How tokens reach their experts; auto: local while every expert is on this device."""
+    """How tokens reach their experts; auto: local where parallel.ep is 1, else alltoall."""
     deepep_num_sms: Literal["auto"] | int = "auto"
     """SMs DeepEP uses: auto, or an even number."""
     force_balanced: bool = False

@@ -6,7 +6,7 @@ its end. Rollout generation for post-training is another thing and another file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,11 +24,13 @@ def generate(
     max_len: int,
     temperature: float = 0.7,
     seed: int = 0,
+    after_forward: Callable[[], None] = lambda: None,
 ) -> str:
     """``prompt`` (token ids) and up to ``num_tokens`` sampled after it, as text.
 
     The model sees the last ``max_len`` tokens; sampling stops at the end-of-document token. Token
-    ids that the tokenizer does not have are never sampled.
+    ids that the tokenizer does not have are never sampled. ``after_forward`` is called after each
+    forward pass, with nothing of it needed any more.
     """
     device = model.head_weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -41,6 +43,7 @@ def generate(
             hidden_BSD, _ = model.backbone(window)
             head_VD = model.head_weight[: tokenizer.vocab_size].to(hidden_BSD.dtype)
             logits = (hidden_BSD[0, -1] @ head_VD.T).float().cpu()
+            after_forward()
             token = int(
                 torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             )

@@ -8,6 +8,7 @@ split. The load-balancing term also needs the global expert counts before the fi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from moetrain.models import RoutingStats, Transformer, load_balancing_loss, rout
 class GlobalBatch(NamedTuple):
     """What the denominators are made of: numbers of one optimizer step, known before it runs."""
 
-    num_targets: int
-    """Tokens with a target."""
+    num_targets: torch.Tensor
+    """Tokens with a target (0-d, on the device)."""
     num_tokens: int
     """Tokens the router sees."""
 
@@ -50,24 +51,26 @@ def micro_batch_loss(
     sizes: GlobalBatch,
     coefficients: LossCoefficients,
     kernels: KernelsSection,
-    global_counts_LE: torch.Tensor | None = None,
+    global_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> MicroLoss:
     """This micro-batch's share of the global batch's mean loss (0-d fp32 tensors).
 
     Args:
-        global_counts_LE: expert counts of the whole global batch, [MoE layers, experts]; None:
-            this micro-batch's own, its loss weighted by its share of the tokens.
+        global_counts: given this micro-batch's expert counts [MoE layers, experts], those of the
+            whole global batch; None: this micro-batch's own are used, and its loss is weighted by
+            its share of the tokens.
     """
-    cross_entropy, routing = cross_entropy_sum(model, batch, kernels, 1.0 / sizes.num_targets)
+    cross_entropy, routing = cross_entropy_sum(model, batch, kernels, 1 / sizes.num_targets)
     balance = z = cross_entropy.new_zeros(())
     if routing is not None:
-        if global_counts_LE is None:
+        if global_counts is None:
             share = routing.num_tokens / sizes.num_tokens
             balance = share * load_balancing_loss(
                 routing.counts_LE, routing.prob_sum_LE, routing.num_tokens
             )
         else:
-            balance = load_balancing_loss(global_counts_LE, routing.prob_sum_LE, sizes.num_tokens)
+            counts_LE = global_counts(routing.counts_LE)
+            balance = load_balancing_loss(counts_LE, routing.prob_sum_LE, sizes.num_tokens)
         z = router_z_loss(routing.z_sum_L, sizes.num_tokens)
         routing = routing._replace(
             prob_sum_LE=routing.prob_sum_LE.detach(), z_sum_L=routing.z_sum_L.detach()
@@ -77,7 +80,10 @@ def micro_batch_loss(
 
 
 def cross_entropy_sum(
-    model: Transformer, batch: Batch, kernels: KernelsSection, weight: float = 1.0
+    model: Transformer,
+    batch: Batch,
+    kernels: KernelsSection,
+    weight: torch.Tensor | float = 1.0,
 ) -> tuple[torch.Tensor, RoutingStats | None]:
     """``weight`` times the sum of the cross-entropy over the batch's targets (0-d fp32).
 
@@ -90,7 +96,7 @@ def cross_entropy_sum(
         model.head_weight.to(hidden_BSD.dtype),
         targets_T,
         # In here rather than on the result: the gradients are then rounded once.
-        torch.full_like(targets_T, weight, dtype=torch.float32),
+        torch.ones_like(targets_T, dtype=torch.float32) * weight,
         backend=kernels.backend,
     )
     return loss.total, routing

@@ -156,6 +156,22 @@ class MetricsLog:
         self._file.close()
 
 
+class SilentLog(MetricsLog):
+    """The log of a rank that speaks through another's."""
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, step: int, row: Mapping[str, float | None]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _describe(row: Mapping[str, float | None]) -> str:
     """The few numbers a person watches."""
     forms = {

@@ -1,31 +1,34 @@
 """AdamW on fp32 master weights, its learning-rate schedules, and one guarded update.
 
 Clipping and the decision to skip a non-finite step both ride inside the fused update: the norm
-never comes back to the host, so the next step's kernels are queued while this one still runs.
+never comes back to the host, so the next step's kernels are queued while this one still runs. The
+optimizer sees plain tensors, a rank's shards where the model is sharded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from moetrain.config import ConfigError, OptimSection
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
+def decays(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay applies: matrices only, and neither embeddings nor routers."""
     return parameter.ndim >= 2 and not any(part in name for part in ("embed.", "router."))
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimSection
+    parameters: Mapping[str, torch.Tensor], config: OptimSection
 ) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101), always torch's fused one, which CPU and CUDA both have."""
+    """AdamW (arXiv 1711.05101), always torch's fused one, which CPU and CUDA both have.
+
+    ``parameters``: fp32 leaves by name; a rank's shards where the model is sharded.
+    """
     groups = {True: [], False: []}
-    for name, parameter in named_parameters:
+    for name, parameter in parameters.items():
         groups[decays(name, parameter)].append((name, parameter))
     return torch.optim.AdamW(
         [
@@ -41,24 +44,24 @@ def build_optimizer(
 
 
 def guarded_step(
-    optimizer: torch.optim.Optimizer, loss: torch.Tensor, max_grad_norm: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    optimizer: torch.optim.Optimizer, loss: torch.Tensor, norm: torch.Tensor, max_grad_norm: float
+) -> torch.Tensor:
     """Clip to ``max_grad_norm`` and update, unless the loss or the gradient norm is not finite.
 
+    Args:
+        loss, norm: of the whole step (0-d, on the device), the same on every rank.
+
     Returns:
-        The global gradient 2-norm before clipping (fp32 scalar) and whether the step was skipped
-        (bool scalar), both on the device. A skipped step leaves weights and moments untouched.
+        Whether the step was skipped (0-d bool, on the device). A skipped step leaves weights and
+        moments untouched.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
     skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
     # torch.amp.GradScaler's own hand-over to fused optimizers: gradients are divided by
     # grad_scale, and nothing is written where found_inf is 1.
     optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0)  # pyright: ignore
     optimizer.found_inf = skipped.float()  # pyright: ignore
     optimizer.step()
-    return norm, skipped
+    return skipped
 
 
 def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
@@ -87,36 +90,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def named_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> dict[str, torch.Tensor]:
-    """Flat ``{"<parameter>.<moment>": tensor}`` view of the optimizer's state."""
-    return {
-        f"{name}.{key}": value
-        for parameter, name in names.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's tensors by the name of the parameter, then of the moment."""
+    return {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
 
 
 def load_named_optimizer_state(
     optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    tensors: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    state: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> None:
-    """Inverse of :func:`named_optimizer_state`; no tensors at all: nothing was stepped yet.
+    """Inverse of :func:`named_optimizer_state`; no state at all: nothing was stepped yet.
 
     Raises:
-        ConfigError: tensors for other parameters than ``names``.
+        ConfigError: state of other parameters than ``parameters``.
     """
-    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        parameter, _, key = name.rpartition(".")
-        by_parameter.setdefault(parameter, {})[key] = tensor
-    if by_parameter and (odd := set(by_parameter) ^ set(names.values())):
+    if state and (odd := set(state) ^ set(parameters)):
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
-    for parameter, name in names.items():
-        if by_parameter:
-            optimizer.state[parameter] = {
-                key: tensor.to(parameter.device) for key, tensor in by_parameter[name].items()
-            }
+    for name, moments in state.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in moments.items()}

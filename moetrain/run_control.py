@@ -18,23 +18,33 @@ class RunFailed(RuntimeError):
     """Training cannot go on; a checkpoint of the last good state was written."""
 
 
-class SkipWatch:
-    """Counts skipped steps on the device and reads the count one step late, so never waits.
+class StepWatch:
+    """Counts skipped steps and stop requests on the device, and reads them one step late.
 
-    Since a skipped step changes nothing, the state one step later is still the last good one.
+    So the host never waits for the step under way. Since a skipped step changes nothing, the state
+    one step later is still the last good one; and since all ranks read the same sums of the same
+    step, they stop together.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.limit = limit
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # in a row, in all
-        self._host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Skipped in a row, skipped in all, ranks that were asked to stop.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.asked_to_stop = False
+        """Whether any rank was, as of the step before the last."""
 
-    def update(self, skipped: torch.Tensor) -> None:
-        """Count one step; raises :class:`RunFailed` for the steps before it."""
+    def update(self, skipped: torch.Tensor, stops: torch.Tensor) -> None:
+        """Count one step; raises :class:`RunFailed` for the steps before it.
+
+        Args:
+            skipped: 0-d bool, the same on every rank.
+            stops: 0-d, how many ranks were asked to stop.
+        """
         self.check()
         in_row = torch.where(skipped, self._counts[0] + 1, 0)
-        self._counts = torch.stack([in_row, self._counts[1] + skipped])
+        self._counts = torch.stack([in_row, self._counts[1] + skipped, stops.long()])
         self._host.copy_(self._counts, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -43,7 +53,9 @@ class SkipWatch:
         """Raise :class:`RunFailed` if the limit was reached by the steps counted so far."""
         if self._copied is not None:
             self._copied.synchronize()  # of the step before: long done
-        if self._host[0] >= self.limit:
+        in_row, _, stops = self._host.tolist()
+        self.asked_to_stop = stops > 0
+        if in_row >= self.limit:
             raise RunFailed(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
                 "(train.max_bad_steps); the weights of the last good step were saved. "
@@ -73,7 +85,7 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping after this step; a checkpoint will be written", file=sys.stderr)
+        print("stopping; a checkpoint will be written", file=sys.stderr)
 
     before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
     try:

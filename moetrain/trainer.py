@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +23,13 @@ from moetrain.config import Config, ConfigError
 from moetrain.data import Batch, Loader, build_data, eval_batches
 from moetrain.generate import generate
 from moetrain.loss import GlobalBatch, LossCoefficients, cross_entropy_sum, micro_batch_loss
-from moetrain.metrics import MetricsLog, Throughput, plot_losses, routing_health
+from moetrain.metrics import MetricsLog, SilentLog, Throughput, plot_losses, routing_health
 from moetrain.models import (
     Architecture,
     RoutingStats,
-    Transformer,
-    build_model,
-    compile_blocks,
-    init_weights,
-    load_weights,
     resolve_architecture,
-    save_hf,
     update_router_bias,
 )
-from moetrain.models.hf import resolve
 from moetrain.optim import (
     build_optimizer,
     guarded_step,
@@ -45,9 +38,16 @@ from moetrain.optim import (
     named_optimizer_state,
     set_learning_rate,
 )
+from moetrain.parallel.apply import (
+    load_whole_state,
+    place_model,
+    save_whole_model,
+    whole_state,
+)
+from moetrain.parallel.world import join_world
 from moetrain.run_control import (
     RunFailed,
-    SkipWatch,
+    StepWatch,
     garbage_collector_off,
     make_deterministic,
     stop_signals,
@@ -76,28 +76,34 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.device = _pick_device(config)
+        arch = resolve_architecture(config.model)
+        self.world = join_world(config, arch)
+        self.device = self.world.device
+        _check_what_can_run(config, arch, self.device)
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
-        arch = resolve_architecture(config.model)
-        _check_what_can_run(config, arch, self.device)
+        if not self.world.is_first_on_machine:
+            self.world.wait()  # for the first one's tokenising: its cache serves all
         self.data = build_data(config, arch.vocab_size)
+        if self.world.is_first_on_machine:
+            self.world.wait()
         self.loader = Loader(
             self.data.train,
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=config.train.micro_batch_size,
             seed=config.train.seed,
+            rank=self.world.data_rank,
+            world_size=self.world.dims.data_ranks,
         )
-        self.model = _build_model(config, arch, self.device)
-        self.names = {p: name for name, p in self.model.named_parameters()}
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optim)
+        self.model, self.placed = place_model(config, arch, self.world)
+        self.optimizer = build_optimizer(self.placed.parts, config.optim)
         aux = config.moe.aux_loss_coef
         self.coefficients = LossCoefficients(
             arch.router_aux_loss_coef if aux is None else aux, config.moe.z_loss_coef
         )
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
-        self.skips = SkipWatch(self.device, config.train.max_bad_steps)
+        self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
         self.resume()
 
@@ -111,16 +117,20 @@ class Trainer:
             SystemExit: SIGTERM (143) or Ctrl-C (130) came, after a checkpoint.
         """
         config = self.config
-        self.log = MetricsLog(self.folder, config.log, config.train.steps, self.step)
-        self.announce()
+        if self.world.is_main:
+            self.log = MetricsLog(self.folder, config.log, config.train.steps, self.step)
+            self.announce()
+        else:
+            self.log = SilentLog()
         try:
             with stop_signals() as stop, garbage_collector_off():
                 if self.step == 0 and config.train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
                 self.clock.start()
-                while self.step < config.train.steps and not stop:
+                while self.step < config.train.steps and not self.watch.asked_to_stop:
                     result = self.train_step()
-                    self.skips.update(result.skipped)
+                    stops = torch.tensor(len(stop), device=self.device)
+                    self.watch.update(result.skipped, self.world.sum(stops))
                     if self.due(config.log.interval) or self.step == 1:
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
@@ -129,12 +139,15 @@ class Trainer:
                         self.save()
                     if self.due(config.train.gc_interval):
                         gc.collect()
-                self.skips.check()
-                if stop:
+                self.watch.check()
+                if self.watch.asked_to_stop:
                     self.save()
-                    self.log.say(f"stopped by {signal.Signals(stop[0]).name} at step {self.step}")
-                    raise SystemExit(128 + stop[0])
+                    number = stop[0] if stop else signal.SIGTERM  # another rank's
+                    self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
+                    self.world.leave()
+                    raise SystemExit(128 + number)
             self.finish()
+            self.world.leave()
         except RunFailed:
             self.save()
             raise
@@ -150,56 +163,63 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Forward, backward and update over one global batch; queues work, waits for nothing."""
         batches = self.loader.next_step()
+        # Counted where the batches are made, on the host, before they travel.
+        targets = sum(int((b.targets_BS >= 0).sum()) for b in batches)
+        num_targets = torch.tensor(targets, device=self.device)
+        tokens = sum(b.tokens_BS.numel() for b in batches)
         sizes = GlobalBatch(
-            # Counted where the batches are made, on the host, before they travel.
-            num_targets=max(1, sum(int((b.targets_BS >= 0).sum()) for b in batches)),
-            num_tokens=sum(b.tokens_BS.numel() for b in batches),
+            self.world.sum(num_targets).clamp(min=1), tokens * self.world.dims.data_ranks
         )
         batches = [self.to_device(b) for b in batches]
         self.model.train()
-        counts_LE = self.count_experts(batches)
+        global_counts = self.count_experts(batches)
         losses = []
         for batch in batches:
             loss = micro_batch_loss(
-                self.model, batch, sizes, self.coefficients, self.config.kernels, counts_LE
+                self.model, batch, sizes, self.coefficients, self.config.kernels, global_counts
             )
             loss.total.backward()
+            self.placed.finish_backward()
             losses.append(loss._replace(total=loss.total.detach()))
+        terms = [torch.stack(list(m[:4])) for m in losses]
+        total, loss, balance, z = self.world.sum(torch.stack(terms).sum(0)).unbind()
+        routing = _sum_routing([m.routing for m in losses])
+        norm = self.placed.gradient_norm()
         lr = learning_rate(self.step, self.config.train.steps, self.config.optim)
         set_learning_rate(self.optimizer, lr)
-        total, loss, balance, z = (
-            torch.stack(terms).sum(0) for terms in zip(*(m[:4] for m in losses), strict=True)
-        )
-        norm, skipped = guarded_step(self.optimizer, total, self.config.optim.max_grad_norm)
-        self.optimizer.zero_grad(set_to_none=True)
-        routing = _sum_routing([m.routing for m in losses])
+        skipped = guarded_step(self.optimizer, total, norm, self.config.optim.max_grad_norm)
+        self.placed.clear_gradients()
         if routing is not None and self.config.moe.bias_update_rate:
             rate = self.config.moe.bias_update_rate * ~skipped
-            update_router_bias(self.model, routing.counts_LE, rate)
+            update_router_bias(self.model, self.world.sum(routing.counts_LE), rate)
         self.step += 1
         self.tokens += sizes.num_tokens
-        self.clock.count(sizes.num_tokens)
+        self.clock.count(tokens)
         return StepResult(loss, norm, skipped, balance, z, routing)
 
-    def count_experts(self, batches: list[Batch]) -> torch.Tensor | None:
-        """Expert counts [L, E] of the whole batch by a forward pass without gradients.
+    def count_experts(self, batches: list[Batch]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """How a micro-batch learns the expert counts of the whole batch; see micro_batch_loss.
 
-        None where no extra pass is needed: one micro-batch is the whole batch, or nothing uses it.
+        With several micro-batches it takes a forward pass over all of them without gradients; a
+        single one's own counts, summed over the ranks, are the batch's.
         """
+        if self.config.moe.aux_loss_scope == "micro_batch":
+            return None
         if (
             len(batches) == 1
             or self.model.arch.num_moe_layers == 0
             or self.coefficients.load_balancing == 0
-            or self.config.moe.aux_loss_scope == "micro_batch"
         ):
-            return None
+            return self.world.sum
         with torch.no_grad():
-            routings = [
-                self.model.backbone(b.tokens_BS, b.positions_BS, b.cu_seqlens)[1] for b in batches
-            ]
+            routings = []
+            for b in batches:
+                routings.append(self.model.backbone(b.tokens_BS, b.positions_BS, b.cu_seqlens)[1])
+                self.placed.finish_backward()
         routing = _sum_routing(routings)
         assert routing is not None  # the model has MoE layers
-        return routing.counts_LE
+        counts_LE = self.world.sum(routing.counts_LE)
+        return lambda own_counts_LE: counts_LE
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the device, without waiting for the copy."""
@@ -216,14 +236,20 @@ class Trainer:
             return
         self.pause_clock()
         self.model.eval()
-        t = self.config.train
-        total, targets = 0.0, 0
-        for batch in eval_batches(self.data.eval, t.micro_batch_size, t.eval_batches):
-            loss, _ = cross_entropy_sum(self.model, self.to_device(batch), self.config.kernels)
-            total += loss.item()  # evaluation may wait for the device
-            targets += int((batch.targets_BS >= 0).sum())
+        t, world = self.config.train, self.world
+        batches = list(eval_batches(self.data.eval, t.micro_batch_size, t.eval_batches))
+        sums = torch.zeros(2, device=self.device)
+        for first in range(0, len(batches), world.dims.data_ranks):
+            index = first + world.data_rank
+            # Every rank takes part in every forward; the last ones may have nothing to count.
+            batch = self.to_device(batches[min(index, len(batches) - 1)])
+            loss, _ = cross_entropy_sum(self.model, batch, self.config.kernels)
+            self.placed.finish_backward()
+            if index < len(batches):
+                sums += torch.stack([loss, (batch.targets_BS >= 0).sum()])
+        loss, targets = world.sum(sums).tolist()  # evaluation may wait for the device
         self.evaluated_at = self.step
-        self.log.log(self.step, {"eval_loss": total / max(1, targets)})
+        self.log.log(self.step, {"eval_loss": loss / max(1, targets)})
         self.clock.start()
 
     def log_step(self, result: StepResult) -> None:
@@ -235,16 +261,22 @@ class Trainer:
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens": self.tokens,
             **self.clock.take(),
-            "skipped_steps": self.skips.total(),
+            "skipped_steps": self.watch.total(),
         }
         if result.routing is not None:
             row |= {
                 "load_balancing_loss": result.load_balancing.item(),
                 "router_z_loss": result.router_z.item(),
-                **routing_health(result.routing),
+                **routing_health(self.world_routing(result.routing)),
             }
         self.log.log(self.step, row)
         self.clock.start()
+
+    def world_routing(self, routing: RoutingStats) -> RoutingStats:
+        """The statistics of all ranks together."""
+        counts, probs, z, entropy = (self.world.sum(x) for x in routing[:4])
+        num_tokens = routing.num_tokens * self.world.dims.data_ranks
+        return RoutingStats(counts, probs, z, entropy, num_tokens)
 
     def pause_clock(self) -> None:
         """Wait for the device and stop counting time as training."""
@@ -258,7 +290,8 @@ class Trainer:
         (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2), "utf-8")
         self.log.say(
             f"moetrain: {arch.family}, {arch.num_params():,} parameters "
-            f"({arch.num_active_params():,} active a token) on {self.device}, "
+            f"({arch.num_active_params():,} active a token) on "
+            f"{self.world.size} x {self.device.type}, "
             f"{str(self.model.compute_dtype).removeprefix('torch.')}; "
             f"{len(self.data.train):,} rows of {config.data.seq_len} tokens; "
             f"output in {self.folder}"
@@ -275,11 +308,16 @@ class Trainer:
         self.evaluate()
         if self.config.checkpoint.at_end:
             self.save()
-        plot_losses(self.log.path, self.folder / "loss.png")
         if self.config.checkpoint.save_hf:
-            save_hf(self.model, self.folder / "hf")
+            save_whole_model(self.model, self.placed, self.folder / "hf", write=self.world.is_main)
+        text = None
         if self.config.train.sample_tokens and self.config.data.source != "synthetic":
-            self.log.say("sample:\n" + self.sample())
+            text = self.sample()
+        if self.world.is_main:
+            plot_losses(self.log.path, self.folder / "loss.png")
+            if text is not None:
+                (self.folder / "sample.txt").write_text(text, "utf-8")
+                self.log.say("sample:\n" + text)
 
     def sample(self) -> str:
         """``train.sample_prompt`` or the start of a held-out row, continued by the model."""
@@ -288,16 +326,15 @@ class Trainer:
             prompt = tokenizer.encode_batch([t.sample_prompt])[0].ids
         else:
             prompt = (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS]
-        text = generate(
+        return generate(
             self.model,
             tokenizer,
             [int(token) for token in prompt],
             t.sample_tokens,
             max_len=self.config.data.seq_len,
             seed=t.seed,
+            after_forward=self.placed.finish_backward,
         )
-        (self.folder / "sample.txt").write_text(text, "utf-8")
-        return text
 
     # ---- saving and resuming -------------------------------------------------------------------
 
@@ -309,33 +346,45 @@ class Trainer:
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        path = save_checkpoint(
-            self.folder / "checkpoints",
-            self.step,
-            {
-                "model": self.model.state_dict(),
-                "optim": named_optimizer_state(self.optimizer, self.names),
-                "rng": rng,
-            },
-            {
-                "step": self.step,
-                "tokens": self.tokens,
-                "sample_index": self.loader.sample_index,
-                "architecture": self.model.arch.model_dump(mode="json"),
-                "config": self.config.to_dict(),
-            },
-            keep=self.config.checkpoint.keep,
-        )
+        groups = {
+            "model": whole_state(self.model, self.placed, keep=self.world.is_main),
+            "optim": self.whole_optimizer_state(),
+            "rng": rng,
+        }
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "sample_index": self.loader.sample_index,
+            "architecture": self.model.arch.model_dump(mode="json"),
+            "config": self.config.to_dict(),
+        }
+        if self.world.is_main:
+            keep = self.config.checkpoint.keep
+            path = save_checkpoint(self.folder / "checkpoints", self.step, groups, state, keep)
+            self.log.say(f"checkpoint: {path}")
+        self.world.wait()
         self.saved_at = self.step
-        self.log.say(f"checkpoint: {path}")
         self.clock.start()
+
+    def whole_optimizer_state(self) -> dict[str, torch.Tensor]:
+        """``{"<parameter>.<moment>": tensor}``, gathered to the main rank's host memory."""
+        named = named_optimizer_state(self.optimizer, self.placed.parts)
+        state = {}
+        for name, moments in named.items():
+            for key, value in moments.items():
+                whole = self.placed.whole(name, value)  # by every rank
+                if self.world.is_main:
+                    state[f"{name}.{key}"] = whole.cpu()
+        return state
 
     def resume(self) -> None:
         """Take up where ``checkpoint.resume`` says, if anywhere."""
         root = self.folder / "checkpoints"
         found = find_checkpoint(self.config.checkpoint.resume, root)
+        self.world.wait()  # until every rank has looked
         if found is None:
-            _set_aside(self.folder, root)
+            if self.world.is_main:
+                _set_aside(self.folder, root)
             return
         mine = self.model.arch.model_dump(mode="json")
         theirs = found.state["architecture"]
@@ -346,8 +395,12 @@ class Trainer:
                 f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
                 f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
             )
-        self.model.load_state_dict(found.tensors("model"))
-        load_named_optimizer_state(self.optimizer, self.names, found.tensors("optim"))
+        load_whole_state(self.model, self.placed, found.tensors("model"))
+        moments: dict[str, dict[str, torch.Tensor]] = {}
+        for key, whole in found.tensors("optim").items():
+            name, _, moment = key.rpartition(".")
+            moments.setdefault(name, {})[moment] = self.placed.part(name, whole)
+        load_named_optimizer_state(self.optimizer, self.placed.parts, moments)
         rng = found.tensors("rng")
         torch.set_rng_state(rng["cpu"])
         if self.device.type == "cuda" and "cuda" in rng:
@@ -358,21 +411,6 @@ class Trainer:
         logger.info("resuming from %s", found.folder)
         for line in _changed_settings(found.state["config"], self.config.to_dict()):
             logger.info("  changed since: %s", line)
-
-
-def _build_model(config: Config, arch: Architecture, device: torch.device) -> Transformer:
-    """Plan on the meta device, then storage, then values, then how the blocks run."""
-    with torch.device("meta"):
-        model = build_model(arch, kernels=config.kernels, moe=config.moe)
-    model.to_empty(device=device)
-    init_weights(model, config.model.init_std, config.train.seed)
-    if config.model.path is not None:
-        load_weights(model, resolve(config.model.path))
-    model.compute_dtype = _compute_dtype(config, device)
-    model.recompute = config.activation.policy == "full"
-    if config.compile.enabled:
-        compile_blocks(model)
-    return model
 
 
 def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
@@ -386,40 +424,20 @@ def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
     return RoutingStats(counts, probs, z, entropy, sum(s.num_tokens for s in routed))
 
 
-def _pick_device(config: Config) -> torch.device:
-    wanted, has_cuda = config.train.device, torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise ConfigError("train.device", "'cuda', but torch sees no CUDA device; use auto or cpu")
-    return torch.device("cuda", 0) if has_cuda and wanted != "cpu" else torch.device("cpu")
-
-
-def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    if config.train.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, config.train.dtype)
-
-
 def _check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
-    """Reject what this device cannot run, or needs several processes."""
-    for name, degree in config.parallel.model_dump().items():
-        if degree not in (1, -1):
-            raise ConfigError(
-                f"parallel.{name}", f"{degree} needs several processes; this version trains in one"
-            )
+    """Reject what this device or this layout cannot run."""
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
     if config.train.dtype == "float32" and device.type == "cuda" and arch.num_moe_layers:
         raise ConfigError(
             "train.dtype", "'float32' experts do not run on CUDA; use bfloat16, or train.device cpu"
         )
-    if config.moe.dispatcher in ("alltoall", "deepep"):
+    dispatcher, ep = config.moe.dispatcher, config.parallel.ep
+    if dispatcher == "deepep":
+        raise ConfigError("moe.dispatcher", "'deepep' is not in this version; use auto or alltoall")
+    if (dispatcher == "local" and ep > 1) or (dispatcher == "alltoall" and ep == 1):
         raise ConfigError(
-            "moe.dispatcher",
-            f"{config.moe.dispatcher!r} needs several processes; this version has auto and local",
-        )
-    if config.launch.nproc not in (1, "auto"):
-        raise ConfigError(
-            "launch.nproc", f"{config.launch.nproc} processes; this version trains in one"
+            "moe.dispatcher", f"{dispatcher!r} contradicts parallel.ep {ep}; use auto"
         )
 
 

@@ -130,9 +130,9 @@ def attention(
     """``softmax(q k^T / sqrt(d)) v`` over what ``mask`` lets each token see: [B, S, H, d]."""
     if mask.backend == "cudnn":
         assert mask.cu_seqlens is not None  # attention_mask always makes it for cudnn
-        rows = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
+        q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
         out_THd = attention_packed(
-            *rows, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend="cudnn"
+            q, k, v, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend="cudnn"
         )
         return out_THd.view_as(q_BSHd)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))

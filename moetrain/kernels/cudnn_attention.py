@@ -11,6 +11,9 @@ It leaves out autograd and the checks of shapes: :mod:`moetrain.kernels.packed_a
 Legend: T tokens, H query heads, G key/value heads, d head width, N documents.
 """
 
+# pyright: reportArgumentType=false
+# (Triton's launch settings are not typed.)
+
 import functools
 import importlib
 import importlib.util
@@ -88,7 +91,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v; all inputs contiguous."""
     saved = (q_THd, k_TGd, v_TGd, o_THd, lse_HT)
-    grads = tuple(torch.empty_like(x) for x in saved[:3])
+    grads = (torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGd))
     sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
     tensors = dict(zip((*_INPUTS, *_GRADS), (*saved, do_THd, *grads), strict=True))
     _execute(_backward_graph(sizes, deterministic), tensors | layout)

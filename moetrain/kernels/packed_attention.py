@@ -194,7 +194,7 @@ def _backward_formula(
     documents: Sequence[slice],
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = tuple(torch.zeros_like(x) for x in (q_THd, k_TGd, v_TGd))
+    grads = (torch.zeros_like(q_THd), torch.zeros_like(k_TGd), torch.zeros_like(v_TGd))
     repeats = q_THd.shape[1] // k_TGd.shape[1]
     for rows in documents:
         do, q, k, v, o = (x[rows].to(lse_HT.dtype) for x in (do_THd, q_THd, k_TGd, v_TGd, o_THd))

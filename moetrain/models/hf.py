@@ -36,6 +36,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What ``transformers`` uses."""
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WritePiece = Callable[[str, Place, torch.Tensor], None]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -80,8 +81,13 @@ def read_checkpoint_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return _read_json(Path(folder) / CONFIG)
 
 
-def load_weights(model: Transformer, folder: str | os.PathLike[str]) -> None:
+def load_weights(
+    model: Transformer, folder: str | os.PathLike[str], write: WritePiece | None = None
+) -> None:
     """Copies a checkpoint into the existing parameters of ``model``, in their dtype and device.
+
+    ``write(name, place, tensor)`` puts one file tensor in its place of parameter ``name``; None:
+    by :func:`write_piece`. Sharded parameters take what is theirs that way.
 
     Buffers keep their values. A ``lm_head.weight`` beside tied embeddings is taken if it equals
     the embedding, as it then says nothing new; a different one is an error, as the file
@@ -103,8 +109,11 @@ def load_weights(model: Transformer, folder: str | os.PathLike[str]) -> None:
         with torch.no_grad():
             for name, file in files.items():
                 if name in pieces:
-                    piece = pieces[name]
-                    write_piece(parameters[piece.parameter], piece.place, file.get_tensor(name))
+                    piece, tensor = pieces[name], file.get_tensor(name)
+                    if write is None:
+                        write_piece(parameters[piece.parameter], piece.place, tensor)
+                    else:
+                        write(piece.parameter, piece.place, tensor)
 
 
 def write_piece(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> None:

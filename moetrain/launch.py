@@ -1,0 +1,123 @@
+"""Start a run's processes on this machine, and see that they end together.
+
+:func:`start_ranks` uses the process layer of torch's elastic launcher and gives the ranks the
+variables that torchrun would, so a rank cannot tell the two apart. The rest of that launcher is
+not used: it re-starts and re-numbers ranks, which a checkpointed run has no need of; it gives a
+stopped run 30 seconds, whatever the size of its checkpoint; and after a failure it gives the other
+ranks, which hang in a collective, as long.
+
+How a run ends:
+
+    all ranks succeed        0
+    SIGTERM, Ctrl-C          handed to every rank; they write a checkpoint: 143, 130
+    a rank's error           printed by the first rank to fail alone; the others are killed: 1 or 2
+    a rank is killed         one line that says by what signal; the others are killed: 1
+
+Left out on purpose: several machines (torchrun, srun), and starting over after a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    SignalException,
+    start_processes,
+)
+
+HOST = "127.0.0.1"
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+"""After a rank failed: for the others to report what they know, before they are killed."""
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of ranks that were asked to stop, and did; they may take their time."""
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that torch's start_processes sets handlers for."""
+
+
+def start_ranks(command: Sequence[str], nproc: int) -> int:
+    """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
+
+    Only from the main thread, which is where signals arrive.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Served from here, so that no rank has to find a port that stays free until it is used.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    # What torch takes by default is every core, for each of the ranks.
+    threads = min(torch.get_num_threads(), (os.cpu_count() or 1) // nproc)
+    shared = {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks are all clients of that store
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "OMP_NUM_THREADS": str(max(1, threads)),
+    }
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
+        try:
+            ranks = start_processes(
+                "moetrain",
+                sys.executable,
+                args=dict.fromkeys(range(nproc), tuple(command)),
+                envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nproc)},
+                logs_specs=DefaultLogsSpecs(folder),
+            )
+            try:
+                return _watch(list(ranks.pids().values()), handlers)
+            finally:
+                ranks.close(signal.SIGKILL)  # and whatever they started
+        except SignalException as stop:  # before _watch took the signals over
+            return 128 + stop.sigval
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any]) -> int:
+    """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
+    forwarded: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        forwarded.append(number)
+        for pid in pids:
+            os.kill(pid, number)
+
+    for number, handler in handlers.items():  # what nohup ignores stays ignored
+        signal.signal(number, handler if handler is signal.SIG_IGN else forward)
+    deadline = float("inf")
+    while True:
+        codes = [_exit_code(pid) for pid in pids]
+        failed = [code for code in codes if code not in (None, 0, *STOPPED)]
+        if None not in codes or time.monotonic() > deadline:
+            break
+        if failed and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(POLL_SECONDS)
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0 and -code not in forwarded:
+            how = f"signal {-code} ({signal.strsignal(-code)})"
+            print(f"failed: rank {rank} was killed by {how}", file=sys.stderr)
+    # A rank that a stop signal found before it could handle one has stopped as well.
+    ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
+    failed = [code for code in ended if code not in (0, *STOPPED)]
+    # A bad setting (2) that one rank found fails the others in other ways (1).
+    return max(1, *failed) if failed else max(ended)
+
+
+def _exit_code(pid: int) -> int | None:
+    """As ``Popen.poll`` has it, but leaves the child for its owner to reap, and so its pid ours."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,0 +1,173 @@
+"""Collectives: torch's, under names every supported version has, and the two that FSDP is made of.
+
+Gradients are reduced in one of three modes:
+
+    fp32_accum  rows travel in their own dtype (bf16: half the bytes of fp32) by one all-to-all, and
+                the receiver adds them in fp32, in rank order. No partial sum is rounded to bf16, as
+                it is at each hop of a ring, and the result does not depend on timing.
+    fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
+    bf16        rows are reduce-scattered in their own dtype.
+
+There are two forms. The ``*_start`` functions overlap with compute and write into given buffers.
+The functional :func:`reduce_scatter` and :func:`all_gather`, whose backward it is, can be traced by
+the compiler; they name their group by a string, because a compiled graph holds no objects.
+
+Left out on purpose: padding (every rank gives rows of one length) and cutting long tensors into
+buckets (any length is one call).
+
+Legend: W ranks of the group, N elements of one rank's row.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from moetrain.kernels.reduction import sum_chunks
+
+ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
+
+Collective = Callable[..., Any]  # (output, input, ..., group, async_op) -> the work, if async
+
+all_to_all_single: Collective = dist.all_to_all_single
+# torch 2.13 renamed these two and warns on the old names.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single: Collective = dist.all_gather_single
+    reduce_scatter_single: Collective = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group whose ``group_name`` is ``name``."""
+    # torch has no public way back from a name; 2.13 gives names a type of their own.
+    return distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
+def all_gather_start(x_N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """``x_WN`` (every rank's ``x_N``, in rank order) and the work that fills it."""
+    x_WN = x_N.new_empty(group.size(), x_N.shape[0])
+    # Flat, because gloo does not stack.
+    return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)
+
+
+class PendingReduce(NamedTuple):
+    """A reduce-scatter under way."""
+
+    work: dist.Work
+    arriving: torch.Tensor
+    """[W or 1, N]: rows that add up to the result, once ``work`` is done."""
+    out_N: torch.Tensor
+    accumulate: bool
+
+    def finish(self) -> torch.Tensor:
+        """Waits, and adds up in fp32 into ``out_N``, which it returns."""
+        self.work.wait()
+        return sum_chunks(self.arriving, out_N=self.out_N, accumulate=self.accumulate)
+
+
+def reduce_scatter_start(
+    chunks_WN: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    out_N: torch.Tensor,
+    accumulate: bool,
+    mode: ReduceMode,
+) -> PendingReduce:
+    """Begins to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
+
+    Args:
+        chunks_WN: bf16, fp16 or fp32, contiguous, one row for each rank in order. It must not
+            change before the work is done.
+        out_N: fp32, contiguous; ``finish`` writes the sum to it.
+        accumulate: add to what ``out_N`` holds then instead of overwriting it.
+        mode: how, see the head of this file.
+
+    Raises:
+        ValueError: chunks of another shape, or an unknown mode.
+    """
+    if chunks_WN.dim() != 2 or chunks_WN.shape[0] != group.size():
+        raise ValueError(
+            f"reduce_scatter: chunks were given as {tuple(chunks_WN.shape)}; a group of "
+            f"{group.size()} ranks takes [{group.size()}, N]"
+        )
+    if mode == "fp32_accum":
+        arriving = torch.empty_like(chunks_WN)
+        work = all_to_all_single(arriving, chunks_WN, group=group, async_op=True)
+    elif mode in ("fp32", "bf16"):
+        rows_WN = chunks_WN.float() if mode == "fp32" else chunks_WN
+        arriving = rows_WN.new_empty(1, rows_WN.shape[1])
+        work = reduce_scatter_single(arriving, rows_WN, group=group, async_op=True)
+    else:
+        raise ValueError(f"reduce_scatter: mode {mode!r} is none of {get_args(ReduceMode)}")
+    return PendingReduce(work, arriving, out_N, accumulate)
+
+
+def reduce_scatter(chunks_WN: torch.Tensor, group: str, mode: ReduceMode) -> torch.Tensor:
+    """The sum over the ranks of the group named ``group`` of this rank's row: fp32 [N].
+
+    Traceable, not differentiable. Chunks, mode and errors as in :func:`reduce_scatter_start`.
+    """
+    return _reduce_scatter(chunks_WN, group, mode)
+
+
+def all_gather(
+    x_N: torch.Tensor, ranks: int, group: str, dtype: torch.dtype, mode: ReduceMode
+) -> torch.Tensor:
+    """``x_WN`` in ``dtype``: ``x_N`` of every rank of the group named ``group``, in rank order.
+
+    Traceable. The gradient, in ``dtype``, is reduced by ``mode`` to an fp32 one for ``x_N``: the
+    cast lies inside because autograd would round the gradient of one outside to ``dtype``.
+
+    Args:
+        x_N: fp32, of one length on all ranks.
+        ranks: the group's size. An argument, because the compiler sees no group.
+    """
+    return _all_gather(x_N, ranks, group, dtype, mode)
+
+
+@torch.library.custom_op("moetrain::reduce_scatter", mutates_args=())
+def _reduce_scatter(chunks_WN: torch.Tensor, group: str, mode: str) -> torch.Tensor:
+    out_N = _reduce_scatter_fake(chunks_WN, group, mode)
+    pending = reduce_scatter_start(
+        chunks_WN, resolve_group(group), out_N=out_N, accumulate=False, mode=cast(ReduceMode, mode)
+    )
+    return pending.finish()
+
+
+@_reduce_scatter.register_fake
+def _reduce_scatter_fake(chunks_WN: torch.Tensor, group: str, mode: str) -> torch.Tensor:
+    return chunks_WN.new_empty(chunks_WN.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("moetrain::all_gather", mutates_args=())
+def _all_gather(
+    x_N: torch.Tensor, ranks: int, group: str, dtype: torch.dtype, mode: str
+) -> torch.Tensor:
+    x_WN, work = all_gather_start(x_N.to(dtype), resolve_group(group))
+    work.wait()
+    return x_WN
+
+
+@_all_gather.register_fake
+def _(x_N: torch.Tensor, ranks: int, group: str, dtype: torch.dtype, mode: str) -> torch.Tensor:
+    return x_N.new_empty(ranks, x_N.shape[0], dtype=dtype)
+
+
+def _save_reduction(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, _, ctx.group, _, ctx.mode = inputs
+
+
+def _differentiate_all_gather(ctx: Any, d_x_WN: torch.Tensor):
+    return _reduce_scatter(d_x_WN.contiguous(), ctx.group, ctx.mode), None, None, None, None
+
+
+_all_gather.register_autograd(_differentiate_all_gather, setup_context=_save_reduction)
+
+# The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
+# ranks would wait for it for ever.
+torch.fx.has_side_effect(torch.ops.moetrain.reduce_scatter.default)
+torch.fx.has_side_effect(torch.ops.moetrain.all_gather.default)

@@ -1,0 +1,169 @@
+"""Join the processes of a run: this rank's device, its process group, its meshes; and leave again.
+
+Apart from :mod:`moetrain.parallel.mesh` because a world of one has no group and no meshes, and
+because this is where the machine is looked at: its GPUs, and the address where ranks meet.
+
+Left out on purpose: starting processes (:mod:`moetrain.launch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moetrain.config import Config, ConfigError, launched_place
+from moetrain.models import Architecture
+from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
+
+TIMEOUT = timedelta(minutes=30)
+"""Of a collective: longer than what one rank may do alone (compile, read or write a checkpoint).
+
+A rank that dies is noticed by the launcher, not by this."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    dims: ParallelDims
+    meshes: Meshes | None
+    """None: a world of one, with no process group."""
+    owns_group: bool
+    """Whether :meth:`leave` ends the default process group; not if the caller made it."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which of ``dims.data_ranks`` parts of a global batch this rank takes."""
+        return 0 if self.meshes is None else self.meshes.data.rank()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints, logs and writes for all."""
+        return self.rank == 0
+
+    @property
+    def is_first_on_machine(self) -> bool:
+        """Whether this rank does what one rank of a machine does for the others."""
+        return self.local_rank == 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` summed over the ranks with different rows: of a global batch, say."""
+        if self.meshes is None:
+            return x
+        x = x.clone()
+        dist.all_reduce(x, group=self.meshes.data)
+        return x
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        if self.meshes is not None:
+            dist.barrier()
+
+    def leave(self) -> None:
+        """End the process group, collectively, after work that went well.
+
+        After an error, don't: it would wait for ranks that will not come, or pull the connection
+        from under them before this rank's error was reported.
+        """
+        if self.owns_group:
+            dist.barrier()  # gloo's connections end at once, even if others still read from them
+            dist.destroy_process_group()
+
+
+def join_world(config: Config, arch: Architecture) -> World:
+    """Take this process's place: check the layout, then make and warm up the communicators.
+
+    Collective over the world. A default process group that exists already is used as it is.
+
+    Raises:
+        ConfigError: the layout does not fit, or there is no GPU for this rank.
+    """
+    place = launched_place()
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else rank
+    elif place is not None:
+        rank, size, gpu = place.rank, place.world_size, place.local_rank
+    else:
+        rank, size, gpu = 0, num_processes(config), 0
+        if size > 1:
+            raise ConfigError(
+                "launch.nproc",
+                f"{config.launch.nproc} means {size} processes, and this is one; start them with "
+                "python -m moetrain.train, or with torchrun",
+            )
+    dims = plan_world(config, arch, size)
+    device = _pick_device(config, gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(rank, gpu, size, device, dims, meshes=None, owns_group=False)
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        assert place is not None  # else the size is one
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{place.address}",
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            # Binding the device connects the communicator now, and lets others be split off it.
+            device_id=device if device.type == "cuda" else None,
+        )
+    meshes = build_meshes(dims, device.type)
+    warm_up(meshes, device)
+    return World(rank, gpu, size, device, dims, meshes, owns_group)
+
+
+def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
+    """The layout of ``size`` ranks, checked against the model and the batch; starts nothing.
+
+    Raises:
+        ConfigError: the degrees, the model, the batch and the world do not fit one another.
+    """
+    dims = ParallelDims.resolve(config.parallel, size, arch)
+    t = config.train
+    if t.global_batch_size % (t.micro_batch_size * dims.data_ranks):
+        raise ConfigError(
+            "train.global_batch_size",
+            f"{t.global_batch_size} is not a multiple of train.micro_batch_size "
+            f"{t.micro_batch_size} x {dims.data_ranks} ranks with data "
+            f"(dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard})",
+        )
+    return dims
+
+
+def num_processes(config: Config) -> int:
+    """How many processes ``launch.nproc`` means on this machine.
+
+    Raises:
+        ConfigError: more than there are GPUs, where GPUs are used.
+    """
+    nproc, gpus = config.launch.nproc, torch.cuda.device_count()
+    on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
+    if nproc == "auto":
+        return 1 if on_cpu else max(1, gpus)
+    if not on_cpu and nproc > max(1, gpus):
+        raise ConfigError("launch.nproc", f"{nproc} processes, and this machine has {gpus} GPUs")
+    return nproc
+
+
+def _pick_device(config: Config, gpu: int) -> torch.device:
+    wanted, gpus = config.train.device, torch.cuda.device_count()
+    if wanted == "cuda" and gpus == 0:
+        raise ConfigError("train.device", "'cuda', but torch sees no CUDA device; use auto or cpu")
+    if wanted == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    if gpu >= gpus:
+        raise ConfigError(
+            "train.device",
+            f"{wanted!r}, but local rank {gpu} needs a GPU of its own and torch sees {gpus}",
+        )
+    return torch.device("cuda", gpu)

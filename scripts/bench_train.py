@@ -1,0 +1,241 @@
+"""Time training steps of any recipe, say where the time goes, and set a peer beside it.
+
+    python scripts/bench_train.py RECIPE [--section.key value ...] [--bench-steps 10]
+        [--peer COMMAND] [--results FILE.jsonl]
+
+Real steps, optimizer included: a few to warm up, then the timed ones, then one under the profiler,
+whose GPU time is attributed by kernel and by the part of moetrain that launched it. "Exposed" is
+the time in which communication ran and no computation did. FLOPs are counted as
+``Architecture.flops_per_token`` says: no recomputation, causal attention halved.
+
+With several processes (``--launch.nproc``) rank 0 speaks. ``--peer`` runs a shell command
+afterwards on the same GPUs, which prints a line that holds ``<number> tok/s/gpu``. ``--results``
+appends to a JSONL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetrain.config import Config, launched_place
+from moetrain.launch import start_ranks
+from moetrain.metrics import peak_memory_gib
+from moetrain.parallel.world import num_processes
+from moetrain.trainer import Trainer
+
+WARMUP_STEPS = 4
+
+# What a kernel is for: the first pattern found in "<launching scopes> / <kernel name>".
+PARTS = (
+    ("FSDP", r"fsdp_"),
+    ("dispatch + combine", r"exchange_"),
+    ("other communication", r"nccl"),
+    ("head + loss", r"linear_cross_entropy|moetrain::scale"),
+    ("experts", r"expert_mlp|grouped"),
+    ("permute", r"permute|expert_indices"),
+    ("router", r"router_topk"),
+    ("attention", r"attention|sdpa|fmha|flash"),
+    ("optimizer", r"adam|Optimizer"),
+    ("projections", r"gemm|nvjet|cutlass|::mm|cublas"),
+)
+COMMUNICATION = ("FSDP", "dispatch + combine", "other communication")
+
+
+def main() -> int:
+    """Start the ranks, or be one; exit code 1 where a run failed."""
+    parser = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
+    parser.add_argument("recipe")
+    parser.add_argument("--bench-steps", type=int, default=10)
+    parser.add_argument("--peer")
+    parser.add_argument("--results", type=Path)
+    args, settings = parser.parse_known_args()
+    config = Config.load(args.recipe, settings)
+    nproc = num_processes(config)
+    if launched_place() is not None or nproc == 1:
+        row = bench(config, args.bench_steps)
+        if row is not None:
+            print(report(row), flush=True)
+            if args.results is not None:
+                with args.results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        if launched_place() is not None:
+            return 0
+    elif code := start_ranks([__file__, *sys.argv[1:]], nproc):
+        return code
+    return run_peer(args.peer, args.results) if args.peer else 0
+
+
+def bench(config: Config, steps: int) -> dict[str, Any] | None:
+    """Measure; the row of results on rank 0, None elsewhere."""
+    trainer = Trainer(config)
+    losses = [trainer.train_step().loss for _ in range(WARMUP_STEPS)]
+    wait(trainer)
+    start, tokens = time.perf_counter(), trainer.tokens
+    for _ in range(steps):
+        losses.append(trainer.train_step().loss)
+    wait(trainer)
+    seconds = (time.perf_counter() - start) / steps
+    rate = (trainer.tokens - tokens) / steps / seconds / trainer.world.size
+    breakdown = profile_step(trainer)
+    row = {
+        "settings": config.describe(),
+        "hardware": f"{trainer.world.size} x {device_name(trainer.device)}",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "tokens_per_second_per_device": rate,
+        "tflops_per_device": rate * trainer.clock.flops_per_token / 1e12,
+        "memory_gib": peak_memory_gib(trainer.device),
+        "step_seconds": seconds,
+        "first_loss": losses[0].item(),
+        "last_loss": losses[-1].item(),
+        "step_ms": breakdown,
+    }
+    trainer.world.leave()
+    return row if trainer.world.is_main else None
+
+
+def wait(trainer: Trainer) -> None:
+    """Until every rank's device has done what it was given."""
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    trainer.world.wait()
+
+
+def profile_step(trainer: Trainer) -> dict[str, float]:
+    """Milliseconds of one step's GPU time by part, exposed communication, and idle time."""
+    if trainer.device.type != "cuda":
+        return {}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        trainer.train_step()
+        wait(trainer)
+    if not trainer.world.is_main:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return attribute(events)
+
+
+def attribute(events: list[dict[str, Any]]) -> dict[str, float]:
+    """GPU milliseconds by part of a trace's events (Chrome's format, microseconds)."""
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    launches = {
+        e["args"]["correlation"]: e
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    scopes = defaultdict(list)
+    for e in events:
+        if e.get("cat") in ("cpu_op", "user_annotation") and "dur" in e:
+            scopes[e["tid"]].append((e["ts"], e["ts"] + e["dur"], e["name"]))
+    busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    names = enclosing_names(kernels, launches, scopes)
+    for kernel, scope in zip(kernels, names, strict=True):
+        text = f"{scope} / {kernel['name']}"
+        part = next((p for p, pattern in PARTS if re.search(pattern, text, re.I)), "the rest")
+        busy[part].append((kernel["ts"], kernel["ts"] + kernel["dur"]))
+    compute = [span for part, spans in busy.items() if part not in COMMUNICATION for span in spans]
+    everything = [span for spans in busy.values() for span in spans]
+    result = {part: total(spans) / 1e3 for part, spans in sorted(busy.items())}
+    for part in COMMUNICATION:
+        if part in busy:
+            exposed = total(compute + busy[part]) - total(compute)
+            result[f"{part} exposed"] = exposed / 1e3
+    first, last = min(s for s, _ in everything), max(e for _, e in everything)
+    result["idle"] = (last - first - total(everything)) / 1e3
+    result["step"] = (last - first) / 1e3
+    return result
+
+
+def enclosing_names(
+    kernels: list[dict[str, Any]],
+    launches: dict[int, dict[str, Any]],
+    scopes: dict[int, list[tuple[float, float, str]]],
+) -> list[str]:
+    """For each kernel, the names of the host scopes in which it was launched, outermost first."""
+    found: dict[int, str] = {}
+    by_thread = defaultdict(list)
+    for index, kernel in enumerate(kernels):
+        launch = launches.get(kernel["args"].get("correlation"))
+        if launch is not None:
+            by_thread[launch["tid"]].append((launch["ts"], index))
+    for thread, launched in by_thread.items():
+        # One sweep over the thread's time with a stack of open scopes.
+        opening = sorted(scopes[thread], key=lambda s: (s[0], -s[1]))
+        stack, cursor = [], 0
+        for moment, index in sorted(launched):
+            while cursor < len(opening) and opening[cursor][0] <= moment:
+                stack.append(opening[cursor])
+                cursor += 1
+            stack = [scope for scope in stack if scope[1] >= moment]
+            found[index] = " ".join(name for _, _, name in stack)
+    return [found.get(index, "") for index in range(len(kernels))]
+
+
+def total(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of ``spans``."""
+    length, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        length += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return length
+
+
+def report(row: dict[str, Any]) -> str:
+    """The row as a few lines of text."""
+    lines = [
+        f"{row['hardware']}, torch {row['torch']}, commit {row['commit']}",
+        f"{row['tokens_per_second_per_device']:,.0f} tokens/s/GPU  "
+        f"{row['tflops_per_device']:.0f} TFLOP/s/GPU  {row['memory_gib']:.1f} GiB  "
+        f"{row['step_seconds'] * 1e3:.1f} ms a step  "
+        f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}",
+    ]
+    step = row["step_ms"].get("step")
+    lines += [f"  {ms:8.2f} ms {ms / step:6.1%}  {part}" for part, ms in row["step_ms"].items()]
+    return "\n".join(lines)
+
+
+def run_peer(command: str, results: Path | None) -> int:
+    """Run the peer, find its rate, and print ours over it."""
+    process = subprocess.run(command, shell=True, capture_output=True, text=True)
+    rates = re.findall(r"([\d.,]+) tok/s/gpu", process.stdout)
+    if process.returncode or not rates:
+        print(
+            f"peer failed ({process.returncode}):\n{process.stdout[-2000:]}{process.stderr[-2000:]}"
+        )
+        return 1
+    rate = float(rates[-1].replace(",", ""))
+    print(f"peer: {rate:,.0f} tokens/s/GPU")
+    if results is not None and results.exists():
+        ours = json.loads(results.read_text().splitlines()[-1])["tokens_per_second_per_device"]
+        print(f"ours / peer: {ours / rate:.2f}")
+    return 0
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def commit() -> str:
+    """The checkout's short commit, or unknown."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    process = subprocess.run(git, capture_output=True, text=True)
+    return process.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

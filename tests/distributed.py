@@ -1,0 +1,122 @@
+"""Run a function on several processes: :func:`spawn`. For tests of anything that communicates.
+
+Processes come from a fork server that has imported torch once, so a world of four starts in about
+a second. A rank that raises or dies fails the test with that rank's traceback, and the others are
+killed; nothing can outlive the timeout. Results travel by value (plain pickle), not through shared
+memory that would vanish with the process that made it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.nn.attention.flex_attention", "pydantic"]
+
+
+def spawn(
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    device_type: str = "cpu",
+    timeout: float = 60.0,
+) -> list[Any]:
+    """``fn(*args)`` on ``world`` ranks of one process group (gloo, or NCCL for "cuda").
+
+    Args:
+        fn: a function at the top level of a module, called with the default group initialised.
+        args: anything that pickles.
+        timeout: seconds for everything together.
+
+    Returns:
+        What ``fn`` returned (anything that pickles), by rank.
+
+    Raises:
+        Failed: a rank raised, died or ran past ``timeout``.
+    """
+    if device_type == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    call = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], {}
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(rank, world, device_type, folder, timeout, call, theirs)
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = rank
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = dict(pipes)
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            pytest.fail(f"timed out; no answer from ranks {sorted(pending.values())}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                pytest.fail(f"rank {rank} died with exit code {processes[rank].exitcode}")
+            if not succeeded:
+                pytest.fail(f"rank {rank} raised\n{value}", pytrace=False)
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank_main(
+    rank: int,
+    world: int,
+    device_type: str,
+    folder: str,
+    timeout: float,
+    call: bytes,
+    pipe: Connection,
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a test machine's host name may not resolve
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+            device_id=torch.device("cuda", rank) if device_type == "cuda" else None,
+        )
+        fn, args = pickle.loads(call)
+        answer = (True, fn(*args))
+        dist.barrier()  # a rank that is done must not close connections others still use
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - whatever ended this rank is the test's to report
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,143 @@
+"""Reduce-scatter in every mode against an fp64 sum, and all-gather with its gradient, on gloo."""
+
+import itertools
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+
+from moetrain.parallel.collectives import (
+    ReduceMode,
+    all_gather,
+    all_gather_start,
+    reduce_scatter,
+    reduce_scatter_start,
+)
+
+MODES, SIZES, DTYPES = get_args(ReduceMode), (1, 7, 1000), (torch.bfloat16, torch.float32)
+
+
+def random_chunks(rank: int, world: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(world, size, generator=generator).to(dtype)
+
+
+def exact_sum(world: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's result in fp64, and the sum of magnitudes that bounds rounding errors."""
+    rank = dist.get_rank()
+    rows = torch.stack([random_chunks(r, world, size, dtype)[rank] for r in range(world)]).double()
+    return rows.sum(0), rows.abs().sum(0)
+
+
+def reduced(
+    chunks_WN: torch.Tensor, mode: ReduceMode, base_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    out_N = torch.full((chunks_WN.shape[1],), torch.nan) if base_N is None else base_N.clone()
+    pending = reduce_scatter_start(
+        chunks_WN, dist.group.WORLD, out_N=out_N, accumulate=base_N is not None, mode=mode
+    )
+    assert pending.finish() is out_N
+    return out_N
+
+
+def check_reductions() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for size, dtype, mode in itertools.product(SIZES, DTYPES, MODES):
+        case = f"rank {rank}, {size} x {dtype}, {mode}"
+        chunks_WN = random_chunks(rank, world, size, dtype)
+        out_N = reduced(chunks_WN, mode)
+        want_N, magnitude_N = exact_sum(world, size, dtype)
+        # An fp32 sum of W numbers rounds W - 1 times, by at most half a unit in the last place.
+        ulp = 2**-8 if (mode, dtype) == ("bf16", torch.bfloat16) else 2**-24
+        assert ((out_N - want_N).abs() <= (world - 1) * ulp * magnitude_N).all(), case
+        if mode == "fp32_accum":
+            if dtype == torch.bfloat16:  # whose fp32 sums are rounded once at most, at the end
+                assert torch.equal(out_N, want_N.float()), case
+            assert torch.equal(out_N, reduced(chunks_WN, mode)), case
+        base_N = torch.linspace(-1, 1, size)
+        assert torch.equal(reduced(chunks_WN, mode, base_N), out_N + base_N), case
+
+
+def check_bf16_loses_what_fp32_accumulation_keeps() -> None:
+    """A large number, its negative and small ones between them: their sum is the small ones'."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    large = {0: 256.0, world - 1: -256.0}.get(rank, 0.0)
+    chunks_WN = torch.full((world, 5), large + 0.5 * (large == 0), dtype=torch.bfloat16)
+    want_N = torch.full((5,), 0.5 * (world - 2))
+    assert torch.equal(reduced(chunks_WN, "fp32_accum"), want_N)
+    assert torch.equal(reduced(chunks_WN, "fp32"), want_N)
+    if world > 2:
+        assert not torch.equal(reduced(chunks_WN, "bf16"), want_N)
+
+
+def check_two_at_once() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    pending = [
+        reduce_scatter_start(
+            random_chunks(rank, world, size, torch.bfloat16),
+            dist.group.WORLD,
+            out_N=torch.empty(size),
+            accumulate=False,
+            mode="fp32_accum",
+        )
+        for size in SIZES
+    ]
+    for size, one in reversed(list(zip(SIZES, pending, strict=True))):
+        assert torch.equal(one.finish(), exact_sum(world, size, torch.bfloat16)[0].float())
+
+
+def check_gather(group: dist.ProcessGroup) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    x_N = torch.arange(7.0) / 3 + dist.get_rank()
+    want_WN = torch.stack([torch.arange(7.0) / 3 + r for r in ranks])
+    x_WN, work = all_gather_start(x_N, group)
+    work.wait()
+    assert torch.equal(x_WN, want_WN)
+
+    def gather(x_N: torch.Tensor) -> torch.Tensor:
+        return all_gather(x_N, len(ranks), group.group_name, torch.bfloat16, "fp32_accum")
+
+    def reduce(chunks_WN: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(chunks_WN, group.group_name, "fp32_accum")
+
+    # 1/256 is lost beside 1 in bf16: the gradient must arrive as fp32.
+    slope_WN = torch.full((len(ranks), 7), 1.0 if dist.get_rank() == ranks[0] else 1 / 256)
+    slope_WN = slope_WN.bfloat16()
+    want_N = torch.full((7,), 1.0 + (len(ranks) - 1) / 256)
+    for wrap in (lambda f: f, partial(torch.compile, fullgraph=True, backend="aot_eager")):
+        x_N.requires_grad_()
+        gathered_WN = wrap(gather)(x_N)
+        assert torch.equal(gathered_WN, want_WN.bfloat16())
+        (d_x_N,) = torch.autograd.grad(gathered_WN, x_N, slope_WN)
+        assert torch.equal(d_x_N, want_N)
+        assert torch.equal(wrap(reduce)(slope_WN), want_N)
+
+
+def check_errors() -> None:
+    world, out_N = dist.get_world_size(), torch.empty(3)
+    arguments = {"out_N": out_N, "accumulate": False}
+    with pytest.raises(ValueError, match=rf"given as \({world + 1}, 3\).*{world} ranks"):
+        reduce_scatter_start(
+            torch.ones(world + 1, 3), dist.group.WORLD, mode="fp32_accum", **arguments
+        )
+    with pytest.raises(ValueError, match="mode 'fp8'"):
+        reduce_scatter_start(torch.ones(world, 3), dist.group.WORLD, mode="fp8", **arguments)
+
+
+def check_everything() -> None:
+    check_reductions()
+    check_bf16_loses_what_fp32_accumulation_keeps()
+    check_two_at_once()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    check_gather(dist.group.WORLD)
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, world, 2)]
+    check_gather(pairs[rank // 2])
+    check_errors()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives(world):
+    spawn(world, check_everything, timeout=180.0)

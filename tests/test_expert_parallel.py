@@ -1,0 +1,223 @@
+"""Expert parallelism on gloo: every rank's tokens, gradients and experts equal the whole's."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from moetrain.config import MoeSection
+from moetrain.kernels import Routed
+from moetrain.models import Architecture, init_weights
+from moetrain.models.moe import MoE
+from moetrain.parallel.expert import AllToAllDispatcher
+
+EXPERTS, WIDTH = 8, 16
+ARCH = Architecture(
+    family="qwen3_moe",
+    vocab_size=40,
+    hidden_size=WIDTH,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=24,
+    num_experts=EXPERTS,
+    num_experts_per_token=3,
+    moe_intermediate_size=12,
+)
+# Tokens of each rank.
+EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 100), (0, 5, 0, 0), (0, 0, 0, 0)
+# Where the router's choice of each expert goes instead; -1: nowhere.
+NATURAL = tuple(range(EXPERTS))
+ROUTINGS = {
+    "natural": NATURAL,
+    "one-hot": (5,) * EXPERTS,
+    "first half empty": (4, 5, 6, 7) * 2,
+    "some dropped": (0, -1, 2, -1, -1, 5, 6, 7),
+    "all dropped": (-1,) * EXPERTS,
+}
+
+
+class Rerouted(nn.Module):
+    """A router whose choices are replaced: expert e by ``table_E[e]``."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self.register_buffer("table_E", torch.tensor(NATURAL, dtype=torch.int32))
+
+    def forward(self, x_TD: torch.Tensor) -> Routed:
+        routed = self.router(x_TD)
+        return routed._replace(ids_TK=self.table_E[routed.ids_TK.long()])
+
+
+class Pair(NamedTuple):
+    """The layer with all experts, and the same one with this rank's."""
+
+    whole: MoE
+    mine: MoE
+
+
+def local_experts() -> slice:
+    size = EXPERTS // dist.get_world_size()
+    return slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+
+
+def make_pair() -> Pair:
+    layers = []
+    for _ in range(2):
+        layer = MoE(ARCH, MoeSection(), "auto")
+        init_weights(layer, std=0.5, seed=0)
+        layer.router = Rerouted(layer.router)
+        layers.append(layer)
+    mine = layers[1]
+    for name, parameter in list(mine.experts.named_parameters()):
+        setattr(mine.experts, name, nn.Parameter(parameter.detach()[local_experts()].clone()))
+    mine.dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    return Pair(*layers)
+
+
+def check_step(pair: Pair, tokens: tuple[int, ...], routing: str, seed: int, recompute: bool):
+    """Outputs and every gradient of one forward and backward."""
+    rank, tokens = dist.get_rank(), tokens[: dist.get_world_size()]
+
+    def close(got: torch.Tensor, want: torch.Tensor) -> None:
+        largest = want.abs().max().item() if want.numel() else 0.0
+        case = f"rank {rank}, tokens {tokens}, {routing}, step {seed}"
+        torch.testing.assert_close(
+            got, want, rtol=0, atol=1e-6 * largest, msg=lambda text: f"{case}: {text}"
+        )
+
+    generator = torch.Generator().manual_seed(seed)
+    x_TD = torch.randn(sum(tokens), WIDTH, generator=generator)
+    slope_TD = torch.randn(x_TD.shape, generator=generator)
+    start = sum(tokens[:rank])
+    part = slice(start, start + tokens[rank])
+    runs = []
+    for layer, rows in zip(pair, (slice(None), part), strict=True):
+        layer.zero_grad()
+        layer.router.table_E.copy_(torch.tensor(ROUTINGS[routing]))
+        x_BSD = x_TD[rows][None].clone().requires_grad_()
+        if recompute:
+            y_BSD, stats = checkpoint(layer, x_BSD, use_reentrant=False)
+        else:
+            y_BSD, stats = layer(x_BSD)
+        loss = (y_BSD * slope_TD[rows]).sum() + stats.z_sum
+        loss.backward()
+        runs.append((y_BSD.detach()[0], x_BSD.grad[0], layer.router.router.weight.grad))
+    (y_TD, d_x_TD, d_router), (y_mine, d_x_mine, d_router_mine) = runs
+    close(y_mine, y_TD[part])
+    close(d_x_mine, d_x_TD[part])
+    dist.all_reduce(d_router_mine)
+    close(d_router_mine, d_router)
+    for name, parameter in pair.whole.experts.named_parameters():
+        close(getattr(pair.mine.experts, name).grad, parameter.grad[local_experts()])
+
+
+def check_eager() -> None:
+    pair = make_pair()
+    for seed, tokens in enumerate((EVEN, UNEVEN, ALL_ON_ONE, NONE)):
+        for routing in ROUTINGS:
+            for recompute in (False, True):
+                check_step(pair, tokens, routing, seed, recompute)
+
+
+def check_compiled() -> None:
+    for recompute in (False, True):
+        torch._dynamo.reset()
+        pair = make_pair()
+        counter = CompileCounterWithBackend("aot_eager")
+        pair.mine.compile(fullgraph=True, backend=counter)
+        for step in range(10):
+            routing = list(ROUTINGS)[step % len(ROUTINGS)]
+            check_step(pair, UNEVEN, routing, step, recompute)
+            assert counter.frame_count == 1, f"compiled again in step {step}, {routing}"
+        assert not counters["graph_break"]
+
+
+class CountExchanges(TorchDispatchMode):
+    """Counts calls of the dispatcher's ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moetrain" and "exchange" in func.__name__:
+            self.calls[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_waits() -> None:
+    """Only ``exchange_counts`` waits for the device: once a forward, never in a backward."""
+    layer = make_pair().mine
+    for recompute, waits, exchanges in ((False, 1, 4), (True, 2, 6)):
+        x_BSD = torch.randn(1, 5, WIDTH, requires_grad=True)
+        with CountExchanges() as counted:
+            y_BSD, _ = (
+                checkpoint(layer, x_BSD, use_reentrant=False, early_stop=False)
+                if recompute
+                else layer(x_BSD)
+            )
+            y_BSD.sum().backward()
+        assert counted.calls == {"exchange_counts": waits, "exchange_rows": exchanges}
+
+
+def check_empty_rank_under_inductor() -> None:
+    """Inductor drops what computes nothing; a collective must stay, or the other ranks hang."""
+    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+
+    @torch.compile(fullgraph=True)
+    def round_trip(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor):
+        rows = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+        return dispatcher.combine(rows.x_RD * rows.weights_R[:, None], rows.ctx)
+
+    tokens = 3 * dist.get_rank()
+    x_TD = torch.randn(tokens, WIDTH, requires_grad=True)
+    ids_TK = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2)
+    round_trip(x_TD, ids_TK, torch.full((tokens, 2), 0.75)).sum().backward()
+    assert torch.equal(x_TD.grad, torch.full_like(x_TD, 1.5))
+
+
+def check_interleaved() -> None:
+    """Two calls in flight do not disturb each other; bf16 rows stay bf16, weights fp32."""
+    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    first, second = torch.randn(4, WIDTH).bfloat16(), torch.randn(9, WIDTH).bfloat16()
+    calls = []
+    for x_TD in (first, second):
+        ids_TK = torch.randint(0, EXPERTS, (len(x_TD), 1), dtype=torch.int32)
+        calls.append(dispatcher.dispatch(x_TD, ids_TK, torch.ones(ids_TK.shape)))
+    assert (calls[0].x_RD.dtype, calls[0].weights_R.dtype) == (torch.bfloat16, torch.float32)
+    for x_TD, rows in zip((first, second), calls, strict=True):
+        assert len(rows.x_RD) == rows.offsets_E[-1]
+        assert torch.equal(dispatcher.combine(rows.x_RD, rows.ctx), x_TD)
+
+
+def check_errors() -> None:
+    with pytest.raises(ValueError, match=rf"7 experts .* {dist.get_world_size()} expert parallel"):
+        AllToAllDispatcher(7, dist.group.WORLD)
+
+
+def check_everything() -> None:
+    check_eager()
+    check_compiled()
+    check_waits()
+    check_interleaved()
+    check_errors()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_expert_parallel(world):
+    spawn(world, check_everything, timeout=180.0)
+
+
+def test_empty_rank_under_inductor():
+    spawn(2, check_empty_rank_under_inductor, timeout=180.0)

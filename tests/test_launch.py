@@ -1,0 +1,289 @@
+"""Starting ranks and ending together: exit codes, one report, nobody left behind; srun's words."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moetrain.config import Config, ConfigError
+from moetrain.config_sources import Place, read_place
+from moetrain.train import main
+
+# A launcher, and ranks that run the real command line with a trainer that does what it is told.
+LAUNCHER = """
+import sys
+from moetrain import launch
+launch.GRACE_SECONDS = 2.0
+sys.exit(launch.start_ranks(sys.argv[1:], 3))
+"""
+RANK = """
+import os, signal, sys, time, types
+from moetrain.config import ConfigError
+from moetrain.train import main
+
+rank, folder = int(os.environ["RANK"]), sys.argv[2]
+
+
+class RunFailed(RuntimeError): ...
+
+
+class Trainer:
+    def __init__(self, config): ...
+
+    def fit(self):
+        open(os.path.join(folder, f"{rank}.{os.getpid()}"), "w").close()
+        getattr(self, sys.argv[1])()
+
+    def succeed(self):
+        print("out", rank)
+
+    def all_misconfigured(self):
+        raise ConfigError("data.path", "nowhere")
+
+    def all_fail(self):
+        raise RunFailed("too many bad steps")
+
+    def one_raises(self):
+        if rank == 1:
+            raise ValueError("the cause")
+        if rank == 2:
+            time.sleep(1)
+            raise ValueError("a consequence")
+        time.sleep(600)  # as in a collective
+
+    def one_is_killed(self):
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    def wait_for_a_signal(self):
+        got = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: got.append(number))
+        open(os.path.join(folder, f"ready{rank}"), "w").close()
+        while not got:
+            time.sleep(0.05)
+        time.sleep(0.3 * rank)  # a checkpoint
+        print("saved", rank)
+        raise SystemExit(128 + got[0])
+
+
+for name, value in (("run_control", RunFailed), ("trainer", Trainer)):
+    module = types.ModuleType(f"moetrain.{name}")
+    setattr(module, value.__name__, value)
+    sys.modules[module.__name__] = module
+sys.exit(main([]))
+"""
+
+# Ranks that join a world over gloo; then one raises while the others wait for it.
+MEETING = """
+import sys, types
+import torch
+import torch.distributed as dist
+from moetrain.models import resolve_architecture
+from moetrain.parallel.world import join_world
+from moetrain.train import main
+
+
+class Trainer:
+    def __init__(self, config):
+        self.world = join_world(config, resolve_architecture(config.model))
+
+    def fit(self):
+        one = torch.ones(())
+        dist.all_reduce(one)
+        print(f"{self.world.rank} of {self.world.size}: {one}", flush=True)
+        if self.world.rank == 2:
+            raise ValueError("the cause")
+        dist.all_reduce(one)
+
+
+module = types.ModuleType("moetrain.trainer")
+module.Trainer = Trainer
+sys.modules["moetrain.trainer"] = module
+sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(behaviour)``: a launcher of three such ranks, as a running process."""
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def run(behaviour: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(tmp_path / "rank.py"), behaviour, str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+def assert_nobody_is_left(folder):
+    pids = [int(path.suffix[1:]) for path in folder.glob("[0-9].*")]
+    assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_success(start, tmp_path):
+    out, error = (process := start("succeed")).communicate(timeout=30)
+    assert (process.returncode, error) == (0, "")
+    assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "line"),
+    [
+        ("all_misconfigured", 2, "error: data.path: nowhere"),
+        ("all_fail", 1, "failed: too many bad steps"),
+    ],
+)
+def test_what_all_ranks_find_is_said_once(behaviour, code, line, start):
+    _, error = (process := start(behaviour)).communicate(timeout=30)
+    assert (process.returncode, error) == (code, line + "\n")
+
+
+def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
+    _, error = (process := start("one_raises")).communicate(timeout=30)
+    assert process.returncode == 1
+    assert error.startswith("Traceback")
+    assert error.endswith("ValueError: the cause\n")
+    assert error.count("Traceback") == 1
+    assert_nobody_is_left(tmp_path)
+
+
+def test_a_killed_rank_ends_the_others(start, tmp_path):
+    _, error = (process := start("one_is_killed")).communicate(timeout=30)
+    assert (process.returncode, error) == (1, "failed: rank 2 was killed by signal 9 (Killed)\n")
+    assert_nobody_is_left(tmp_path)
+
+
+def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
+    (tmp_path / "rank.py").write_text(MEETING)
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "rank.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
+    assert done.stderr.endswith("ValueError: the cause\n")
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
+    process = start("wait_for_a_signal")
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("ready*"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (128 + number, "")
+    assert sorted(out.splitlines()) == ["saved 0", "saved 1", "saved 2"]
+    assert_nobody_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "named"),
+    [
+        (["parallel.tp=3"], "parallel.tp", "world of 4"),
+        (["parallel.dp_shard=3"], "parallel.dp_shard", "world of 4"),
+        (["parallel.ep=3"], "parallel.ep", "dp_shard 4"),
+        (["model.num_experts=6", "parallel.ep=4"], "parallel.ep", "num_experts 6"),
+        (["model.preset=qwen3-0.6b", "parallel.ep=2"], "parallel.ep", "no experts"),
+        (["parallel.tp=4"], "parallel.tp", "num_heads 2"),
+        (["train.global_batch_size=12"], "train.global_batch_size", "4 ranks"),
+        (["launch.nproc=0"], "launch.nproc", "0"),
+    ],
+)
+def test_a_bad_layout_is_one_line_before_anything_starts(
+    words, field, named, tiny_words, capsys, monkeypatch
+):
+    if "model.preset=qwen3-0.6b" in words:
+        tiny_words = [word for word in tiny_words if not word.startswith("model.")]
+    monkeypatch.setattr("moetrain.launch.start_ranks", None)
+    base = ["train.global_batch_size=8", "launch.nproc=4"]
+    assert main([*tiny_words, *base, *words]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"error: {field}: ")
+    assert named in error
+    assert error.count("\n") == 1
+
+
+def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
+    started = []
+    monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call) or 7)
+    words = ["debug", *tiny_words, "train.global_batch_size=8", "--launch.nproc", "4"]
+    assert main(words) == 7
+    assert started == [(["-m", "moetrain.train", *words], 4)]
+
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "1234",
+}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1234567"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        (TORCHRUN, "host:1234"),
+        (TORCHRUN | SLURM, "host:1234"),  # torchrun under srun
+        (SLURM | {"SLURM_NODELIST": "gpu[07-10,12]-ib,x3"}, "gpu07-ib:24567"),
+        (SLURM | {"SLURM_NODELIST": "a12,b[1-3]"}, "a12:24567"),
+        (SLURM | {"SLURM_NODELIST": "b[3,5]"}, "b3:24567"),
+        (SLURM | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}, "10.0.0.1:24567"),
+        (SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "99", "SLURM_NODELIST": "n1"}, "m:99"),
+    ],
+)
+def test_the_place_that_a_launcher_gave(variables, address):
+    assert read_place(variables) == Place(5, 1, 8, address, None)
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0"}, SLURM | {"SLURM_NTASKS": "1"}]
+)
+def test_a_process_alone(variables):
+    assert read_place(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR"),
+        ({**TORCHRUN, "LOCAL_RANK": "one"}, "LOCAL_RANK"),
+        (SLURM, "SLURM_LAUNCH_NODE_IPADDR"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n"}, "SLURM_JOB_ID"),
+    ],
+)
+def test_half_a_launcher_is_an_error(variables, name):
+    with pytest.raises(ConfigError) as caught:
+        read_place(variables)
+    assert caught.value.field == name
+
+
+def test_nproc_is_auto_or_positive():
+    assert Config.load({"model": {"preset": "debug"}}, ["launch.nproc=auto"], {}).launch.nproc == (
+        "auto"
+    )
+    for bad in ("0", "-2", "some"):
+        with pytest.raises(ConfigError):
+            Config.load(None, [f"launch.nproc={bad}"], {})

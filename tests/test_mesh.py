@@ -1,0 +1,248 @@
+"""ParallelDims' arithmetic and messages; meshes of 1, 2 and 4 gloo ranks, axis by axis."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.models import Architecture
+from moetrain.parallel import mesh as mesh_module
+from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
+from moetrain.parallel.world import join_world
+
+MOE = Architecture(
+    family="qwen3_moe",
+    vocab_size=64,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=4,
+    intermediate_size=16,
+    num_experts=12,
+    num_experts_per_token=2,
+    moe_intermediate_size=8,
+)
+DENSE = MOE.model_copy(update={"num_experts": 0, "num_experts_per_token": 0})
+
+
+def resolve(world: int, arch: Architecture = MOE, **degrees: int) -> ParallelDims:
+    return ParallelDims.resolve(ParallelSection(**degrees), world, arch)
+
+
+@pytest.fixture
+def every_axis(monkeypatch):
+    monkeypatch.setattr(mesh_module, "NOT_YET", {})
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "dp_shard", "efsdp"),
+    [
+        (1, {}, 1, 1),
+        (1, {"dp_shard": 1}, 1, 1),
+        (4, {}, 4, 4),
+        (4, {"ep": 4}, 4, 1),
+        (12, {"ep": 6}, 12, 2),
+        (8, {"dp_replicate": 2, "ep": 2}, 4, 2),
+        (8, {"dp_replicate": 8}, 1, 1),
+        (8, {"dp_replicate": 2, "tp": 2, "ep": 4}, 2, 1),
+        (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, 2, 2),
+        (8, {"dp_shard": 2, "tp": 4, "ep": 4}, 2, 2),
+        (2, {"tp": 2, "ep": 2}, 1, 1),
+    ],
+)
+def test_degrees_that_fit(world, degrees, dp_shard, efsdp, every_axis):
+    dims = resolve(world, **degrees)
+    assert (dims.dp_shard, dims.efsdp) == (dp_shard, efsdp)
+    assert dims.pp * dims.dp_replicate * dims.efsdp * dims.ep == world
+    assert dims.data_ranks == dims.dp_replicate * dp_shard
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "field", "named"),
+    [
+        (4, {"dp_shard": 3}, "dp_shard", ["dp_shard 3", "world of 4 processes"]),
+        (4, {"dp_shard": 2}, "dp_shard", ["dp_shard 2", "world of 4 processes"]),
+        (4, {"dp_shard": 0}, "dp_shard", ["dp_shard 0", "world of 4 processes"]),
+        (4, {"tp": 3}, "tp", ["tp 3", "world of 4 processes"]),
+        (1, {"tp": 2}, "tp", ["tp 2", "world of 1 process;"]),
+        (4, {"pp": 8}, "pp", ["pp 8", "world of 4"]),
+        (4, {"dp_replicate": 2, "tp": 4}, "dp_shard", ["dp_replicate 2", "tp 4", "world of 4"]),
+        (6, {"ep": 4}, "ep", ["4 does not divide dp_shard 6 x cp 1 x tp 1 = 6", "world of 6"]),
+        (8, {"dp_replicate": 4, "ep": 4}, "ep", ["dp_shard 2", "= 2 ranks", "world of 8"]),
+        (1, {"ep": 2}, "ep", ["dp_shard 1", "world of 1"]),
+        (8, {"ep": 8}, "ep", ["8", "num_experts 12", "world of 8"]),
+        (16, {"tp": 16}, "tp", ["16", "num_heads 8", "world of 16"]),
+        (8, {"tp": 8}, "tp", ["8", "num_kv_heads 4", "world of 8"]),
+        (3, {"tp": 3}, "tp", ["3", "num_heads 8", "world of 3"]),
+    ],
+)
+def test_degrees_that_do_not_fit_are_named_with_the_world(world, degrees, field, named, every_axis):
+    with pytest.raises(ConfigError) as caught:
+        resolve(world, **degrees)
+    assert caught.value.field == f"parallel.{field}"
+    for words in named:
+        assert words in caught.value.problem
+
+
+def test_expert_parallelism_needs_experts():
+    with pytest.raises(ConfigError, match="has no experts"):
+        resolve(4, DENSE, ep=2)
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
+def test_an_axis_of_a_later_version_says_so(axis):
+    assert axis in mesh_module.NOT_YET
+    with pytest.raises(ConfigError, match=r"2: this version has no \w+ parallelism") as caught:
+        resolve(4, **{axis: 2})
+    assert caught.value.field == f"parallel.{axis}"
+
+
+# ---- on ranks -----------------------------------------------------------------------------------
+
+
+def describe_meshes(dims: ParallelDims) -> dict:
+    """What this rank sees of each mesh and group, as plain values."""
+    meshes = build_meshes(dims, "cpu")
+    warm_up(meshes, torch.device("cpu"))
+    named: dict[str, DeviceMesh] = {
+        name: getattr(meshes, name)
+        for name in ("dense", "expert", "dense_parameters", "expert_parameters")
+    }
+    seen: dict = {
+        name: {
+            axis: (mesh.get_local_rank(axis), dist.get_process_group_ranks(mesh.get_group(axis)))
+            for axis in mesh.mesh_dim_names or ()
+        }
+        for name, mesh in named.items()
+    }
+    seen["ranks"] = {name: mesh.mesh.tolist() for name, mesh in named.items()}
+    seen["data"] = (meshes.data.rank(), dist.get_process_group_ranks(meshes.data))
+    seen["communicators"] = [dist.get_process_group_ranks(g) for g in meshes.communicators]
+    seen["round trips"] = [round_trip(meshes, name) for name in named if "parameters" in name]
+    return seen
+
+
+def round_trip(meshes: Meshes, name: str) -> bool:
+    """Whether a tensor cut over both sharding axes, the last cut last, comes back whole."""
+    mesh = getattr(meshes, name)
+    whole = torch.arange(48.0).view(12, 4)
+    sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0), Shard(0)])
+    rows = 12 // (mesh.size(1) * mesh.size(2))
+    first = (mesh.get_local_rank(1) * mesh.size(2) + mesh.get_local_rank(2)) * rows
+    local = sharded.to_local()
+    assert isinstance(sharded, DTensor)
+    return bool(local[0, 0] == 4 * first) and torch.equal(sharded.full_tensor(), whole)
+
+
+def meshes_of(layouts: list[ParallelDims]) -> list[dict]:
+    return [describe_meshes(dims) for dims in layouts]
+
+
+def groups_along(seen: list[dict], mesh: str, axis: str) -> list[list[int]]:
+    """The distinct groups of an axis; checks that each rank stands where its local rank says."""
+    for rank, mine in enumerate(seen):
+        local_rank, ranks = mine[mesh][axis]
+        assert ranks[local_rank] == rank
+    return sorted({tuple(mine[mesh][axis][1]) for mine in seen})  # pyright: ignore
+
+
+ALONE_4 = [(0,), (1,), (2,), (3,)]
+ALL_4 = [(0, 1, 2, 3)]
+NEAR = [(0, 1), (2, 3)]
+FAR = [(0, 2), (1, 3)]
+LAYOUTS = {
+    # dims: groups of replicas, tp, fsdp, ep, efsdp, data; number of communicators
+    ParallelDims(4, dp_shard=4): (ALONE_4, ALONE_4, ALL_4, ALONE_4, ALL_4, ALL_4, 2),
+    ParallelDims(4, dp_shard=4, ep=4): (ALONE_4, ALONE_4, ALL_4, ALL_4, ALONE_4, ALL_4, 2),
+    ParallelDims(4, dp_shard=4, ep=2): (ALONE_4, ALONE_4, ALL_4, NEAR, FAR, ALL_4, 4),
+    ParallelDims(4, dp_replicate=2, dp_shard=2, ep=2): (
+        FAR,
+        ALONE_4,
+        NEAR,
+        NEAR,
+        ALONE_4,
+        ALL_4,
+        4,
+    ),
+    ParallelDims(4, dp_replicate=4): (ALL_4, ALONE_4, ALONE_4, ALONE_4, ALONE_4, ALL_4, 2),
+    ParallelDims(4, dp_shard=2, tp=2): (ALONE_4, NEAR, FAR, ALONE_4, ALL_4, FAR, 4),
+    ParallelDims(4, dp_shard=2, tp=2, ep=2): (ALONE_4, NEAR, FAR, NEAR, FAR, FAR, 4),
+    ParallelDims(4, dp_shard=2, tp=2, ep=4): (ALONE_4, NEAR, FAR, ALL_4, ALONE_4, FAR, 4),
+    ParallelDims(4, dp_shard=2, cp=2): (ALONE_4, ALONE_4, ALL_4, ALONE_4, ALL_4, FAR, 4),
+    ParallelDims(4, pp=2, dp_shard=2, ep=2): (ALONE_4, ALONE_4, NEAR, NEAR, ALONE_4, NEAR, 4),
+}
+
+
+def test_meshes_of_four_ranks():
+    seen_by_rank = spawn(4, meshes_of, list(LAYOUTS))
+    for number, (dims, expected) in enumerate(LAYOUTS.items()):
+        seen = [rank[number] for rank in seen_by_rank]
+        *groups, communicators = expected
+        found = [
+            groups_along(seen, "dense_parameters", "dp_replicate"),
+            groups_along(seen, "dense_parameters", "tp"),
+            groups_along(seen, "dense_parameters", "fsdp"),
+            groups_along(seen, "expert_parameters", "ep"),
+            groups_along(seen, "expert_parameters", "efsdp"),
+            sorted({tuple(mine["data"][1]) for mine in seen}),
+        ]
+        assert found == groups, dims
+        assert groups_along(seen, "expert_parameters", "dp_replicate") == groups[0], dims
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            assert all(len(g) == getattr(dims, axis) for g in groups_along(seen, "dense", axis))
+        for axis in ("pp", "dp_replicate", "efsdp", "ep"):
+            assert all(len(g) == getattr(dims, axis) for g in groups_along(seen, "expert", axis))
+        for rank, mine in enumerate(seen):
+            data_rank, data_ranks = mine["data"]
+            assert data_ranks[data_rank] == rank
+            assert len(data_ranks) == dims.data_ranks
+            assert mine["round trips"] == [True, True], dims
+            # Made once each, by every rank in the same order.
+            mine_made = [len(ranks) for ranks in mine["communicators"]]
+            assert mine_made == [len(ranks) for ranks in seen[0]["communicators"]]
+            assert len(mine_made) == communicators, dims
+
+
+def test_the_views_hold_the_same_ranks_in_the_same_order():
+    dims = ParallelDims(2, tp=2, ep=2)
+    (ranks, _) = (seen[0]["ranks"] for seen in spawn(2, meshes_of, [dims]))
+    assert ranks["dense"] == [[[[[0, 1]]]]]
+    assert ranks["expert"] == [[[[0, 1]]]]
+    assert ranks["dense_parameters"] == [[[0], [1]]]
+    assert ranks["expert_parameters"] == [[[0], [1]]]
+
+
+def join(words: list[str]) -> tuple:
+    config = Config.load(None, words, environ={})
+    world = join_world(config, MOE)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    world.leave()  # the group is the caller's: it stays
+    return world.rank, world.size, world.data_rank, str(world.device), float(total)
+
+
+def test_joining_a_group_that_exists():
+    words = ["train.device=cpu", "parallel.ep=2", "train.micro_batch_size=4"]
+    assert spawn(2, join, words) == [(r, 2, r, "cpu", 2.0) for r in (0, 1)]
+
+
+def test_a_world_of_one_has_no_process_group(tiny):
+    world = join_world(tiny(), MOE)
+    assert (world.rank, world.size, world.data_rank, world.meshes) == (0, 1, 0, None)
+    assert not dist.is_initialized()
+    world.leave()
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [(["launch.nproc=4"], "launch.nproc"), (["parallel.ep=2"], "parallel.ep")],
+)
+def test_one_process_is_no_world_of_several(words, field, tiny):
+    with pytest.raises(ConfigError) as caught:
+        join_world(tiny(*words), MOE)
+    assert caught.value.field == field
+    assert not dist.is_initialized()

@@ -1,0 +1,186 @@
+"""One answer on every mesh: losses, every gradient and its norm equal the single process's.
+
+All layouts of a world size run in one set of processes, each as a real training run of three steps
+over packed documents of uneven length.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+
+import moetrain
+from moetrain.config import Config
+from moetrain.metrics import read_metrics
+from moetrain.parallel import apply
+from moetrain.trainer import Trainer
+
+STEPS = 3
+TOLERANCE = 1e-5
+
+LAYOUTS = {
+    2: {
+        "dp": ["parallel.dp_shard=2"],
+        "ddp": ["parallel.dp_replicate=2", "parallel.dp_shard=1"],
+        "ep": ["parallel.ep=2"],
+    },
+    4: {
+        "dp": ["parallel.dp_shard=4"],
+        "hsdp": ["parallel.dp_replicate=2"],
+        "ep": ["parallel.ep=4"],
+        "ep+efsdp": ["parallel.ep=2"],
+        "hsdp+ep": ["parallel.dp_replicate=2", "parallel.ep=2"],
+    },
+}
+VARIANTS = {
+    "plain": [],
+    "recompute": ["activation.policy=full"],
+    "compile": ["compile.enabled=yes"],
+    "compile+recompute": ["compile.enabled=yes", "activation.policy=full"],
+    "accumulate": ["train.micro_batch_size=1"],
+    "kernels": ["kernels.backend=triton", "compile.enabled=yes"],
+}
+DENSE = ["model.preset=qwen3-0.6b", "model.vocab_size=264"]
+
+
+def words_of(tiny_words, *extra):
+    """Sizes that no number of ranks divides, and every auxiliary loss and the bias switched on."""
+    return [
+        *tiny_words,
+        "model.hidden_size=40",
+        "model.vocab_size=263",
+        "train.global_batch_size=8",
+        f"train.steps={STEPS}",
+        "moe.aux_loss_coef=0.1",
+        "moe.z_loss_coef=0.01",
+        "moe.bias_update_rate=0.01",
+        "checkpoint.at_end=no",
+        *extra,
+    ]
+
+
+def run(words):
+    """Losses, norms, and the whole gradients of the first step (before clipping)."""
+    trainer = Trainer(Config.load(None, words, environ={}))
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(optimizer, args, kwargs):
+        if not gradients:
+            for name, part in trainer.placed.parts.items():
+                gradients[name] = trainer.placed.whole(name, part.grad).clone()
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    results = [trainer.train_step() for _ in range(STEPS)]
+    eager = [[r.loss, r.grad_norm, r.load_balancing, r.router_z] for r in results]
+    biases = {n: b.clone() for n, b in trainer.model.named_buffers()}
+    return torch.tensor(eager), gradients, biases
+
+
+def run_layouts(runs):
+    """``run`` of every layout on this rank; rank 0's answers."""
+    if not torch.cuda.is_available():
+        apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
+    answers = {name: run(words) for name, words in runs.items()}
+    return answers if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_mesh_gives_the_single_process_answer(world, family, tiny_words):
+    if family == "dense":
+        kept = [w for w in tiny_words if "expert" not in w and "moe_" not in w]
+        words = [w for w in words_of(kept, *DENSE) if not w.startswith("moe.")]
+    else:
+        words = words_of(tiny_words)
+    expected = run([*words, "train.micro_batch_size=8"])
+    runs = {
+        f"{layout} {variant}": [*words, *LAYOUTS[world][layout], *VARIANTS[variant]]
+        for layout in LAYOUTS[world]
+        for variant in (VARIANTS if family == "moe" else ["plain", "compile+recompute"])
+        if family == "moe" or "ep" not in layout
+        # The interpreter is slow: once, where rows travel.
+        if variant != "kernels" or (layout, world) == ("ep", 2)
+    }
+    runs = {
+        name: [*w, f"train.micro_batch_size={8 // world}"] if "accumulate" not in name else w
+        for name, w in runs.items()
+    }
+    answers = spawn(world, run_layouts, runs, timeout=300)[0]
+    assert set(answers) == set(runs)
+    for name, (numbers, gradients, biases) in answers.items():
+        torch.testing.assert_close(
+            numbers, expected[0], rtol=TOLERANCE, atol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
+        assert set(gradients) == set(expected[1])
+        for parameter, gradient in gradients.items():
+            wanted = expected[1][parameter]
+            error = (gradient - wanted).norm() / wanted.norm()
+            assert error <= TOLERANCE, f"{name}: gradient of {parameter} is off by {error:.1e}"
+        for buffer, bias in biases.items():
+            assert torch.equal(bias, expected[2][buffer]), f"{name}: {buffer}"
+
+
+def fit(words):
+    """The losses that a run leaves behind, by step."""
+    trainer = Trainer(Config.load(None, words, environ={}))
+    trainer.fit()
+    rows = read_metrics(trainer.folder / "metrics.jsonl")
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_a_checkpoint_goes_on_on_another_mesh(tiny_words, tmp_path):
+    words = words_of(tiny_words, "optim.schedule=constant", "checkpoint.at_end=yes")
+    straight = fit([*words, "train.steps=6", f"output_dir={tmp_path / 'straight'}"])
+    moved = [*words, f"output_dir={tmp_path / 'moved'}"]
+    fit([*moved, "train.steps=2"])
+    spawn(4, fit, [*moved, "train.steps=4", "parallel.ep=2"])  # one process to four
+    spawn(2, fit, [*moved, "train.steps=5"])  # four to two
+    losses = fit([*moved, "train.steps=6", "checkpoint.save_hf=yes"])  # and back to one
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    for step, loss in straight.items():
+        assert losses[step] == pytest.approx(loss, rel=TOLERANCE)
+
+
+def test_sharded_ranks_load_and_save_hugging_face_weights(tiny_words, tmp_path):
+    words = words_of(tiny_words, "train.steps=1", f"output_dir={tmp_path / 'out'}")
+    fit([*words, "checkpoint.save_hf=yes"])
+    saved = tmp_path / "out" / "hf"
+    words = [w for w in words if not w.startswith("model.")]
+    words += [f"model.path={saved}", "train.steps=1", "optim.lr=1e-30"]
+    for world, layout in ((2, []), (4, ["parallel.ep=2"])):
+        folder = tmp_path / f"again{world}"
+        spawn(world, fit, [*words, *layout, "checkpoint.save_hf=yes", f"output_dir={folder}"])
+        want, got = moetrain.load_hf(saved), moetrain.load_hf(folder / "hf")
+        for (name, x), y in zip(want.state_dict().items(), got.state_dict().values(), strict=True):
+            assert torch.equal(x, y), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_mesh_on_gpus_within_bf16_rounding(world, tiny_words):
+    """The same on NCCL; experts run in bf16 there, so to its rounding."""
+    words = words_of(tiny_words, "model.hidden_size=64", "model.moe_intermediate_size=32")
+    words += ["model.head_dim=32", "train.device=cuda", "moe.bias_update_rate=0"]
+    expected = run([*words, "train.micro_batch_size=8"])
+    runs = {
+        f"{layout} {variant}": [
+            *words,
+            *LAYOUTS[world][layout],
+            *VARIANTS[variant],
+            f"train.micro_batch_size={8 // world}",
+        ]
+        for layout in LAYOUTS[world]
+        for variant in ("plain", "compile+recompute")
+        if variant == "plain" or layout == "ep+efsdp"  # compiling takes most of the time
+    }
+    answers = spawn(world, run_layouts, runs, device_type="cuda", timeout=300)[0]
+    for name, (numbers, gradients, _) in answers.items():
+        torch.testing.assert_close(
+            numbers, expected[0], rtol=0.02, atol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
+        for parameter, gradient in gradients.items():
+            wanted = expected[1][parameter].to(gradient.device)
+            error = (gradient - wanted).norm() / wanted.norm()
+            assert error <= 0.05, f"{name}: gradient of {parameter} is off by {error:.1e}"
