@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("moetrain")
 
 
 class RunFailed(RuntimeError):
@@ -85,7 +87,7 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping; a checkpoint will be written", file=sys.stderr)
+        logger.info("stopping; a checkpoint will be written")
 
     before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
     try:

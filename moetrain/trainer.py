@@ -129,7 +129,7 @@ class Trainer:
                 self.clock.start()
                 while self.step < config.train.steps and not self.watch.asked_to_stop:
                     result = self.train_step()
-                    stops = torch.tensor(len(stop), device=self.device)
+                    stops = torch.full((), len(stop), device=self.device)
                     self.watch.update(result.skipped, self.world.sum(stops))
                     if self.due(config.log.interval) or self.step == 1:
                         self.log_step(result)
@@ -165,7 +165,7 @@ class Trainer:
         batches = self.loader.next_step()
         # Counted where the batches are made, on the host, before they travel.
         targets = sum(int((b.targets_BS >= 0).sum()) for b in batches)
-        num_targets = torch.tensor(targets, device=self.device)
+        num_targets = torch.full((), targets, device=self.device)  # torch.tensor would wait
         tokens = sum(b.tokens_BS.numel() for b in batches)
         sizes = GlobalBatch(
             self.world.sum(num_targets).clamp(min=1), tokens * self.world.dims.data_ranks
@@ -224,6 +224,8 @@ class Trainer:
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the device, without waiting for the copy."""
         tensors = {k: v for k, v in batch._asdict().items() if isinstance(v, torch.Tensor)}
+        if self.device.type == "cuda":
+            tensors = {k: v.pin_memory() for k, v in tensors.items()}
         moved = {k: v.to(self.device, non_blocking=True) for k, v in tensors.items()}
         return batch._replace(**moved)
 

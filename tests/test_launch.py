@@ -20,7 +20,7 @@ launch.GRACE_SECONDS = 2.0
 sys.exit(launch.start_ranks(sys.argv[1:], 3))
 """
 RANK = """
-import os, signal, sys, time, types
+import glob, os, signal, sys, time, types
 from moetrain.config import ConfigError
 from moetrain.train import main
 
@@ -50,6 +50,8 @@ class Trainer:
         if rank == 1:
             raise ValueError("the cause")
         if rank == 2:
+            while not glob.glob(os.path.join(folder, "1.*")):
+                time.sleep(0.05)
             time.sleep(1)
             raise ValueError("a consequence")
         time.sleep(600)  # as in a collective

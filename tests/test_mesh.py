@@ -29,7 +29,7 @@ MOE = Architecture(
 DENSE = MOE.model_copy(update={"num_experts": 0, "num_experts_per_token": 0})
 
 
-def resolve(world: int, arch: Architecture = MOE, **degrees: int) -> ParallelDims:
+def resolve(world, arch=MOE, **degrees):
     return ParallelDims.resolve(ParallelSection(**degrees), world, arch)
 
 
@@ -97,17 +97,17 @@ def test_expert_parallelism_needs_experts():
 def test_an_axis_of_a_later_version_says_so(axis):
     assert axis in mesh_module.NOT_YET
     with pytest.raises(ConfigError, match=r"2: this version has no \w+ parallelism") as caught:
-        resolve(4, **{axis: 2})
+        resolve(4, MOE, **{axis: 2})
     assert caught.value.field == f"parallel.{axis}"
 
 
 # ---- on ranks -----------------------------------------------------------------------------------
 
 
-def describe_meshes(dims: ParallelDims) -> dict:
+def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
     """What this rank sees of each mesh and group, as plain values."""
-    meshes = build_meshes(dims, "cpu")
-    warm_up(meshes, torch.device("cpu"))
+    meshes = build_meshes(dims, device_type)
+    warm_up(meshes, torch.device(device_type))
     named: dict[str, DeviceMesh] = {
         name: getattr(meshes, name)
         for name in ("dense", "expert", "dense_parameters", "expert_parameters")
@@ -129,7 +129,7 @@ def describe_meshes(dims: ParallelDims) -> dict:
 def round_trip(meshes: Meshes, name: str) -> bool:
     """Whether a tensor cut over both sharding axes, the last cut last, comes back whole."""
     mesh = getattr(meshes, name)
-    whole = torch.arange(48.0).view(12, 4)
+    whole = torch.arange(48.0, device=mesh.device_type).view(12, 4)
     sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0), Shard(0)])
     rows = 12 // (mesh.size(1) * mesh.size(2))
     first = (mesh.get_local_rank(1) * mesh.size(2) + mesh.get_local_rank(2)) * rows
@@ -138,8 +138,8 @@ def round_trip(meshes: Meshes, name: str) -> bool:
     return bool(local[0, 0] == 4 * first) and torch.equal(sharded.full_tensor(), whole)
 
 
-def meshes_of(layouts: list[ParallelDims]) -> list[dict]:
-    return [describe_meshes(dims) for dims in layouts]
+def meshes_of(layouts: list[ParallelDims], device_type: str) -> list[dict]:
+    return [describe_meshes(dims, device_type) for dims in layouts]
 
 
 def groups_along(seen: list[dict], mesh: str, axis: str) -> list[list[int]]:
@@ -177,8 +177,9 @@ LAYOUTS = {
 }
 
 
-def test_meshes_of_four_ranks():
-    seen_by_rank = spawn(4, meshes_of, list(LAYOUTS))
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_meshes_of_four_ranks(device_type):
+    seen_by_rank = spawn(4, meshes_of, list(LAYOUTS), device_type, device_type=device_type)
     for number, (dims, expected) in enumerate(LAYOUTS.items()):
         seen = [rank[number] for rank in seen_by_rank]
         *groups, communicators = expected
@@ -209,7 +210,7 @@ def test_meshes_of_four_ranks():
 
 def test_the_views_hold_the_same_ranks_in_the_same_order():
     dims = ParallelDims(2, tp=2, ep=2)
-    (ranks, _) = (seen[0]["ranks"] for seen in spawn(2, meshes_of, [dims]))
+    (ranks, _) = (seen[0]["ranks"] for seen in spawn(2, meshes_of, [dims], "cpu"))
     assert ranks["dense"] == [[[[[0, 1]]]]]
     assert ranks["expert"] == [[[[0, 1]]]]
     assert ranks["dense_parameters"] == [[[0], [1]]]

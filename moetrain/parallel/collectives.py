@@ -57,7 +57,8 @@ def all_gather_start(x_N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch
 class PendingReduce(NamedTuple):
     """A reduce-scatter under way."""
 
-    work: dist.Work
+    work: dist.Work | None
+    """None: there is nothing to wait for."""
     arriving: torch.Tensor
     """[W or 1, N]: rows that add up to the result, once ``work`` is done."""
     out_N: torch.Tensor
@@ -65,7 +66,8 @@ class PendingReduce(NamedTuple):
 
     def finish(self) -> torch.Tensor:
         """Waits, and adds up in fp32 into ``out_N``, which it returns."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return sum_chunks(self.arriving, out_N=self.out_N, accumulate=self.accumulate)
 
 
@@ -94,7 +96,9 @@ def reduce_scatter_start(
             f"reduce_scatter: chunks were given as {tuple(chunks_WN.shape)}; a group of "
             f"{group.size()} ranks takes [{group.size()}, N]"
         )
-    if mode == "fp32_accum":
+    if group.size() == 1:
+        work, arriving = None, chunks_WN
+    elif mode == "fp32_accum":
         arriving = torch.empty_like(chunks_WN)
         work = all_to_all_single(arriving, chunks_WN, group=group, async_op=True)
     elif mode in ("fp32", "bf16"):

@@ -79,21 +79,27 @@ class Bucket:
     dtype: torch.dtype
     """What it is gathered in."""
     has_gradient: bool = False
-    gathering: tuple[torch.Tensor, dist.Work] | None = None
+    gathering: tuple[torch.Tensor, dist.Work | None] | None = None
     """A gather under way: its output, and what to wait for."""
     reducing: PendingReduce | None = None
     """A reduction under way."""
 
     def start_gather(self) -> None:
         """Begin the all-gather, unless one is under way."""
-        if self.gathering is None:
-            self.gathering = all_gather_start(self.shard_N.to(self.dtype), self.group)
+        if self.gathering is not None:
+            return
+        shard_N = self.shard_N.to(self.dtype)
+        if self.group.size() == 1:
+            self.gathering = shard_N[None], None
+        else:
+            self.gathering = all_gather_start(shard_N, self.group)
 
     def finish_gather(self) -> list[torch.Tensor]:
         """The full parameters, in the order of ``members``."""
         assert self.gathering is not None  # start_gather came first
         (gathered_WN, work), self.gathering = self.gathering, None
-        work.wait()
+        if work is not None:
+            work.wait()
         return [_rows(gathered_WN, m) for m in self.members]
 
     def start_reduce(self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode) -> None:
@@ -283,6 +289,8 @@ class FSDP:
         """End of a step: sum over replicas and show each parameter's gradient as a DTensor."""
         for unit in self.units:
             for bucket in unit.buckets:
+                if not bucket.has_gradient:  # nothing used these parameters in this step
+                    bucket.gradient_N.zero_()
                 for group in bucket.replicas:
                     dist.all_reduce(bucket.gradient_N, group=group)
                 for member in bucket.members:
@@ -296,19 +304,14 @@ class FSDP:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.has_gradient = False
-                bucket.gradient_N.zero_()
                 for member in bucket.members:
                     member.local.grad = member.parameter.grad = None
 
     def squared_norm(self) -> torch.Tensor:
         """Squared 2-norm of all gradients over the world (fp32 scalar on the device)."""
-        total = torch.stack(
-            [
-                b.gradient_N.square().sum(dtype=torch.float32) / b.copies
-                for u in self.units
-                for b in u.buckets
-            ]
-        ).sum()
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        norms = [torch.linalg.vector_norm(b.gradient_N) / b.copies**0.5 for b in buckets]
+        total = torch.stack(norms).square().sum()
         dist.all_reduce(total)
         return total
 

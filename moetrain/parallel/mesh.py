@@ -78,7 +78,7 @@ class ParallelDims:
         Raises:
             ConfigError: the degrees do not fit the world or the model; it names them all.
         """
-        given = degrees.model_dump(exclude={"reduce"})
+        given = {name: getattr(degrees, name) for name in (*DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, world_size // others)
