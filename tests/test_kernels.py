@@ -5,8 +5,11 @@ Triton's interpreter (tests/conftest.py); the tests marked ``gpu`` walk the same
 """
 
 import importlib
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,7 @@ NOT_KERNELS = {
     "backend",
     "cudnn_attention",
     "grouped_mm",
+    "portable_triton",
     "router_kernels",
     "spec",
     "vocabulary_chunk",
@@ -206,3 +210,18 @@ def test_triton_on_a_cpu_tensor_names_the_remedy(monkeypatch):
     with pytest.raises(ValueError, match=r'tensor on cpu.*backend="auto"'):
         backend.use_fast("triton", torch.zeros(1))
     assert not backend.use_fast("auto", torch.zeros(1))
+
+
+def test_everything_runs_on_a_cpu_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # as where there is no wheel of it
+import torch, moetrain.trainer
+from moetrain.kernels import expert_mlp, swiglu
+print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "torch.Size([3, 2])\n"

@@ -8,16 +8,16 @@ the user reads, so that no kernel falls back in silence.
 from typing import Literal
 
 import torch
-from triton import knobs
+
+from moetrain.kernels.portable_triton import INTERPRETED
 
 Backend = Literal["auto", "triton", "reference"]
-
-INTERPRETED: bool = knobs.runtime.interpret
-"""Whether TRITON_INTERPRET=1 was set before this import: the kernels then run on CPU tensors."""
 
 
 def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
     """Whether ``tensor``'s kernel takes its fast path under ``backend``.
+
+    ``INTERPRETED`` (TRITON_INTERPRET=1 was set before the first import) lets CPU tensors take it.
 
     Raises:
         ValueError: ``backend="triton"`` with a CPU tensor outside Triton's interpreter.

@@ -20,8 +20,8 @@ import importlib.util
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+
+from moetrain.kernels.portable_triton import tl, triton
 
 INSTALLED = importlib.util.find_spec("cudnn") is not None
 """Whether the package is there; it is imported at its first use."""

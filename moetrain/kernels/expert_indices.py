@@ -25,10 +25,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 # Launch settings, measured on one H200.

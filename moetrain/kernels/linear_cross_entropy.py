@@ -28,10 +28,9 @@ the sum's weights, and label smoothing.
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 from moetrain.kernels.vocabulary_chunk import (
     ALIGNMENT_BYTES,

@@ -19,8 +19,6 @@ Legend: T tokens, K experts a token, R = T * K rows (the most there can be), D w
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.expert_indices import (
@@ -30,6 +28,7 @@ from moetrain.kernels.expert_indices import (
     expert_indices_reference,
     make_ids,
 )
+from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 BLOCK, WARPS = 1024, 2  # columns a program copies or sums, measured on one H200

@@ -15,10 +15,9 @@ Legend: R chunks (ranks), N elements a chunk.
 # (Triton's launch settings and unrolled ranges are not typed.)
 
 import torch
-import triton
-import triton.language as tl
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 # Launch settings, measured on one H200.

@@ -24,9 +24,9 @@ kernel; it recomputes the probabilities. Left out: a gradient of the entropy and
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.portable_triton import triton
 from moetrain.kernels.router_kernels import (
     route_backward_kernel,
     route_kernel,

@@ -22,11 +22,10 @@ Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns an
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 # Measured on one H200: a program takes one row, 1024 columns at a time (16 bytes of bf16 a thread).

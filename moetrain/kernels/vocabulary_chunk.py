@@ -26,11 +26,8 @@ Worked example, one token, V=3 in tiles of 2, logits [0, ln 2, ln 3]: the tiles'
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.portable_triton import INTERPRETED, TensorDescriptor, tl, triton
 
 ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
 
