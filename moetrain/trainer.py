@@ -22,6 +22,8 @@ from moetrain.checkpoint import find_checkpoint, list_checkpoints, save_checkpoi
 from moetrain.config import Config, ConfigError
 from moetrain.data import Batch, Loader, build_data, eval_batches
 from moetrain.generate import generate
+from moetrain.kernels import cudnn_attention
+from moetrain.kernels.backend import INTERPRETED
 from moetrain.loss import GlobalBatch, LossCoefficients, cross_entropy_sum, micro_batch_loss
 from moetrain.metrics import MetricsLog, SilentLog, Throughput, plot_losses, routing_health
 from moetrain.models import (
@@ -430,6 +432,14 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
     """Reject what this device or this layout cannot run."""
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
+    if config.kernels.attention == "cudnn":
+        dtype = torch.float32 if config.train.dtype == "float32" else torch.bfloat16
+        try:
+            cudnn_attention.require(device, dtype, arch.head_dim)
+        except ValueError as error:
+            raise ConfigError("kernels.attention", str(error)) from None
+    if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
+        raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
     if config.train.dtype == "float32" and device.type == "cuda" and arch.num_moe_layers:
         raise ConfigError(
             "train.dtype", "'float32' experts do not run on CUDA; use bfloat16, or train.device cpu"

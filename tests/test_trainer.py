@@ -208,6 +208,7 @@ def test_a_damaged_checkpoint_is_refused(tiny):
         (["moe.dispatcher=alltoall"], "moe.dispatcher"),
         (["launch.nproc=8", "train.global_batch_size=6"], "train.global_batch_size"),
         (["kernels.attention=flex"], "kernels.attention"),
+        (["kernels.attention=cudnn"], "kernels.attention"),
     ],
 )
 def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, capsys):
@@ -216,6 +217,12 @@ def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, caps
     assert main([*tiny_words, *words]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {field}: ")
+
+
+def test_triton_on_a_cpu_exits_2(tiny_words, capsys, monkeypatch):
+    monkeypatch.setattr("moetrain.trainer.INTERPRETED", False)
+    assert main([*tiny_words, "kernels.backend=triton"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: kernels.backend: ")
 
 
 def test_bad_data_exits_2(tiny_words, tmp_path, capsys):
