@@ -20,7 +20,7 @@ from moetrain.kernels.linear_cross_entropy import (
 from moetrain.kernels.packed_attention import SPECS as _PACKED_ATTENTION
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import SPECS as _PERMUTATION
-from moetrain.kernels.permutation import permute, unpermute
+from moetrain.kernels.permutation import permute, permute_tokens, unpermute
 from moetrain.kernels.reduction import SPECS as _REDUCTION
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.kernels.router import SPECS as _ROUTER
@@ -45,6 +45,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
     "permute",
+    "permute_tokens",
     "router_topk",
     "sum_chunks",
     "swiglu",

@@ -13,6 +13,10 @@ T=3, K=2, E=3 and ``ids = [[2, 0], [0, -1], [2, 1]]`` (-1: no expert)::
     row_slot = [1, 2, 5, 0, 4, -1]                      (token * K + slot of each row)
     slot_row = [[3, 0], [1, -1], [4, 2]]                (row of each slot)
 
+A caller that knows how many rows there are (5 here), or has room for so many only, says so, and the
+row map is that long. With room for 4, row 4 is dropped: ``offsets`` ends at [2, 3, 4], slot (2, 0)
+gets -1, and ``counts`` still tells of all 5.
+
 The fast path is a counting sort in two launches: each program counts its ids, then ranks them from
 the counts of the programs before it. Nothing races, so the order needs no atomics, and no [T, E]
 map is stored. Shapes never depend on the routing, so nothing waits for the device.
@@ -40,21 +44,27 @@ class ExpertIndices(NamedTuple):
     """The two index maps of a routing decision, all int32 on the tokens' device."""
 
     counts_E: torch.Tensor
-    """Rows of each expert."""
+    """Slots that chose each expert."""
     offsets_E: torch.Tensor
     """Cumulative end row of each expert: what a grouped GEMM takes."""
     row_slot_R: torch.Tensor
     """Flat slot ``token * K + slot`` of each row, -1 past the last row."""
     slot_row_TK: torch.Tensor
-    """Row of each slot, -1 where the slot has no expert."""
+    """Row of each slot, -1 where the slot has no expert or no row."""
 
 
 def expert_indices(
-    topk_ids_TK: torch.Tensor, num_experts: int, backend: Backend = "auto", *, check: bool = False
+    topk_ids_TK: torch.Tensor,
+    num_experts: int,
+    backend: Backend = "auto",
+    *,
+    num_rows: int | None = None,
+    check: bool = False,
 ) -> ExpertIndices:
     """Index maps of ``topk_ids_TK`` (int32 or int64, -1: no expert) over ``num_experts``.
 
     Args:
+        num_rows: R, at most T * K (None: that). Rows past it are dropped, see above.
         check: look for ids outside ``[-1, num_experts)`` first. For debugging: it waits for the
             device and breaks the compiled graph.
 
@@ -74,33 +84,45 @@ def expert_indices(
                 f"takes -1 (no expert) to {num_experts - 1}"
             )
     if not use_fast(backend, topk_ids_TK):
-        return expert_indices_reference(topk_ids_TK, num_experts)
-    return ExpertIndices(*_expert_indices(topk_ids_TK.contiguous(), num_experts))
+        return expert_indices_reference(topk_ids_TK, num_experts, num_rows)
+    rows = topk_ids_TK.numel() if num_rows is None else num_rows
+    return ExpertIndices(*_expert_indices(topk_ids_TK.contiguous(), num_experts, rows))
 
 
-def expert_indices_reference(topk_ids_TK: torch.Tensor, num_experts: int) -> ExpertIndices:
+def expert_indices_reference(
+    topk_ids_TK: torch.Tensor, num_experts: int, num_rows: int | None = None
+) -> ExpertIndices:
     """:func:`expert_indices` by one stable sort."""
-    ids_R = topk_ids_TK.reshape(-1)
+    ids_N = topk_ids_TK.reshape(-1)
+    rows = ids_N.numel() if num_rows is None else num_rows
     # "No expert" sorts behind every expert.
-    keys_R = torch.where(ids_R < 0, num_experts, ids_R)
-    sorted_R, slots_R = torch.sort(keys_R, stable=True)
-    edges = torch.arange(num_experts + 1, device=ids_R.device, dtype=sorted_R.dtype)
-    starts = torch.searchsorted(sorted_R, edges)
-    slot_row_R = torch.empty_like(slots_R)
-    slot_row_R[slots_R] = torch.arange(ids_R.numel(), device=ids_R.device)
+    keys_N = torch.where(ids_N < 0, num_experts, ids_N)
+    sorted_N, slots_N = torch.sort(keys_N, stable=True)
+    edges = torch.arange(num_experts + 1, device=ids_N.device, dtype=sorted_N.dtype)
+    starts = torch.searchsorted(sorted_N, edges)
+    slot_row_N = torch.empty_like(slots_N)
+    slot_row_N[slots_N] = torch.arange(ids_N.numel(), device=ids_N.device)
+    has_row_N = (ids_N >= 0) & (slot_row_N < rows)
+    row_slot_N = torch.where(sorted_N < num_experts, slots_N, -1).int()
     return ExpertIndices(
         counts_E=starts.diff().int(),
-        offsets_E=starts[1:].int(),
-        row_slot_R=torch.where(sorted_R < num_experts, slots_R, -1).int(),
-        slot_row_TK=torch.where(ids_R < 0, -1, slot_row_R).int().view_as(topk_ids_TK),
+        offsets_E=starts[1:].clamp(max=rows).int(),
+        # Not a slice: the compiler could not say how long that is, with a size it does not know.
+        row_slot_R=row_slot_N.narrow(0, 0, rows),
+        slot_row_TK=torch.where(has_row_N, slot_row_N, -1).int().view_as(topk_ids_TK),
     )
 
 
 @torch.library.custom_op("moetrain::expert_indices", mutates_args=())
 def _expert_indices(
-    ids_TK: torch.Tensor, num_experts: int
+    ids_TK: torch.Tensor, num_experts: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = _empty_indices(ids_TK, num_experts)
+    if not 0 <= num_rows <= ids_TK.numel():
+        raise ValueError(
+            f"expert_indices: num_rows is {num_rows}; with ids of {tuple(ids_TK.shape)} it is at "
+            f"most {ids_TK.numel()}"
+        )
+    outputs = _empty_indices(ids_TK, num_experts, num_rows)
     slots, width = ids_TK.numel(), triton.next_power_of_2(num_experts)
     # Two at least: a program's start, reading the counts, costs more than a tile.
     tiles = max(2, triton.cdiv(triton.cdiv(slots, TILE), MAX_PROGRAMS))
@@ -108,15 +130,17 @@ def _expert_indices(
     counts = ids_TK.new_empty(programs, num_experts, dtype=torch.int32)
     sizes = (slots, num_experts, tiles, TILE, width)
     _count_kernel[(programs,)](ids_TK, counts, *sizes, num_warps=WARPS)
-    rows = max(1, COUNT_ELEMENTS // width)
-    _rank_kernel[(programs,)](ids_TK, counts, *outputs, programs, *sizes, rows, num_warps=WARPS)
+    count_rows = max(1, COUNT_ELEMENTS // width)
+    _rank_kernel[(programs,)](
+        ids_TK, counts, *outputs, programs, num_rows, *sizes, count_rows, num_warps=WARPS
+    )
     return outputs
 
 
 def _empty_indices(
-    ids_TK: torch.Tensor, num_experts: int
+    ids_TK: torch.Tensor, num_experts: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    shapes = ((num_experts,), (num_experts,), (ids_TK.numel(),), ids_TK.shape)
+    shapes = ((num_experts,), (num_experts,), (num_rows,), ids_TK.shape)
     counts, offsets, row_slot, slot_row = (ids_TK.new_empty(s, dtype=torch.int32) for s in shapes)
     return counts, offsets, row_slot, slot_row
 
@@ -152,6 +176,7 @@ def _rank_kernel(
     row_slot,
     slot_row,
     programs,
+    num_rows,
     slots,
     E,
     tiles,
@@ -173,7 +198,7 @@ def _rank_kernel(
     end = tl.cumsum(total, axis=0)
     if program == 0:
         tl.store(counts_out + column, total, column < E)
-        tl.store(offsets_out + column, end, column < E)
+        tl.store(offsets_out + column, tl.minimum(end, num_rows), column < E)
     next_row = end - total + before
     # Slots without an expert take the rows behind all others.
     next_unused = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
@@ -184,11 +209,17 @@ def _rank_kernel(
         earlier = (expert[:, None] == expert[None, :]) & (order[:, None] < order[None, :])
         first = tl.gather(next_row, tl.maximum(expert, 0), axis=0)
         row = tl.where(expert >= 0, first, next_unused) + tl.sum(earlier.to(tl.int32), axis=0)
-        tl.store(row_slot + row, tl.where(expert >= 0, slot, -1), slot < slots)
-        tl.store(slot_row + slot, tl.where(expert >= 0, row, -1), slot < slots)
+        fits = row < num_rows
+        tl.store(row_slot + row, tl.where(expert >= 0, slot, -1), (slot < slots) & fits)
+        tl.store(slot_row + slot, tl.where((expert >= 0) & fits, row, -1), slot < slots)
         here = tl.sum((expert[:, None] == column[None, :]).to(tl.int32), axis=0)
         next_row += here
         next_unused += TILE - tl.sum(here, axis=0)
+
+
+def make_indices(case: Case, ids_TK: torch.Tensor) -> ExpertIndices:
+    """The reference's maps of ``ids_TK``, with room for ``case["rows"]`` where the case has it."""
+    return expert_indices_reference(ids_TK, case["E"], case.get("rows"))
 
 
 def make_ids(case: Case, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -209,7 +240,8 @@ def make_ids(case: Case, device: torch.device, generator: torch.Generator) -> to
 def _make_inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> Inputs:
-    return {"topk_ids_TK": make_ids(case, device, generator), "num_experts": case["E"]}
+    ids_TK = make_ids(case, device, generator)
+    return {"topk_ids_TK": ids_TK, "num_experts": case["E"], "num_rows": case.get("rows")}
 
 
 INDEX_CASES = (
@@ -221,6 +253,9 @@ INDEX_CASES = (
     {"T": 100, "K": 1, "E": 5, "routing": "one"},
     {"T": 7, "K": 4, "E": 128, "routing": "none"},
     {"T": 0, "K": 2, "E": 5},
+    {"T": 7, "K": 4, "E": 5, "rows": 26},
+    {"T": 300, "K": 3, "E": 5, "rows": 700},
+    {"T": 7, "K": 4, "E": 128, "routing": "none", "rows": 0},
 )
 INDEX_BENCH = {"T": 16384, "K": 8, "E": 128, "routing": "even"}
 
@@ -242,6 +277,7 @@ SPECS = (
             r"\[5, 5\]; with 5 experts": lambda i: (
                 i | {"topk_ids_TK": i["topk_ids_TK"] * 0 + 5, "check": True}
             ),
+            "num_rows is 15.*at most 14": lambda i: i | {"num_rows": 15},
         },
         notes=(
             "Latency, not bytes: 25 us on one H200 (5 counting, 15 ranking). Ranking by a one-hot "

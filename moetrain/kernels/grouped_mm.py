@@ -18,9 +18,9 @@ ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     """``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
 
-    ``offsets_E`` (int32) holds the cumulative end row of each group. bf16 on CUDA; bf16, fp16 or
-    fp32 on a CPU; float64 takes the loop of :func:`grouped_mm_reference`, which only tests use.
-    Differentiable in ``a`` and ``b``.
+    ``offsets_E`` (int32) holds the cumulative end row of each group. Fast in bf16, and on a CPU in
+    fp16 and fp32; the rest take the loop of :func:`grouped_mm_reference`, which waits for the
+    device and is there to check numbers with. Differentiable in ``a`` and ``b``.
 
     Raises:
         ValueError: a width whose bytes are not a multiple of 16.
@@ -40,15 +40,19 @@ def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor)
 
 
 # torch's shape function of the grouped product takes bf16 alone, although the product itself also
-# takes fp32 and fp16 on a CPU. These two ops tell the compiler the shapes of those.
+# takes fp32 and fp16 on a CPU (on CUDA it does not). These two ops tell the compiler the shapes.
 @torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
 def _opaque_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    if a_RM.is_cuda:
+        return grouped_mm_reference(a_RM, b_EMN, offsets_E)
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
 @torch.library.custom_op("moetrain::grouped_outer", mutates_args=())
 def _opaque_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     """``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
+    if a_RM.is_cuda:
+        return _outer_reference(a_RM, g_RN, offsets_E)
     return _grouped_mm(a_RM.T, g_RN, offs=offsets_E)
 
 
@@ -75,9 +79,7 @@ def grouped_weight_grad(
     without rows gives zeros. Dtypes as there.
     """
     if a_RM.dtype == torch.float64:
-        ends = offsets_E.tolist()
-        rows = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
-        return torch.stack([a_RM[r].T @ g_RN[r] for r in rows])
+        return _outer_reference(a_RM, g_RN, offsets_E)
     if a_RM.dtype == torch.bfloat16:
         return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
     return _opaque_outer(a_RM, g_RN, offsets_E)
@@ -101,3 +103,11 @@ def grouped_mm_reference(
     parts = [a_RM[i:j] @ b for i, j, b in zip([0, *ends], ends, b_EMN, strict=False)]
     parts.append(a_RM.new_zeros(a_RM.shape[0] - ends[-1], b_EMN.shape[2]))
     return torch.cat(parts)
+
+
+def _outer_reference(
+    a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
+) -> torch.Tensor:
+    ends = offsets_E.tolist()
+    rows = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+    return torch.stack([a_RM[r].T @ g_RN[r] for r in rows])

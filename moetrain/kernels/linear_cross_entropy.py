@@ -18,9 +18,8 @@ known only in the backward, so that multiplies h by w again: four matrix product
 while the probabilities are at hand: three matrix products, the gradients of h and w are made in the
 forward, and the backward multiplies them by the upstream scalar. The trainer uses this one.
 
-Both walk the tokens in chunks, whose kernels stand in vocabulary_chunk.py; the products with the
-logits' gradients are cuBLAS's. The gradient of w is rounded once a chunk. Left out: a gradient of
-the sum's weights, and label smoothing.
+Both walk the tokens in chunks, which vocabulary_chunk.py does. The gradient of w is rounded once a
+chunk. Left out: a gradient of the sum's weights, and label smoothing.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -34,15 +33,13 @@ from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 from moetrain.kernels.vocabulary_chunk import (
     ALIGNMENT_BYTES,
+    CHUNK_ELEMENTS,
     TILES,
-    ChunkStats,
     LossGrads,
-    chunk_logit_grads,
-    chunk_stats,
+    loss_gradients,
+    token_stats,
 )
 
-# Logits of a chunk: 4096 tokens of a 151,936 vocabulary, 1.24 GB in bf16.
-CHUNK_ELEMENTS = 4096 * 151_936
 _SCALE_BLOCK = 4096
 
 
@@ -94,7 +91,7 @@ def linear_cross_entropy(
         return linear_cross_entropy_reference(
             h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
         )
-    _check_fast(h_TD, w_VD)
+    check_fast(h_TD, w_VD)
     loss_T, lse_T, mean_T = _token_losses(h_TD, w_VD, targets_T, 1 / temperature, chunk_elements)
     valid_T = targets_T != ignore_index
     return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
@@ -141,7 +138,7 @@ def linear_cross_entropy_sum(
         )
         return _sum_losses(losses, weights_T, z_loss)
     _check(h_TD, w_VD, targets_T, temperature, ignore_index if check else None)
-    _check_fast(h_TD, w_VD)
+    check_fast(h_TD, w_VD)
     if weights_T is None:
         weights_T = torch.ones_like(targets_T, dtype=torch.float32)
     valid_T = targets_T != ignore_index
@@ -225,7 +222,8 @@ def _check(
             )
 
 
-def _check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
+def check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
+    """ValueError for what the fast path cannot take."""
     if h_TD.dtype != w_VD.dtype or h_TD.dtype not in TILES:
         raise ValueError(
             f"linear_cross_entropy: h is {h_TD.dtype} and w {w_VD.dtype}; the fast path takes both "
@@ -246,48 +244,6 @@ def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, x * tl.load(factor_ptr), mask=i < size)
 
 
-def _empty_stats(h_TD: torch.Tensor) -> ChunkStats:
-    lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
-    return ChunkStats(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
-
-
-def _chunks(h_TD: torch.Tensor, w_VD: torch.Tensor, chunk_elements: int) -> list[slice]:
-    """Equal runs of tokens, each of at most about ``chunk_elements`` logits, in whole tiles."""
-    T, multiple = h_TD.shape[0], TILES[h_TD.dtype].tokens
-    num_chunks = max(1, triton.cdiv(T * w_VD.shape[0], chunk_elements))
-    step = max(1, triton.cdiv(T, num_chunks * multiple)) * multiple
-    return [slice(i, min(i + step, T)) for i in range(0, T, step)]
-
-
-def _gradients(
-    h_TD: torch.Tensor,
-    w_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    grads: LossGrads,
-    z_loss: float,
-    scale: float,
-    chunk_elements: int,
-) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
-    """The stats of every token and the gradients of h and w."""
-    V = w_VD.shape[0]
-    chunks = _chunks(h_TD, w_VD, chunk_elements)
-    stats, grad_h_TD = _empty_stats(h_TD), torch.empty_like(h_TD)
-    grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
-    rows = max((c.stop - c.start for c in chunks), default=0)
-    multiple = ALIGNMENT_BYTES // h_TD.element_size()
-    buffer_CV = h_TD.new_empty((rows, triton.cdiv(V, multiple) * multiple))[:, :V]
-    for c in chunks:
-        chunk_CV = buffer_CV[: c.stop - c.start]
-        stats_C = ChunkStats(*(x[c] for x in stats))
-        grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
-        largest_NC = chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, chunk_CV)
-        chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, z_loss, scale)
-        torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
-        # A beta of 0 ignores what the first chunk finds there.
-        grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
-    return stats, grad_h_TD, grad_w_VD
-
-
 @torch.library.custom_op("moetrain::linear_cross_entropy", mutates_args=())
 def _token_losses(
     h_TD: torch.Tensor,
@@ -297,10 +253,7 @@ def _token_losses(
     chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, lse, mean) of every token."""
-    stats = _empty_stats(h_TD)
-    for c in _chunks(h_TD, w_VD, chunk_elements):
-        stats_C = ChunkStats(*(x[c] for x in stats))
-        chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, None)
+    stats = token_stats(h_TD, w_VD, targets_T, scale, chunk_elements)
     return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
 
 
@@ -316,7 +269,7 @@ def _token_losses_backward(
     chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     grads = LossGrads(*(g.contiguous() for g in (grad_loss_T, grad_lse_T, grad_mean_T)))
-    return _gradients(h_TD, w_VD, targets_T, grads, 0.0, scale, chunk_elements)[1:]
+    return loss_gradients(h_TD, w_VD, targets_T, grads, 0.0, scale, chunk_elements)[1:]
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
@@ -330,7 +283,7 @@ def _summed_loss(
     chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, loss, lse, mean) and the gradients of total in h and w."""
-    stats, grad_h_TD, grad_w_VD = _gradients(
+    stats, grad_h_TD, grad_w_VD = loss_gradients(
         h_TD, w_VD, targets_T, LossGrads(weights_T.contiguous()), z_loss, scale, chunk_elements
     )
     loss_T = stats.lse_C - stats.target_logit_C
@@ -339,7 +292,7 @@ def _summed_loss(
 
 
 @torch.library.custom_op("moetrain::scale", mutates_args=())
-def _scale(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """``x * factor`` with an fp32 scalar; torch would first round the factor to x's dtype."""
     out = torch.empty_like(x)
     if x.numel():
@@ -348,7 +301,7 @@ def _scale(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@_scale.register_fake
+@scaled.register_fake
 def _(x, factor):
     return torch.empty_like(x)
 
@@ -389,7 +342,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _sum_backward(ctx: Any, grad_total: torch.Tensor, *_):
     grad_h_TD, grad_w_VD = ctx.saved_tensors
-    return _scale(grad_h_TD, grad_total), _scale(grad_w_VD, grad_total), *[None] * 5
+    return scaled(grad_h_TD, grad_total), scaled(grad_w_VD, grad_total), *[None] * 5
 
 
 _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)
@@ -472,7 +425,7 @@ SPECS = (
         tolerance=_TOLERANCE,
         cost=_cost,
         differentiable=("h_TD", "w_VD"),
-        ops=(_summed_loss, _scale),
+        ops=(_summed_loss, scaled),
         bad_inputs=_BAD_INPUTS
         | {"weights have shape": lambda i: i | {"weights_T": i["weights_T"][1:]}},
         notes="""H200, torch 2.11, 1.27 GiB extra: 48.0 to 49.1 ms, rising as the card warms. The

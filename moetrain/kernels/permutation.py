@@ -3,14 +3,16 @@
     permute:    x_RD[slot_row[t, k]] = x_TD[t]             unpermute:  y_TD[t] = sum over k of
                 weights_R[slot_row[t, k]] = weights_TK[t, k]                   y_RD[slot_row[t, k]]
 
-over the slots (t, k) that have an expert; :mod:`moetrain.kernels.expert_indices` makes ``slot_row``
-and has a worked example. There, token 2 is copied to rows 4 and 2, and gets their sum back.
+over the slots (t, k) that have a row; :mod:`moetrain.kernels.expert_indices` makes ``slot_row`` and
+has a worked example. There, token 2 is copied to rows 4 and 2, and gets their sum back.
+``permute_tokens`` is the first half of ``permute``, for rows without weights.
 
-Each is the other's backward. Both go by token: a token is read (or written) once and its K rows
-once, which is all the traffic there must be; going by row would read each token K times. Rows past
-``offsets[-1]`` are unused; what they hold is not specified, and gradients never read them.
+Copies and sums are each other's backward. Both go by token: a token is read (or written) once and
+its K rows once, which is all the traffic there must be; going by row would read each token K times.
+Rows past ``offsets[-1]`` are unused; what they hold is not specified, and gradients never read
+them.
 
-Legend: T tokens, K experts a token, R = T * K rows (the most there can be), D width.
+Legend: T tokens, K experts a token, R rows (T * K, or as many as the index maps have), D width.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -19,14 +21,15 @@ Legend: T tokens, K experts a token, R = T * K rows (the most there can be), D w
 from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.expert_indices import (
     INDEX_BENCH,
     INDEX_CASES,
     ExpertIndices,
-    expert_indices_reference,
     make_ids,
+    make_indices,
 )
 from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
@@ -55,7 +58,8 @@ def permute(
     if not use_fast(backend, x_TD):
         return permute_reference(x_TD, weights_TK, indices)
     _require_contiguous("permute", x_TD)
-    return _permute(x_TD, weights_TK.contiguous(), indices.slot_row_TK)
+    rows = indices.row_slot_R.shape[0]
+    return _permute(x_TD, weights_TK.contiguous(), indices.slot_row_TK, rows)
 
 
 def permute_reference(
@@ -64,9 +68,35 @@ def permute_reference(
     """:func:`permute` by indexing; unused rows are zeros."""
     used_R = indices.row_slot_R >= 0
     slot_R = indices.row_slot_R.clamp(min=0)
+    weights_R = torch.where(used_R, weights_TK.reshape(-1)[slot_R], 0)
+    return permute_tokens_reference(x_TD, indices), weights_R
+
+
+def permute_tokens(
+    x_TD: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
+) -> torch.Tensor:
+    """Rows ``x_RD`` sorted by expert, in any dtype; floating ones are differentiable as above.
+
+    Raises:
+        ValueError: another number of tokens than the indices', or ``x_TD`` is not contiguous.
+    """
+    if x_TD.dim() != 2 or x_TD.shape[0] != indices.slot_row_TK.shape[0]:
+        raise ValueError(
+            f"permute_tokens: was given x {tuple(x_TD.shape)} and indices of "
+            f"{tuple(indices.slot_row_TK.shape)}; it takes [T, D] and [T, K]"
+        )
+    if not use_fast(backend, x_TD):
+        return permute_tokens_reference(x_TD, indices)
+    _require_contiguous("permute_tokens", x_TD)
+    return _permute_tokens(x_TD, indices.slot_row_TK, indices.row_slot_R.shape[0])
+
+
+def permute_tokens_reference(x_TD: torch.Tensor, indices: ExpertIndices) -> torch.Tensor:
+    """:func:`permute_tokens` by indexing; unused rows are zeros."""
+    used_R = indices.row_slot_R >= 0
+    token_R = indices.row_slot_R.clamp(min=0) // indices.slot_row_TK.shape[1]
     # where, not a product: the gradient of an unused row may hold NaN.
-    x_RD = torch.where(used_R[:, None], x_TD[slot_R // weights_TK.shape[1]], 0)
-    return x_RD, torch.where(used_R, weights_TK.reshape(-1)[slot_R], 0)
+    return torch.where(used_R[:, None], x_TD[token_R], 0)
 
 
 def unpermute(
@@ -75,12 +105,12 @@ def unpermute(
     """``y_TD``: each token's rows summed in fp32 and rounded once to ``y_RD``'s dtype.
 
     Raises:
-        ValueError: a number of rows other than T * K, or a ``y_RD`` that is not contiguous.
+        ValueError: a number of rows other than the indices', or ``y_RD`` is not contiguous.
     """
-    if y_RD.dim() != 2 or y_RD.shape[0] != indices.slot_row_TK.numel():
+    if y_RD.dim() != 2 or y_RD.shape[0] != indices.row_slot_R.shape[0]:
         raise ValueError(
             f"unpermute: was given rows {tuple(y_RD.shape)} and indices of "
-            f"{tuple(indices.slot_row_TK.shape)}; it takes [T * K, D]"
+            f"{indices.row_slot_R.shape[0]}; it takes [R, D]"
         )
     if not use_fast(backend, y_RD):
         return unpermute_reference(y_RD, indices)
@@ -90,10 +120,8 @@ def unpermute(
 
 def unpermute_reference(y_RD: torch.Tensor, indices: ExpertIndices) -> torch.Tensor:
     """:func:`unpermute` by indexing."""
-    used_TK = indices.slot_row_TK >= 0
-    rows_TKD = y_RD[indices.slot_row_TK.clamp(min=0)]
-    # where, not a product: a row that no slot uses may hold NaN.
-    rows_TKD = torch.where(used_TK[..., None], rows_TKD, 0)
+    # An absent row, -1, is the last one: zeros.
+    rows_TKD = F.pad(y_RD, (0, 0, 0, 1))[indices.slot_row_TK]
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     return rows_TKD.sum(1, dtype=wide).to(y_RD.dtype)
 
@@ -107,19 +135,18 @@ def _require_contiguous(kernel: str, rows: torch.Tensor) -> None:
 
 @torch.library.custom_op("moetrain::permute", mutates_args=())
 def _permute(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor
+    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK)
+    x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
     _copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
     return x_RD, weights_R
 
 
 @_permute.register_fake
 def _permute_fake(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor
+    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = slot_row_TK.numel()
-    return x_TD.new_empty(rows, x_TD.shape[1]), weights_TK.new_empty(rows)
+    return x_TD.new_empty(num_rows, x_TD.shape[1]), weights_TK.new_empty(num_rows)
 
 
 @torch.library.custom_op("moetrain::permute_backward", mutates_args=())
@@ -151,35 +178,48 @@ def _(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
     return y_RD.new_empty(slot_row_TK.shape[0], y_RD.shape[1])
 
 
-@torch.library.custom_op("moetrain::unpermute_backward", mutates_args=())
-def _unpermute_backward(d_y_TD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
-    d_y_RD = d_y_TD.new_empty(slot_row_TK.numel(), d_y_TD.shape[1])
-    _copy_to_rows(d_y_TD, slot_row_TK, d_y_RD)
-    return d_y_RD
+@torch.library.custom_op("moetrain::permute_tokens", mutates_args=())
+def _permute_tokens(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
+    x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    _copy_to_rows(x_TD, slot_row_TK, x_RD)
+    return x_RD
 
 
-@_unpermute_backward.register_fake
-def _(d_y_TD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
-    return d_y_TD.new_empty(slot_row_TK.numel(), d_y_TD.shape[1])
+@_permute_tokens.register_fake
+def _(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 
-def _save_slot_row(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[-1])
+def _save_copied(ctx, inputs, output) -> None:
+    *_, slot_row_TK, _ = inputs
+    ctx.save_for_backward(slot_row_TK)
+
+
+def _save_summed(ctx, inputs, output) -> None:
+    y_RD, slot_row_TK = inputs
+    ctx.save_for_backward(slot_row_TK)
+    ctx.num_rows = y_RD.shape[0]
 
 
 def _differentiate_permute(ctx, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor):
     (slot_row_TK,) = ctx.saved_tensors
     grads = _permute_backward(d_x_RD.contiguous(), d_weights_R.contiguous(), slot_row_TK)
-    return *grads, None
+    return *grads, None, None
+
+
+def _differentiate_permute_tokens(ctx, d_x_RD: torch.Tensor):
+    (slot_row_TK,) = ctx.saved_tensors
+    return _unpermute(d_x_RD.contiguous(), slot_row_TK), None, None
 
 
 def _differentiate_unpermute(ctx, d_y_TD: torch.Tensor):
     (slot_row_TK,) = ctx.saved_tensors
-    return _unpermute_backward(d_y_TD.contiguous(), slot_row_TK), None
+    return _permute_tokens(d_y_TD.contiguous(), slot_row_TK, ctx.num_rows), None
 
 
-_permute.register_autograd(_differentiate_permute, setup_context=_save_slot_row)
-_unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_slot_row)
+_permute.register_autograd(_differentiate_permute, setup_context=_save_copied)
+_permute_tokens.register_autograd(_differentiate_permute_tokens, setup_context=_save_copied)
+_unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
 
 
 def _copy_to_rows(
@@ -253,14 +293,21 @@ def _permute_inputs(
     return {
         "x_TD": torch.randn(case["T"], case["D"], device=device, generator=generator).to(dtype),
         "weights_TK": torch.rand(ids_TK.shape, device=device, generator=generator),
-        "indices": expert_indices_reference(ids_TK, case["E"]),
+        "indices": make_indices(case, ids_TK),
     }
+
+
+def _permute_tokens_inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Inputs:
+    inputs = _permute_inputs(case, device, dtype, generator)
+    return {"x_TD": inputs["x_TD"], "indices": inputs["indices"]}
 
 
 def _unpermute_inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> Inputs:
-    indices = expert_indices_reference(make_ids(case, device, generator), case["E"])
+    indices = make_indices(case, make_ids(case, device, generator))
     rows = indices.row_slot_R.shape[0]
     y_RD = torch.randn(rows, case["D"], device=device, generator=generator).to(dtype)
     y_RD[indices.row_slot_R < 0] = float("nan")
@@ -281,7 +328,7 @@ def _rows_cost(case: Case) -> tuple[Cost, Cost]:
 
 _CASES = tuple(
     dict(case) | {"D": width}
-    for case, width in zip(INDEX_CASES, (24, 1, 24, 16, 33, 8, 8, 8), strict=True)
+    for case, width in zip(INDEX_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
 )
 _BENCHES = (
     Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.8, "backward_fraction": 0.8}),
@@ -313,6 +360,25 @@ SPECS = (
         },
     ),
     KernelSpec(
+        name="permute_tokens",
+        fast=partial(permute_tokens, backend="triton"),
+        reference=permute_tokens_reference,
+        make_inputs=_permute_tokens_inputs,
+        cases=_CASES,
+        # The width of a token's routing; that of a token is the backward of unpermute.
+        benches=(Bench(INDEX_BENCH | {"D": 16}),),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
+        cost=_rows_cost,
+        differentiable=("x_TD",),
+        select=_used,
+        notes=_NOTES,
+        ops=(_permute_tokens, _unpermute),
+        bad_inputs={
+            r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
+            "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
+        },
+    ),
+    KernelSpec(
         name="unpermute",
         fast=partial(unpermute, backend="triton"),
         reference=unpermute_reference,
@@ -326,7 +392,7 @@ SPECS = (
             name: _used(inputs, (x,))[0] for name, x in grads.items()
         },
         notes=_NOTES,
-        ops=(_unpermute, _unpermute_backward),
+        ops=(_unpermute, _permute_tokens),
         bad_inputs={
             r"rows \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},
             "takes a contiguous": lambda i: i | {"y_RD": i["y_RD"].T.contiguous().T},
