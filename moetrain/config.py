@@ -11,19 +11,15 @@ TOML file itself. Those checks live where the thing is built and raise :class:`C
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
-from pydantic.fields import FieldInfo
 
 from moetrain.config_sources import (
-    ENV_PREFIX,
     ConfigError,
     Place,
     hint,
@@ -40,13 +36,14 @@ __all__ = [
     "Config",
     "ConfigError",
     "Place",
-    "format_help",
     "launched_place",
     "recipe_names",
     "user_cache_dir",
 ]
 
 DEFAULT_RECIPE = "debug"
+
+SavedName = Literal["dispatch", "attention", "experts", "linear"]
 
 
 class _Section(BaseModel):
@@ -185,6 +182,9 @@ class ParallelSection(_Section):
     """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
     cp: int = Field(default=1, gt=0)
     """Context parallel ranks."""
+    reshard_after_forward: bool = False
+    """Free a block's gathered parameters after its forward and gather them again, a block ahead,
+    for its backward: less memory for one gather more. activation.policy full always does so."""
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
     """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
     fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
@@ -194,9 +194,20 @@ class MoeSection(_Section):
     """Routing, balancing and dispatch of MoE layers."""
 
     dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
-    """How tokens reach their experts; auto: local where parallel.ep is 1, else alltoall."""
+    """How tokens reach their experts; auto: local where parallel.ep is 1, else deepep where it can
+    run, else alltoall."""
     deepep_num_sms: Literal["auto"] | int = "auto"
     """SMs DeepEP uses: auto, or an even number."""
+    dispatch_mode: Literal["exact", "static"] = "exact"
+    """How DeepEP sizes what a rank receives. exact: the host waits for the counts, once a layer in
+    the forward; static: for the most there can be, and nothing waits."""
+    static_capacity: float = Field(default=2.0, ge=1)
+    """Rows that static reserves for a rank's experts, as a multiple of an evenly loaded rank's. A
+    rank has many experts, whose loads even out: twice is rare. Less than all there can be (which is
+    parallel.ep, and reserves no more than that) may overflow; such a step is done again exactly."""
+    overlap_chunks: int = Field(default=1, ge=1)
+    """Parts that a rank's tokens are cut into, so that DeepEP moves one while the experts work on
+    another; 1: it moves all of them, then they work."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
@@ -229,7 +240,9 @@ class KernelsSection(_Section):
 
 
 class CompileSection(_Section):
-    """torch.compile."""
+    """torch.compile, a block at a time. The whole model as one graph does not work: FSDP's gathers
+    run a block ahead as asynchronous collectives, which cannot be traced. It also compiles longer
+    with every layer (16, aot_eager on a CPU: 15 s; blocks share one graph: 1 s)."""
 
     enabled: bool = False
     """Compile every transformer block with fullgraph=True (on a CPU this needs a C++ compiler)."""
@@ -238,8 +251,17 @@ class CompileSection(_Section):
 class ActivationSection(_Section):
     """What the forward pass keeps for the backward pass."""
 
-    policy: Literal["none", "full"] = "none"
-    """none: keep every activation; full: recompute each block in the backward pass."""
+    policy: Literal["none", "selective", "full"] = "none"
+    """none: keep every activation; selective: recompute each block in the backward pass, except
+    what activation.save names; full: recompute all of it (and gather its parameters again)."""
+    save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
+    """What selective keeps, with commas between: dispatch (what expert parallel ranks exchange),
+    attention (its output), experts (grouped products' pre-activations), linear (dense products)."""
+
+    @field_validator("save", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
 
 class CheckpointSection(_Section):
@@ -410,39 +432,14 @@ def launched_place() -> Place | None:
     return read_place(os.environ)
 
 
+def allocator_is_set() -> bool:
+    """Whether the user has told torch how to allocate device memory."""
+    return bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ))
+
+
 def user_cache_dir() -> Path:
     """The user's cache folder of moetrain: under XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetrain"
-
-
-def format_help() -> str:
-    """The text of ``--help``: usage, recipes, and every setting with its default and meaning."""
-    lines = [
-        "usage: python -m moetrain.train [RECIPE | FILE.toml] [--section.key value ...]",
-        "",
-        f"recipes: {', '.join(recipe_names())} (default: {DEFAULT_RECIPE})",
-        f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
-        "--dry_run prints the resolved config as JSON and exits; --help prints this",
-        "A recipe may set other values than the defaults shown here.",
-    ]
-    for name, field in Config.model_fields.items():
-        section = field.default
-        if not isinstance(section, _Section):
-            lines += ["", *_help_entry(name, field)]
-            continue
-        lines += ["", f"[{name}] {inspect.cleandoc(type(section).__doc__ or '')}"]
-        for key, sub in type(section).model_fields.items():
-            lines += _help_entry(f"{name}.{key}", sub)
-    return "\n".join(lines)
-
-
-def _help_entry(name: str, field: FieldInfo) -> list[str]:
-    kind = field.annotation
-    kind = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-    meaning = " ".join((field.description or "").split())
-    default = "unset" if field.default is None else json.dumps(field.default)
-    head = f"  --{name} ({kind}, default: {default})"
-    return [head, textwrap.fill(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
 def _settings() -> dict[str, bool]:

@@ -138,6 +138,8 @@ class Place(NamedTuple):
     """``host:port`` where the ranks meet."""
     error_file: str | None
     """What torch's launchers call this rank's report, ``FOLDER/RANK/error.json``; None: others."""
+    on_machine: int | None
+    """Processes of this machine; None: the launcher does not say."""
 
 
 SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
@@ -152,9 +154,10 @@ def read_place(variables: Mapping[str, str]) -> Place | None:
     if "RANK" in variables and "WORLD_SIZE" in variables:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         host, port = _text(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT")
-    # A batch script's own process has these variables too; with one task there is nobody to meet.
-    elif "SLURM_PROCID" in variables and variables.get("SLURM_NTASKS", "1") != "1":
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+    # Of a step, which srun starts: a batch script's own process has a SLURM_PROCID too, and nobody
+    # to meet, as a step of one task has not.
+    elif variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
         host = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
         if "MASTER_PORT" in variables:
             port = _number(variables, "MASTER_PORT")
@@ -164,7 +167,8 @@ def read_place(variables: Mapping[str, str]) -> Place | None:
         return None
     rank, local_rank, world_size = (_number(variables, name) for name in names)
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-    return Place(rank, local_rank, world_size, f"{host}:{port}", error_file)
+    on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
+    return Place(rank, local_rank, world_size, f"{host}:{port}", error_file, on_machine)
 
 
 def _first_slurm_host(variables: Mapping[str, str]) -> str:

@@ -24,13 +24,15 @@ def generate(
     max_len: int,
     temperature: float = 0.7,
     seed: int = 0,
+    multiple: int = 1,
     after_forward: Callable[[], None] = lambda: None,
 ) -> str:
     """``prompt`` (token ids) and up to ``num_tokens`` sampled after it, as text.
 
     The model sees the last ``max_len`` tokens; sampling stops at the end-of-document token. Token
-    ids that the tokenizer does not have are never sampled. ``after_forward`` is called after each
-    forward pass, with nothing of it needed any more.
+    ids that the tokenizer does not have are never sampled. The model's input is padded at its end
+    to a ``multiple`` of tokens, which no token before it sees. ``after_forward`` is called after
+    each forward pass, with nothing of it needed any more.
     """
     device = model.head_weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -39,10 +41,12 @@ def generate(
     # One row of a growing length would compile again and again.
     with torch.compiler.set_stance("force_eager"):
         for _ in range(num_tokens):
-            window = torch.tensor([ids[-max_len:]], device=device)
-            hidden_BSD, _ = model.backbone(window)
-            head_VD = model.head_weight[: tokenizer.vocab_size].to(hidden_BSD.dtype)
-            logits = (hidden_BSD[0, -1] @ head_VD.T).float().cpu()
+            window = ids[-max_len:]
+            last = len(window) - 1
+            window += [0] * (-len(window) % multiple)
+            hidden_BSD, _ = model.backbone(torch.tensor([window], device=device))
+            logits = model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
+            logits = logits[: tokenizer.vocab_size].float().cpu()
             after_forward()
             token = int(
                 torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -1,9 +1,9 @@
 """The training loss: sums over tokens divided by numbers of the whole global batch.
 
 Because every term is a sum over this micro-batch's tokens over a denominator that all
-micro-batches (and ranks) share, gradients add up to the global batch's gradient however it is
-split. The load-balancing term also needs the global expert counts before the first backward; see
-``moe.aux_loss_scope``.
+micro-batches (and ranks) share, losses and gradients add up to the global batch's however it is
+split: a step's loss is the sum of every rank's. The load-balancing term also needs the global
+expert counts before the first backward; see ``moe.aux_loss_scope``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.config import KernelsSection
 from moetrain.data.loader import Batch
-from moetrain.kernels import linear_cross_entropy_sum
 from moetrain.models import RoutingStats, Transformer, load_balancing_loss, router_z_loss
 
 
@@ -50,7 +48,6 @@ def micro_batch_loss(
     batch: Batch,
     sizes: GlobalBatch,
     coefficients: LossCoefficients,
-    kernels: KernelsSection,
     global_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> MicroLoss:
     """This micro-batch's share of the global batch's mean loss (0-d fp32 tensors).
@@ -60,7 +57,7 @@ def micro_batch_loss(
             whole global batch; None: this micro-batch's own are used, and its loss is weighted by
             its share of the tokens.
     """
-    cross_entropy, routing = cross_entropy_sum(model, batch, kernels, 1 / sizes.num_targets)
+    cross_entropy, routing = cross_entropy_sum(model, batch, 1 / sizes.num_targets)
     balance = z = cross_entropy.new_zeros(())
     if routing is not None:
         if global_counts is None:
@@ -82,7 +79,6 @@ def micro_batch_loss(
 def cross_entropy_sum(
     model: Transformer,
     batch: Batch,
-    kernels: KernelsSection,
     weight: torch.Tensor | float = 1.0,
 ) -> tuple[torch.Tensor, RoutingStats | None]:
     """``weight`` times the sum of the cross-entropy over the batch's targets (0-d fp32).
@@ -91,12 +87,11 @@ def cross_entropy_sum(
     """
     hidden_BSD, routing = model.backbone(batch.tokens_BS, batch.positions_BS, batch.cu_seqlens)
     targets_T = batch.targets_BS.flatten()
-    loss = linear_cross_entropy_sum(
+    loss = model.vocabulary.loss_sum(
         hidden_BSD.flatten(0, 1),
-        model.head_weight.to(hidden_BSD.dtype),
+        model.head_weight,
         targets_T,
         # In here rather than on the result: the gradients are then rounded once.
         torch.ones_like(targets_T, dtype=torch.float32) * weight,
-        backend=kernels.backend,
     )
     return loss.total, routing

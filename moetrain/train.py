@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, Place, format_help, launched_place
+from moetrain.config import Config, ConfigError, Place, launched_place
+from moetrain.config_help import format_help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

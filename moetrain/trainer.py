@@ -170,16 +170,14 @@ class Trainer:
         num_targets = torch.full((), targets, device=self.device)  # torch.tensor would wait
         tokens = sum(b.tokens_BS.numel() for b in batches)
         sizes = GlobalBatch(
-            self.world.sum(num_targets).clamp(min=1), tokens * self.world.dims.data_ranks
+            self.world.sum_rows(num_targets).clamp(min=1), tokens * self.world.dims.data_ranks
         )
         batches = [self.to_device(b) for b in batches]
         self.model.train()
         global_counts = self.count_experts(batches)
         losses = []
         for batch in batches:
-            loss = micro_batch_loss(
-                self.model, batch, sizes, self.coefficients, self.config.kernels, global_counts
-            )
+            loss = micro_batch_loss(self.model, batch, sizes, self.coefficients, global_counts)
             loss.total.backward()
             self.placed.finish_backward()
             losses.append(loss._replace(total=loss.total.detach()))
@@ -196,7 +194,7 @@ class Trainer:
             update_router_bias(self.model, self.world.sum(routing.counts_LE), rate)
         self.step += 1
         self.tokens += sizes.num_tokens
-        self.clock.count(tokens)
+        self.clock.count(sizes.num_tokens // self.world.size)
         return StepResult(loss, norm, skipped, balance, z, routing)
 
     def count_experts(self, batches: list[Batch]) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -242,18 +240,19 @@ class Trainer:
         self.model.eval()
         t, world = self.config.train, self.world
         batches = list(eval_batches(self.data.eval, t.micro_batch_size, t.eval_batches))
-        sums = torch.zeros(2, device=self.device)
+        sum_loss, targets = torch.zeros(2, device=self.device).unbind()
         for first in range(0, len(batches), world.dims.data_ranks):
             index = first + world.data_rank
             # Every rank takes part in every forward; the last ones may have nothing to count.
             batch = self.to_device(batches[min(index, len(batches) - 1)])
-            loss, _ = cross_entropy_sum(self.model, batch, self.config.kernels)
+            loss, _ = cross_entropy_sum(self.model, batch)
             self.placed.finish_backward()
             if index < len(batches):
-                sums += torch.stack([loss, (batch.targets_BS >= 0).sum()])
-        loss, targets = world.sum(sums).tolist()  # evaluation may wait for the device
+                sum_loss += loss
+                targets += (batch.targets_BS >= 0).sum()
+        loss = world.sum(sum_loss) / world.sum_rows(targets).clamp(min=1)
         self.evaluated_at = self.step
-        self.log.log(self.step, {"eval_loss": loss / max(1, targets)})
+        self.log.log(self.step, {"eval_loss": loss.item()})  # evaluation may wait for the device
         self.clock.start()
 
     def log_step(self, result: StepResult) -> None:
@@ -279,7 +278,7 @@ class Trainer:
     def world_routing(self, routing: RoutingStats) -> RoutingStats:
         """The statistics of all ranks together."""
         counts, probs, z, entropy = (self.world.sum(x) for x in routing[:4])
-        num_tokens = routing.num_tokens * self.world.dims.data_ranks
+        num_tokens = routing.num_tokens * self.world.dims.token_ranks
         return RoutingStats(counts, probs, z, entropy, num_tokens)
 
     def pause_clock(self) -> None:
@@ -337,6 +336,7 @@ class Trainer:
             t.sample_tokens,
             max_len=self.config.data.seq_len,
             seed=t.seed,
+            multiple=self.world.dims.tp,
             after_forward=self.placed.finish_backward,
         )
 
@@ -440,10 +440,6 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
-    if config.train.dtype == "float32" and device.type == "cuda" and arch.num_moe_layers:
-        raise ConfigError(
-            "train.dtype", "'float32' experts do not run on CUDA; use bfloat16, or train.device cpu"
-        )
     dispatcher, ep = config.moe.dispatcher, config.parallel.ep
     if dispatcher == "deepep":
         raise ConfigError("moe.dispatcher", "'deepep' is not in this version; use auto or alltoall")

@@ -2,22 +2,25 @@
 
     torchrun --nproc-per-node 4 scripts/bench_reduce.py
 
-First the error against an fp64 sum and whether a rerun gives the same bits, then milliseconds:
-median device time of a call, buffers ready. Sizes are bytes of one rank's whole bf16 input.
+First the errors against an fp64 sum and whether a rerun gives the same bits, then milliseconds:
+median device time of a call, buffers ready. A spin before each call hides the launches, as a busy
+queue does in training. Sizes are bytes of one rank's whole bf16 input.
 """
 
 import os
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moetrain.parallel.collectives import reduce_scatter_single, reduce_scatter_start
 
-SIZES_MIB = (16, 64, 256, 512)
+SIZES_MIB = (16, 64, 128, 256, 512)
 REPEATS = 20
+SPIN_CYCLES = 4_000_000  # about 2 ms, more than the longest call takes to launch
+
+Reduction = Callable[[], torch.Tensor]
 
 
 def main() -> None:
@@ -25,47 +28,68 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    group = dist.group.WORLD
     assert group is not None  # just made
-    if rank == 0:
-        print(f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print("MiB   ours ms  fp32 ms  bf16 ms  fp32/ours   error ours     fp32     bf16  rerun")
+    say(f"{group.size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    names = ("ours", "NCCL fp32", "NCCL bf16")
+    heads = "".join(f"{name:>11}" for name in names)
+    say("         " + "milliseconds".center(33) + "fp32".rjust(8) + "error".center(33))
+    say(f"MiB      {heads}{'/ ours':>8}{heads}  rerun")
     for mib in SIZES_MIB:
-        length = mib * 2**20 // 2 // world
-        generator = torch.Generator(device).manual_seed(rank)
-        chunks = torch.randn(world, length, device=device, generator=generator).bfloat16()
-        wide = chunks.float()
-        out, out_bf16 = torch.empty(length, device=device), chunks.new_empty(length)
-
-        def ours(chunks=chunks, out=out) -> torch.Tensor:
-            return reduce_scatter_start(
-                chunks, group, out_N=out, accumulate=False, mode="fp32_accum"
-            ).finish()
-
-        def fp32(wide=wide, out=out) -> torch.Tensor:
-            reduce_scatter_single(out, wide.view(-1), group=group)
-            return out
-
-        def bf16(chunks=chunks, out=out_bf16) -> torch.Tensor:
-            reduce_scatter_single(out, chunks.view(-1), group=group)
-            return out
-
+        chunks = random_chunks(mib, group, device)
+        functions = reductions(chunks, group)
         exact = exact_sum(chunks, group)
-        errors = [((f().double() - exact).norm() / exact.norm()).item() for f in (ours, fp32, bf16)]
-        same = torch.equal(ours().clone(), ours())
-        times = [milliseconds(f) for f in (ours, fp32, bf16)]
-        if rank == 0:
-            print(
-                f"{mib:4} {times[0]:8.3f} {times[1]:8.3f} {times[2]:8.3f} "
-                f"{times[1] / times[0]:9.2f}x {errors[0]:12.1e} {errors[1]:8.1e} {errors[2]:8.1e}"
-                f"  {'equal' if same else 'DIFFERS'}",
-                flush=True,
-            )
+        errors = [((f().double() - exact).norm() / exact.norm()).item() for f in functions]
+        same = all_equal(functions[0]().clone(), functions[0]())
+        times = [milliseconds(f) for f in functions]
+        say(
+            f"{mib:<9}"
+            + "".join(f"{ms:11.3f}" for ms in times)
+            + f"{times[1] / times[0]:7.2f}x"
+            + "".join(f"{error:11.1e}" for error in errors)
+            + f"{'equal' if same else 'DIFFER':>7}"
+        )
     dist.destroy_process_group()
 
 
+def say(line: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def random_chunks(mib: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """bf16 [W, N], other numbers on each rank."""
+    length = mib * 2**20 // 2 // group.size()
+    generator = torch.Generator(device).manual_seed(group.rank())
+    return torch.randn(group.size(), length, device=device, generator=generator).bfloat16()
+
+
+def reductions(
+    chunks: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[Reduction, Reduction, Reduction]:
+    """By ours, by NCCL in fp32, by NCCL in bf16."""
+    wide, out_bf16 = chunks.float(), chunks.new_empty(chunks.shape[1])
+    out = torch.empty_like(out_bf16, dtype=torch.float32)
+
+    def ours() -> torch.Tensor:
+        return reduce_scatter_start(
+            chunks, group, out_N=out, accumulate=False, mode="fp32_accum"
+        ).finish()
+
+    def fp32() -> torch.Tensor:
+        reduce_scatter_single(out, wide.view(-1), group=group)
+        return out
+
+    def bf16() -> torch.Tensor:
+        reduce_scatter_single(out_bf16, chunks.view(-1), group=group)
+        return out_bf16
+
+    return ours, fp32, bf16
+
+
 def exact_sum(chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's row of the sum, in fp64, a few ranks' chunks at a time."""
+    """This rank's row of the sum, in fp64."""
     arriving = torch.empty_like(chunks)
     dist.all_to_all_single(arriving, chunks, group=group)
     total = torch.zeros(chunks.shape[1], device=chunks.device, dtype=torch.float64)
@@ -74,12 +98,21 @@ def exact_sum(chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-def milliseconds(function: Callable[[], Any]) -> float:
+def all_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the two have the same bits on every rank."""
+    differ = torch.tensor(float(not torch.equal(a.view(torch.int32), b.view(torch.int32))))
+    differ = differ.to(a.device)
+    dist.all_reduce(differ)
+    return not differ.item()
+
+
+def milliseconds(function: Reduction) -> float:
     """Median over calls that all ranks begin together."""
     times = []
     for _ in range(REPEATS + 3):
         dist.barrier()
         torch.cuda.synchronize()
+        torch.cuda._sleep(SPIN_CYCLES)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         function()

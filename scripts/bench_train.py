@@ -16,6 +16,7 @@ appends to a JSONL.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -32,14 +33,17 @@ from moetrain.config import Config, launched_place
 from moetrain.launch import start_ranks
 from moetrain.metrics import peak_memory_gib
 from moetrain.parallel.world import num_processes
+from moetrain.run_control import garbage_collector_off
 from moetrain.trainer import Trainer
 
 WARMUP_STEPS = 4
 
 # What a kernel is for: the first pattern found in "<launching scopes> / <kernel name>".
 PARTS = (
-    ("FSDP", r"fsdp_"),
-    ("dispatch + combine", r"exchange_"),
+    ("FSDP", r"fsdp_.*nccl"),
+    ("FSDP casts + copies", r"fsdp_"),
+    ("dispatch + combine", r"exchange_|deepep_"),
+    ("tensor parallel", r"(gather|scatter)_tokens"),
     ("other communication", r"nccl"),
     ("head + loss", r"linear_cross_entropy|moetrain::scale"),
     ("experts", r"expert_mlp|grouped"),
@@ -49,7 +53,7 @@ PARTS = (
     ("optimizer", r"adam|Optimizer"),
     ("projections", r"gemm|nvjet|cutlass|::mm|cublas"),
 )
-COMMUNICATION = ("FSDP", "dispatch + combine", "other communication")
+COMMUNICATION = ("FSDP", "dispatch + combine", "tensor parallel", "other communication")
 
 
 def main() -> int:
@@ -63,7 +67,8 @@ def main() -> int:
     config = Config.load(args.recipe, settings)
     nproc = num_processes(config)
     if launched_place() is not None or nproc == 1:
-        row = bench(config, args.bench_steps)
+        with garbage_collector_off():  # as in a run
+            row = bench(config, args.bench_steps)
         if row is not None:
             print(report(row), flush=True)
             if args.results is not None:
@@ -81,11 +86,13 @@ def bench(config: Config, steps: int) -> dict[str, Any] | None:
     trainer = Trainer(config)
     losses = [trainer.train_step().loss for _ in range(WARMUP_STEPS)]
     wait(trainer)
-    start, tokens = time.perf_counter(), trainer.tokens
+    start, tokens, moments = time.perf_counter(), trainer.tokens, [mark(trainer.device)]
     for _ in range(steps):
         losses.append(trainer.train_step().loss)
+        moments.append(mark(trainer.device))
     wait(trainer)
     seconds = (time.perf_counter() - start) / steps
+    each = [seconds_between(*pair) for pair in itertools.pairwise(moments)]
     rate = (trainer.tokens - tokens) / steps / seconds / trainer.world.size
     breakdown = profile_step(trainer)
     row = {
@@ -96,13 +103,31 @@ def bench(config: Config, steps: int) -> dict[str, Any] | None:
         "tokens_per_second_per_device": rate,
         "tflops_per_device": rate * trainer.clock.flops_per_token / 1e12,
         "memory_gib": peak_memory_gib(trainer.device),
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "step_seconds": seconds,
+        "fastest_step_seconds": min(each),
+        "slowest_step_seconds": max(each),
         "first_loss": losses[0].item(),
         "last_loss": losses[-1].item(),
         "step_ms": breakdown,
     }
     trainer.world.leave()
     return row if trainer.world.is_main else None
+
+
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """This moment in the device's queue; on a CPU, which has none, the time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Between two of :func:`mark`, once the device has passed them."""
+    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3
 
 
 def wait(trainer: Trainer) -> None:
@@ -199,8 +224,10 @@ def report(row: dict[str, Any]) -> str:
     lines = [
         f"{row['hardware']}, torch {row['torch']}, commit {row['commit']}",
         f"{row['tokens_per_second_per_device']:,.0f} tokens/s/GPU  "
-        f"{row['tflops_per_device']:.0f} TFLOP/s/GPU  {row['memory_gib']:.1f} GiB  "
-        f"{row['step_seconds'] * 1e3:.1f} ms a step  "
+        f"{row['tflops_per_device']:.0f} TFLOP/s/GPU  {row['memory_gib']:.1f} GiB "
+        f"({row['reserved_gib']:.1f} reserved, {row['allocator_retries']} retries)  "
+        f"{row['step_seconds'] * 1e3:.1f} ms a step "
+        f"({row['fastest_step_seconds'] * 1e3:.1f} to {row['slowest_step_seconds'] * 1e3:.1f})  "
         f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}",
     ]
     step = row["step_ms"].get("step")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from moetrain.config import Config, ConfigError, format_help, recipe_names
+from moetrain.config import Config, ConfigError, recipe_names
+from moetrain.config_help import format_help
 from moetrain.train import main
 
 

@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moetrain.config import MoeSection
-from moetrain.kernels import Routed
+from moetrain.kernels import Backend, Routed
 from moetrain.models import Architecture, init_weights
 from moetrain.models.moe import MoE
-from moetrain.parallel.expert import AllToAllDispatcher
+from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.expert import ExpertParallelDispatcher, Received
 
-EXPERTS, WIDTH = 8, 16
+# More choices of a token than ranks in a world of 2, fewer in one of 4.
+EXPERTS, TOP_K, WIDTH = 8, 3, 16
 ARCH = Architecture(
     family="qwen3_moe",
     vocab_size=40,
@@ -30,17 +32,19 @@ ARCH = Architecture(
     head_dim=8,
     intermediate_size=24,
     num_experts=EXPERTS,
-    num_experts_per_token=3,
+    num_experts_per_token=TOP_K,
     moe_intermediate_size=12,
 )
 # Tokens of each rank.
 EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 100), (0, 5, 0, 0), (0, 0, 0, 0)
+FEW = (0, 7, 1, 3)  # for Triton's interpreter, which is slow
 # Where the router's choice of each expert goes instead; -1: nowhere.
 NATURAL = tuple(range(EXPERTS))
 ROUTINGS = {
     "natural": NATURAL,
     "one-hot": (5,) * EXPERTS,
     "first half empty": (4, 5, 6, 7) * 2,
+    "two experts of one rank": (4, 5) * 4,
     "some dropped": (0, -1, 2, -1, -1, 5, 6, 7),
     "all dropped": (-1,) * EXPERTS,
 }
@@ -71,7 +75,12 @@ def local_experts() -> slice:
     return slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
 
 
-def make_pair() -> Pair:
+def make_dispatcher(backend: Backend = "auto") -> ExpertParallelDispatcher:
+    transport = AllToAll(EXPERTS, dist.group.WORLD, backend)
+    return ExpertParallelDispatcher(EXPERTS, transport, backend)
+
+
+def make_pair(backend: Backend = "auto") -> Pair:
     layers = []
     for _ in range(2):
         layer = MoE(ARCH, MoeSection(), "auto")
@@ -81,7 +90,7 @@ def make_pair() -> Pair:
     mine = layers[1]
     for name, parameter in list(mine.experts.named_parameters()):
         setattr(mine.experts, name, nn.Parameter(parameter.detach()[local_experts()].clone()))
-    mine.dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    mine.dispatcher = make_dispatcher(backend)
     return Pair(*layers)
 
 
@@ -130,15 +139,22 @@ def check_eager() -> None:
                 check_step(pair, tokens, routing, seed, recompute)
 
 
+def check_kernels() -> None:
+    """The fast paths, in Triton's interpreter."""
+    pair = make_pair("triton")
+    for seed, routing in enumerate(ROUTINGS):
+        check_step(pair, FEW, routing, seed, recompute=False)
+
+
 def check_compiled() -> None:
-    for recompute in (False, True):
+    for recompute, backend in ((False, "auto"), (True, "auto"), (False, "triton")):
         torch._dynamo.reset()
-        pair = make_pair()
+        pair = make_pair(backend)
         counter = CompileCounterWithBackend("aot_eager")
         pair.mine.compile(fullgraph=True, backend=counter)
-        for step in range(10):
-            routing = list(ROUTINGS)[step % len(ROUTINGS)]
-            check_step(pair, UNEVEN, routing, step, recompute)
+        tokens = UNEVEN if backend == "auto" else FEW
+        for step, routing in enumerate(ROUTINGS):
+            check_step(pair, tokens, routing, step, recompute)
             assert counter.frame_count == 1, f"compiled again in step {step}, {routing}"
         assert not counters["graph_break"]
 
@@ -173,7 +189,7 @@ def check_waits() -> None:
 
 def check_empty_rank_under_inductor() -> None:
     """Inductor drops what computes nothing; a collective must stay, or the other ranks hang."""
-    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    dispatcher = make_dispatcher()
 
     @torch.compile(fullgraph=True)
     def round_trip(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor):
@@ -181,15 +197,16 @@ def check_empty_rank_under_inductor() -> None:
         return dispatcher.combine(rows.x_RD * rows.weights_R[:, None], rows.ctx)
 
     tokens = 3 * dist.get_rank()
-    x_TD = torch.randn(tokens, WIDTH, requires_grad=True)
-    ids_TK = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2)
-    round_trip(x_TD, ids_TK, torch.full((tokens, 2), 0.75)).sum().backward()
-    assert torch.equal(x_TD.grad, torch.full_like(x_TD, 1.5))
+    for shift in range(3):
+        x_TD = torch.randn(tokens, WIDTH, requires_grad=True)
+        ids_TK = (torch.arange(2 * tokens, dtype=torch.int32) + shift).view(tokens, 2)
+        round_trip(x_TD, ids_TK, torch.full((tokens, 2), 0.75)).sum().backward()
+        assert torch.equal(x_TD.grad, torch.full_like(x_TD, 1.5))
 
 
 def check_interleaved() -> None:
     """Two calls in flight do not disturb each other; bf16 rows stay bf16, weights fp32."""
-    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    dispatcher = make_dispatcher()
     first, second = torch.randn(4, WIDTH).bfloat16(), torch.randn(9, WIDTH).bfloat16()
     calls = []
     for x_TD in (first, second):
@@ -201,16 +218,62 @@ def check_interleaved() -> None:
         assert torch.equal(dispatcher.combine(rows.x_RD, rows.ctx), x_TD)
 
 
+def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:
+    """A token arrives once at each rank that it chose, whole, and comes back as often."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    transport = AllToAll(EXPERTS, dist.group.WORLD)
+    compiled = torch.compile(transport.dispatch, fullgraph=True, backend=backend)
+    tokens = [0, 40, 1, 33][:world]
+    part = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    for seed, dispatch in enumerate((transport.dispatch, compiled, compiled)):
+        generator = torch.Generator().manual_seed(seed)
+        x_TD = torch.randn(sum(tokens), WIDTH, generator=generator).to(device, dtype)
+        ids_TK = torch.randint(-1, EXPERTS, (sum(tokens), TOP_K), generator=generator)
+        ids_TK = ids_TK.to(device, torch.int32)
+        weights_TK = torch.rand(ids_TK.shape, generator=generator).to(device)
+        local = local_experts()
+        is_here_TK = (ids_TK >= local.start) & (ids_TK < local.stop)
+        arriving = is_here_TK.any(1)  # source rank, then token: the order of the whole batch
+
+        mine = weights_TK[part].clone().requires_grad_()
+        got: Received = dispatch(x_TD[part].contiguous(), ids_TK[part].contiguous(), mine)
+        assert torch.equal(got.x_SD, x_TD[arriving])
+        want_SK = torch.where(is_here_TK, ids_TK - local.start, -1)[arriving]
+        assert torch.equal(got.ids_SK, want_SK)
+        assert got.ids_SK.dtype == torch.int32
+        used_SK = want_SK >= 0
+        assert torch.equal(got.weights_SK[used_SK], weights_TK[arriving][used_SK])
+        assert got.num_rows == used_SK.sum()
+
+        ranks_TW = (ids_TK // (EXPERTS // world))[..., None] == torch.arange(world, device=device)
+        copies_TW = ranks_TW.any(1)[part]
+        sent_W, received_W = got.handle[-2:]
+        assert sent_W.tolist() == copies_TW.sum(0).tolist()
+        assert received_W.tolist() == [int(x.sum()) for x in arriving.split(tokens)]
+
+        got.weights_SK.backward((got.ids_SK + local.start) * used_SK)
+        assert torch.equal(mine.grad, ids_TK[part].clamp(min=0).float())
+        y_TD = transport.combine(got.x_SD.detach(), got.handle)
+        assert torch.equal(y_TD, (x_TD[part].float() * copies_TW.sum(1)[:, None]).to(dtype))
+
+
 def check_errors() -> None:
     with pytest.raises(ValueError, match=rf"7 experts .* {dist.get_world_size()} expert parallel"):
-        AllToAllDispatcher(7, dist.group.WORLD)
+        AllToAll(7, dist.group.WORLD)
+    with pytest.raises(ValueError, match=rf"7 experts .* {dist.get_world_size()} expert parallel"):
+        ExpertParallelDispatcher(7, AllToAll(EXPERTS, dist.group.WORLD))
 
 
 def check_everything() -> None:
+    # Fills fresh memory with NaN: nothing may come of rows past the counts.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
     check_eager()
+    check_kernels()
     check_compiled()
     check_waits()
     check_interleaved()
+    check_transport("cpu", "aot_eager", torch.float32)
     check_errors()
 
 
@@ -221,3 +284,10 @@ def test_expert_parallel(world):
 
 def test_empty_rank_under_inductor():
     spawn(2, check_empty_rank_under_inductor, timeout=180.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_transport_on_gpus(world):
+    arguments = ("cuda", "inductor", torch.bfloat16)
+    spawn(world, check_transport, *arguments, device_type="cuda", timeout=180.0)

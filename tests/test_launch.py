@@ -241,7 +241,13 @@ TORCHRUN = {
     "MASTER_ADDR": "host",
     "MASTER_PORT": "1234",
 }
-SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1234567"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_ID": "1234567",
+}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}  # without srun
 
 
 @pytest.mark.parametrize(
@@ -257,11 +263,11 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_
     ],
 )
 def test_the_place_that_a_launcher_gave(variables, address):
-    assert read_place(variables) == Place(5, 1, 8, address, None)
+    assert read_place(variables) == Place(5, 1, 8, address, None, None)
 
 
 @pytest.mark.parametrize(
-    "variables", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0"}, SLURM | {"SLURM_NTASKS": "1"}]
+    "variables", [{}, {"RANK": "0"}, BATCH_SCRIPT, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}]
 )
 def test_a_process_alone(variables):
     assert read_place(variables) is None
@@ -273,7 +279,7 @@ def test_a_process_alone(variables):
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({**TORCHRUN, "LOCAL_RANK": "one"}, "LOCAL_RANK"),
         (SLURM, "SLURM_LAUNCH_NODE_IPADDR"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n"}, "SLURM_JOB_ID"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "n"}, "SLURM_JOB_ID"),
     ],
 )
 def test_half_a_launcher_is_an_error(variables, name):

@@ -12,6 +12,7 @@ from moetrain.models.moe import (
     update_router_bias,
 )
 from moetrain.models.presets import PRESETS, resolve_architecture
+from moetrain.models.recompute import set_recomputation
 from moetrain.models.registry import build_model, find_family
 from moetrain.models.transformer import (
     Transformer,
@@ -40,5 +41,6 @@ __all__ = [
     "resolve_architecture",
     "router_z_loss",
     "save_hf",
+    "set_recomputation",
     "update_router_bias",
 ]

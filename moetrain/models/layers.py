@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels import AttentionMask, attention
 from moetrain.models.architecture import Architecture
+from moetrain.models.vocabulary import Vocabulary
 
 
 class RMSNorm(nn.Module):
@@ -53,14 +54,14 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of ``weight`` [V, D], in the parameter's dtype."""
+    """Rows of ``weight`` [V, D], in the parameter's dtype, looked up by a ``Vocabulary``."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
 
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_BS, self.weight)
+    def forward(self, tokens_BS: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+        return vocabulary.embed(tokens_BS, self.weight)
 
 
 class Rotation(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moetrain.config import KernelsSection
@@ -23,6 +22,7 @@ from moetrain.kernels import attention_mask
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
 from moetrain.models.moe import RouterStats, RoutingStats
+from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 
 
 class Transformer(nn.Module):
@@ -32,6 +32,7 @@ class Transformer(nn.Module):
         compute_dtype: dtype of the activations; None: the embedding's own.
         recompute: whether the backward pass recomputes each block instead of keeping what it needs.
         run_block: how a block is called, ``run_block(block, *inputs)``; sharding wraps it.
+        vocabulary: how the embedding's and the head's matrices are used; sharding replaces it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Transformer(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.recompute = False
         self.run_block: Callable[..., Any] = _call
+        self.vocabulary: Vocabulary = WholeVocabulary(kernels.backend)
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)
         self.rope = RotaryEmbedding(arch)
         self.layers = nn.ModuleList(blocks)
@@ -58,7 +60,7 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Logits [B, S, V] in the compute dtype; arguments as in :meth:`backbone`."""
         hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
-        return F.linear(hidden_BSD, self.head_weight.to(hidden_BSD.dtype))
+        return self.vocabulary.logits(hidden_BSD, self.head_weight)
 
     def backbone(
         self,
@@ -93,7 +95,7 @@ class Transformer(nn.Module):
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         rotation = self.rope(positions_BS)
-        x_BSD = self.embed(tokens_BS)
+        x_BSD = self.embed(tokens_BS, self.vocabulary)
         x_BSD = x_BSD.to(self.compute_dtype or x_BSD.dtype)
         layer_stats: list[RouterStats] = []
         for block, window in zip(self.layers, windows, strict=True):
@@ -107,7 +109,8 @@ class Transformer(nn.Module):
                 x_BSD, stats = self.run_block(block, *inputs)
             if stats is not None:
                 layer_stats.append(stats)
-        return self.norm(x_BSD), _stack(layer_stats, num_tokens=batch * seq_len)
+        routing = _stack(layer_stats, num_tokens=x_BSD.shape[0] * x_BSD.shape[1])
+        return self.norm(x_BSD).view(batch, seq_len, -1), routing
 
 
 def _call(block: nn.Module, *inputs: Any) -> Any:

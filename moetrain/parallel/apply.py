@@ -1,9 +1,11 @@
 """Spread one model over a world of ranks; the order is the same for every model and layout.
 
-plan -> sharded parameters -> values -> dispatchers -> compile -> gathers around the units
+plan -> sharded parameters -> tensor parallel layers -> dispatchers -> gathers around the units ->
+values -> recomputation -> compile
 
 What the model is stays single-device math: it gets DTensors for parameters, another dispatcher in
-its MoE layers, and another way to call a block.
+its MoE layers, another vocabulary, hooks around its attention and dense MLPs, and another way to
+call a block.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from moetrain.models import (
     initial_value,
     load_weights,
     save_hf,
+    set_recomputation,
 )
 from moetrain.models.hf import resolve
 from moetrain.models.moe import MoE
-from moetrain.parallel.expert import AllToAllDispatcher
+from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.expert import ExpertParallelDispatcher
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.placed import Placed, ShardedModel, WholeModel
 from moetrain.parallel.shard import shard_model
+from moetrain.parallel.tensor import TokenParts, gather_after, split_layers
+from moetrain.parallel.vocabulary import ShardedVocabulary
 from moetrain.parallel.world import World
 
 
@@ -49,13 +55,22 @@ def parallelize(
     fsdp = shard_model(
         model, plan, units, meshes, device=device, dtype=dtype, mode=config.parallel.reduce
     )
+    if meshes.dims.tp > 1:
+        group = meshes.dense.get_group("tp")
+        parts = TokenParts.of(group)
+        split_layers(model.layers, parts)
+        gather_after(model.norm, parts)
+        model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
     if meshes.dims.ep > 1:
         group = meshes.expert_parameters.get_group("ep")
+        experts, backend = model.arch.num_experts, config.kernels.backend
+        transport = AllToAll(experts, group, backend)
         for module in model.modules():
             if isinstance(module, MoE):
-                module.dispatcher = AllToAllDispatcher(
-                    model.arch.num_experts, group, config.kernels.backend
-                )
+                module.dispatcher = ExpertParallelDispatcher(experts, transport, backend)
+    # Recomputed blocks gather their parameters again by themselves.
+    recomputes = config.activation.policy == "full"
+    fsdp.reshard = config.parallel.reshard_after_forward and not recomputes
     model.run_block = fsdp.run
     # The embedding and the head stay open until the backward is over: a tied head is the
     # embedding's matrix, and the loss reads the head's outside its module.
@@ -89,7 +104,7 @@ def place_model(config: Config, arch: Architecture, world: World) -> tuple[Trans
         folder = resolve(path, is_downloader=world.is_first_on_machine, barrier=world.wait)
         load_weights(model, folder, write)
     model.compute_dtype = dtype
-    model.recompute = config.activation.policy == "full"
+    set_recomputation(model, config.activation)
     if config.compile.enabled:
         compile_blocks(model)
     return model, placed

@@ -13,7 +13,10 @@ The functional :func:`reduce_scatter` and :func:`all_gather`, whose backward it 
 the compiler; they name their group by a string, because a compiled graph holds no objects.
 
 Left out on purpose: padding (every rank gives rows of one length) and cutting long tensors into
-buckets (any length is one call).
+buckets (any length is one call). Tried and not kept: reading the rows out of the other GPUs'
+symmetric memory while adding them. On four H200s, the best of 24 launch settings against the
+all-to-all: 0.075 and 0.075 ms at 16 MiB, 0.219 and 0.209 at 64, 1.433 and 1.471 at 512, for 256 MiB
+of buffers.
 
 Legend: W ranks of the group, N elements of one rank's row.
 """
@@ -47,9 +50,11 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
-def all_gather_start(x_N: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """``x_WN`` (every rank's ``x_N``, in rank order) and the work that fills it."""
-    x_WN = x_N.new_empty(group.size(), x_N.shape[0])
+def all_gather_start(
+    x_N: torch.Tensor, group: dist.ProcessGroup, out_WN: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dist.Work]:
+    """``x_WN`` (every rank's ``x_N``, in rank order; ``out_WN``) and the work that fills it."""
+    x_WN = x_N.new_empty(group.size(), x_N.shape[0]) if out_WN is None else out_WN
     # Flat, because gloo does not stack.
     return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)
 

@@ -14,8 +14,9 @@ it before the block begins; outside, it runs a block ahead, and the compiled blo
 tensors, so no hook breaks its graph.
 
 What is gathered stays until the backward has used it: with experts sharded over expert parallel
-ranks it is small (38 MB a layer for Qwen3-30B-A3B). Under full recomputation it is freed after the
-block and gathered again by the recomputed forward, a block ahead as well.
+ranks it is small (38 MB a layer for Qwen3-30B-A3B). With ``reshard`` it is freed after the block
+and gathered again for its backward (:mod:`moetrain.parallel.reshard`). Under full recomputation it
+is freed too, and the recomputed forward gathers it; both run a block ahead in the backward as well.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,10 @@ from moetrain.parallel.collectives import (
     all_gather_start,
     reduce_scatter_start,
 )
+from moetrain.parallel.reshard import Loan, Memory
+
+Gathering = tuple[torch.Tensor, dist.Work | None]
+"""A gather under way: its output [W, N], and what to wait for."""
 
 
 @dataclass
@@ -72,35 +77,50 @@ class Bucket:
     group: dist.ProcessGroup
     shard_N: torch.Tensor
     gradient_N: torch.Tensor
-    replicas: Sequence[dist.ProcessGroup]
-    """Groups over which this shard's gradient is still to be summed."""
-    copies: int
-    """Ranks of the world that hold this very shard."""
+    replicas: dist.ProcessGroup | None
+    """Ranks that hold this very shard, over which its gradient is still to be summed."""
     dtype: torch.dtype
     """What it is gathered in."""
     has_gradient: bool = False
-    gathering: tuple[torch.Tensor, dist.Work | None] | None = None
-    """A gather under way: its output, and what to wait for."""
+    gathering: Gathering | None = None
+    """A gather under way, for the next forward."""
     reducing: PendingReduce | None = None
     """A reduction under way."""
 
-    def start_gather(self) -> None:
-        """Begin the all-gather, unless one is under way."""
-        if self.gathering is not None:
-            return
-        shard_N = self.shard_N.to(self.dtype)
-        if self.group.size() == 1:
-            self.gathering = shard_N[None], None
-        else:
-            self.gathering = all_gather_start(shard_N, self.group)
+    @property
+    def rows_are_views(self) -> bool:
+        """Whether full parameters are views of the gathered buffer; else they are copies."""
+        return len(self.members) == 1 or self.group.size() == 1
 
-    def finish_gather(self) -> list[torch.Tensor]:
+    @property
+    def is_never_sharded(self) -> bool:
+        """Whether the gathered buffer is the shard itself."""
+        return self.group.size() == 1 and self.dtype == self.shard_N.dtype
+
+    def begin_gather(self, out_WN: torch.Tensor | None = None) -> Gathering:
+        """The all-gather, into ``out_WN`` or a buffer of its own."""
+        shard_N = self.shard_N.to(self.dtype)
+        if self.group.size() > 1:
+            return all_gather_start(shard_N, self.group, out_WN)
+        return (shard_N[None] if out_WN is None else out_WN.copy_(shard_N)), None
+
+    def start_gather(self) -> None:
+        """Begin the next forward's all-gather, unless it is under way."""
+        if self.gathering is None:
+            self.gathering = self.begin_gather()
+
+    def finish_gather(self) -> Gathered:
         """The full parameters, in the order of ``members``."""
         assert self.gathering is not None  # start_gather came first
-        (gathered_WN, work), self.gathering = self.gathering, None
+        (whole_WN, work), self.gathering = self.gathering, None
         if work is not None:
             work.wait()
-        return [_rows(gathered_WN, m) for m in self.members]
+        rows = self.rows(whole_WN)
+        return Gathered(rows, None if self.is_never_sharded else Memory(self, whole_WN, rows))
+
+    def rows(self, whole_WN: torch.Tensor) -> list[torch.Tensor]:
+        """The full parameters out of the gathered buffer."""
+        return [_rows(whole_WN, member) for member in self.members]
 
     def start_reduce(self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode) -> None:
         """Begin to sum the full parameters' gradients over the group."""
@@ -117,11 +137,18 @@ class Bucket:
         self.reducing = None
 
 
+class Gathered(NamedTuple):
+    """A bucket's full parameters, and the memory that they lie in (None: the parameters' own)."""
+
+    rows: list[torch.Tensor]
+    memory: Memory | None
+
+
 def _rows(gathered_WN: torch.Tensor, member: Member) -> torch.Tensor:
-    """One full parameter out of a gathered bucket: a view if the bucket has but one member."""
+    """One full parameter out of a gathered bucket: see ``Bucket.rows_are_views``."""
     shard_WN = gathered_WN[:, member.start : member.start + member.numel]
-    numbers = member.shape.numel()
-    return shard_WN.reshape(-1)[:numbers].view(member.shape)  # cuts the last ranks' padding
+    numbers = member.shape.numel()  # cuts the last ranks' padding
+    return shard_WN.contiguous().view(-1)[:numbers].view(member.shape)
 
 
 def _chunks(
@@ -166,12 +193,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.start_gather()
 
-    def gather(self) -> list[torch.Tensor]:
+    def gather(self) -> list[Gathered]:
         """Full parameters, detached; the neighbour's gather starts behind this one."""
         self.start_gather()
-        full = [tensor for bucket in self.buckets for tensor in bucket.finish_gather()]
+        gathered = [bucket.finish_gather() for bucket in self.buckets]
         self.fsdp.prefetch(self)
-        return full
+        return gathered
 
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
         """Let the modules hold ``full`` in place of their DTensors."""
@@ -193,7 +220,7 @@ class Unit:
             self.swap_out()
 
 
-class _Gather(torch.autograd.Function):
+class _HandOut(torch.autograd.Function):
     """Hands out a unit's full parameters; its backward reduces their gradients into the shards.
 
     The shards' gradients do not flow through autograd: they are summed in fp32 into buffers that
@@ -201,27 +228,34 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, unit: Unit, gathered: Sequence[Gathered]
+    ) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        return tuple(unit.gather())
+        return tuple(row for bucket in gathered for row in bucket.rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.unit.fsdp.reduce(ctx.unit, gradients)
-        return None, None
+        return None, None, None
 
 
 class FSDP:
-    """The units of one model in forward order, and the collectives under way between them."""
+    """The units of one model in forward order, and the collectives under way between them.
+
+    ``reshard``: whether a block's full parameters are away between its forward and its backward.
+    """
 
     def __init__(self, mode: ReduceMode) -> None:
         self.mode: ReduceMode = mode
+        self.reshard = False
         self.units: list[Unit] = []
         self.unit_of: dict[nn.Module, Unit] = {}
         self._reducing: list[Bucket] = []
         self._anchor: torch.Tensor | None = None
         self._in_backward = False
+        self._last_loan: Loan | None = None
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module]) -> None:
         """Append the unit of ``modules``; units are added in the order their forwards run."""
@@ -235,12 +269,12 @@ class FSDP:
         for unit in self.units:
             yield from unit.members
 
-    def full_parameters(self, unit: Unit) -> list[torch.Tensor]:
-        """The unit's full parameters, differentiable."""
+    def full_parameters(self, unit: Unit, gathered: Sequence[Gathered]) -> list[torch.Tensor]:
+        """What ``unit`` has gathered, differentiable."""
         if self._anchor is None:
             device = unit.buckets[0].shard_N.device
             self._anchor = torch.zeros((), device=device, requires_grad=True)
-        return list(_Gather.apply(self._anchor, unit))
+        return list(_HandOut.apply(self._anchor, unit, gathered))
 
     def prefetch(self, unit: Unit) -> None:
         """Begin the gather of the unit that will be asked for next."""
@@ -252,13 +286,22 @@ class FSDP:
     def run(self, block: nn.Module, *inputs: Any) -> Any:
         """``block(*inputs)`` with its full parameters."""
         unit = self.unit_of[block]
-        with unit.swapped(self.full_parameters(unit)):
-            return block(*inputs)
+        gathered = unit.gather()
+        with unit.swapped(self.full_parameters(unit, gathered)):
+            outputs = block(*inputs)
+        if not self.reshard or not torch.is_grad_enabled():
+            return outputs
+        # The last block's backward comes next: what it holds stays.
+        stays = unit.index == len(self.units) - 2
+        memories = [] if stays else [g.memory for g in gathered if g.memory is not None]
+        self._last_loan = Loan(memories, unit.index, self._last_loan)
+        self._last_loan.close()
+        return self._last_loan.wrap(outputs)
 
     def open(self, module: nn.Module, inputs: Any = None) -> None:
         """Let the unit of ``module`` hold full parameters until :meth:`finish_backward`."""
         unit = self.unit_of[module]
-        unit.swap_in(self.full_parameters(unit))
+        unit.swap_in(self.full_parameters(unit, unit.gather()))
 
     @record_function("fsdp_reduce")
     def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -281,7 +324,7 @@ class FSDP:
     def finish_backward(self) -> None:
         """End of a micro-batch: every reduction is done, every module holds its DTensors again."""
         self._finish_reductions()
-        self._in_backward = False
+        self._in_backward, self._last_loan = False, None
         for unit in self.units:
             unit.swap_out()
 
@@ -291,8 +334,8 @@ class FSDP:
             for bucket in unit.buckets:
                 if not bucket.has_gradient:  # nothing used these parameters in this step
                     bucket.gradient_N.zero_()
-                for group in bucket.replicas:
-                    dist.all_reduce(bucket.gradient_N, group=group)
+                if bucket.replicas is not None:
+                    dist.all_reduce(bucket.gradient_N, group=bucket.replicas)
                 for member in bucket.members:
                     rows = bucket.gradient_N[member.start :][: member.local.numel()]
                     gradient = rows.view(member.local.shape)
@@ -310,8 +353,12 @@ class FSDP:
     def squared_norm(self) -> torch.Tensor:
         """Squared 2-norm of all gradients over the world (fp32 scalar on the device)."""
         buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        norms = [torch.linalg.vector_norm(b.gradient_N) / b.copies**0.5 for b in buckets]
-        total = torch.stack(norms).square().sum()
+        squares = [
+            torch.linalg.vector_norm(b.gradient_N).square()
+            / (1 if b.replicas is None else b.replicas.size())
+            for b in buckets
+        ]
+        total = torch.stack(squares).sum()
         dist.all_reduce(total)
         return total
 

@@ -9,7 +9,8 @@ expert axes regroup the same order. Worked example, 8 ranks::
 
     dp_replicate 2, dp_shard 2, tp 2    [[[0 1] [2 3]] [[4 5] [6 7]]]
     dp_replicate 2, efsdp 1, ep 4       [[[0 1 2 3]] [[4 5 6 7]]]
-    rank 2's groups: tp 2 3, fsdp 0 2, ep 0 1 2 3, efsdp 2, dp_replicate 2 6, data 0 2 4 6
+    rank 2's groups: tp 2 3, fsdp 0 2, ep 0 1 2 3, efsdp 2, dp_replicate 2 6, data 0 2 4 6,
+                     tokens 0 1 2 3 4 5 6 7
 
 Axes that cut the world the same way share one communicator.
 
@@ -33,7 +34,6 @@ EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 NOT_YET = {
     "pp": "pipeline parallelism",
     "cp": "context parallelism",
-    "tp": "tensor parallelism",
 }
 """Axes whose meshes are here and whose use is not; removing a line admits the axis."""
 
@@ -106,6 +106,11 @@ class ParallelDims:
         """Parts a global batch is cut into: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def token_ranks(self) -> int:
+        """Parts the tokens of a global batch are cut into: every rank of a stage."""
+        return self.dp_replicate * self.sharding_ranks
+
     def describe(self) -> str:
         """``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in DENSE_AXES)
@@ -121,7 +126,10 @@ class ParallelDims:
             raise ConfigError(
                 "parallel.ep", f"{self.ep} {where}, but {arch.family} has no experts; use 1"
             )
-        for axis, name in (("ep", "num_experts"), ("tp", "num_heads"), ("tp", "num_kv_heads")):
+        divided = [("ep", "num_experts"), ("tp", "num_heads"), ("tp", "num_kv_heads")]
+        if arch.num_moe_layers < arch.num_layers:
+            divided.append(("tp", "intermediate_size"))
+        for axis, name in divided:
             degree, count = getattr(self, axis), getattr(arch, name)
             if count % degree:
                 raise ConfigError(
@@ -139,12 +147,17 @@ class Meshes:
     """Every rank: (pp, dp_replicate, dp_shard, cp, tp)."""
     expert: DeviceMesh
     """The same ranks: (pp, dp_replicate, efsdp, ep)."""
-    dense_parameters: DeviceMesh
+    split_parameters: DeviceMesh
     """This stage's ranks: (dp_replicate, tp, fsdp); fsdp is dp_shard x cp, and cuts last."""
+    shared_parameters: DeviceMesh
+    """The same, where tensor parallel ranks use one value: (dp_replicate, one, fsdp), with their
+    ranks in fsdp. Each sees other tokens or heads, and FSDP's reduction adds up their gradients."""
     expert_parameters: DeviceMesh
     """This stage's ranks: (dp_replicate, ep, efsdp)."""
     data: dist.ProcessGroup
     """Ranks with different rows: dp_replicate x dp_shard; this rank takes part ``data.rank()``."""
+    tokens: dist.ProcessGroup
+    """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -155,15 +168,18 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     dense_ranks = torch.arange(dims.world_size).view([getattr(dims, name) for name in DENSE_AXES])
     expert_ranks = dense_ranks.view([getattr(dims, name) for name in EXPERT_AXES])
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
+    shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
     return Meshes(
         dims,
         groups.mesh(dense_ranks, DENSE_AXES),
         groups.mesh(expert_ranks, EXPERT_AXES),
         groups.stage_mesh(fsdp_ranks, ("dp_replicate", "tp", "fsdp")),
+        groups.stage_mesh(shared_ranks, ("dp_replicate", "one", "fsdp")),
         groups.stage_mesh(efsdp_ranks, ("dp_replicate", "ep", "efsdp")),
         # The ranks that differ in dp_replicate and dp_shard alone, flattened to one axis.
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
+        groups.group(dense_ranks.flatten(1), 1),
         groups.distinct(),
     )
 

@@ -6,6 +6,7 @@ own ``part`` of a parameter (or of its optimizer state), and the ``whole`` that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -103,7 +104,12 @@ class ShardedModel:
         if member.model_axis is None:
             return whole
         group, dim = member.model_axis
-        return torch.cat(_gather(whole.flatten(), group).view(-1, *whole.shape).unbind(), dim)
+        size = member.parameter.shape[dim]
+        whole = whole.movedim(dim, 0)
+        padded = whole.new_zeros(math.ceil(size / group.size()), *whole.shape[1:])
+        padded[: whole.shape[0]] = whole
+        rows = _gather(padded.flatten(), group).view(-1, *padded.shape[1:])
+        return rows[:size].movedim(0, dim).contiguous()
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.members[name].cut] if whole.ndim else whole

@@ -2,7 +2,7 @@
 
 A family exports patterns (shell-style, over dotted parameter names) and styles:
 
-    replicate  whole on every tensor-parallel rank
+    replicate  one value on every tensor-parallel rank
     fp32       the same, and gathered in fp32: for what is computed in fp32 whatever the dtype
     colwise    rows (output features) split over tensor-parallel ranks
     rowwise    columns (input features) split over tensor-parallel ranks

@@ -3,9 +3,9 @@
 The order, the same for every model: match the plan, lay each parameter out as a DTensor over its
 mesh, give each unit flat fp32 buffers, draw or load values, wrap the units' forwards.
 
-A parameter is cut twice, both times along whole rows: first over tensor (or expert) parallel ranks
-by its style, then its first dim over FSDP ranks in equal pieces, the last ones shorter or empty
-(``torch.chunk``'s rule, which is DTensor's).
+A parameter is cut twice: first over tensor (or expert) parallel ranks by its style, then its first
+dim over FSDP ranks; both times in equal pieces, the last ones shorter or empty (``torch.chunk``'s
+rule, which is DTensor's).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -44,18 +44,22 @@ class Layout:
         Returns the shape that the FSDP gather gives, the part of the whole parameter that this rank
         holds, and the rows of the padded shard.
         """
-        gathered, cut = list(shape), [slice(0, size) for size in shape]
+        cut = [slice(0, size) for size in shape]
         placement = STYLES[self.style]
         if isinstance(placement, Shard):
-            dim, ranks, rank = placement.dim, self.mesh.size(1), self.mesh.get_local_rank(1)
-            gathered[dim] = shape[dim] // ranks  # divisibility is ParallelDims' check
-            cut[dim] = slice(rank * gathered[dim], (rank + 1) * gathered[dim])
-        ranks, rank = self.mesh.size(2), self.mesh.get_local_rank(2)
-        padded = math.ceil(gathered[0] / ranks)
-        first = cut[0].start
-        start, stop = (min(r * padded, gathered[0]) for r in (rank, rank + 1))
-        cut[0] = slice(first + start, first + stop)
-        return torch.Size(gathered), tuple(cut), padded
+            dim = placement.dim
+            cut[dim] = chunk_of(shape[dim], self.mesh.size(1), self.mesh.get_local_rank(1))
+        gathered = torch.Size(part.stop - part.start for part in cut)
+        first, ranks = cut[0].start, self.mesh.size(2)
+        rows = chunk_of(gathered[0], ranks, self.mesh.get_local_rank(2))
+        cut[0] = slice(first + rows.start, first + rows.stop)
+        return gathered, tuple(cut), math.ceil(gathered[0] / ranks)
+
+
+def chunk_of(size: int, ranks: int, rank: int) -> slice:
+    """Which of ``size`` rows are ``rank``'s, by ``torch.chunk``'s rule."""
+    rows = math.ceil(size / ranks)
+    return slice(min(rank * rows, size), min((rank + 1) * rows, size))
 
 
 def shard_model(
@@ -79,23 +83,18 @@ def shard_model(
     names = {id(p): name for name, p in model.named_parameters()}
     fsdp = FSDP(mode)
     for modules in units:
-        found = [
-            (owner, key, parameter, styles[names[id(parameter)]])
-            for module in modules
-            for owner in module.modules()
-            for key, parameter in owner.named_parameters(recurse=False)
-        ]
         # Experts are large and have a mesh of their own: a bucket each, so that the gathered
-        # buffer is the parameter, with no copy. The rest of a unit shares one.
-        groups = [[entry] for entry in found if entry[3] == "expert"]
-        groups += [[e for e in found if e[3] == "fp32"]]
-        groups += [[e for e in found if e[3] not in ("expert", "fp32")]]
-        buckets = []
-        for group in filter(None, groups):
-            is_expert = group[0][3] == "expert"
-            mesh = meshes.expert_parameters if is_expert else meshes.dense_parameters
-            kind = torch.float32 if group[0][3] == "fp32" else dtype
-            buckets.append(_make_bucket(group, mesh, device, kind))
+        # buffer is the parameter, with no copy. The rest share one wherever the same ranks gather
+        # it in the same dtype.
+        groups: dict[object, list[_Entry]] = {}
+        for owner in (owner for module in modules for owner in module.modules()):
+            for key, parameter in owner.named_parameters(recurse=False):
+                style = styles[names[id(parameter)]]
+                kind = torch.float32 if style == "fp32" else dtype
+                entry = _Entry(owner, key, parameter, Layout(_mesh(style, meshes), style), kind)
+                alike = parameter if style == "expert" else entry.layout.mesh.get_group(2)
+                groups.setdefault((id(alike), kind), []).append(entry)
+        buckets = [_make_bucket(group, device) for group in groups.values()]
         fsdp.add(buckets, modules)
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
@@ -103,25 +102,36 @@ def shard_model(
     return fsdp
 
 
-def _make_bucket(
-    group: Sequence[tuple[nn.Module, str, nn.Parameter, str]],
-    mesh: DeviceMesh,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Bucket:
-    layouts = [Layout(mesh, style) for *_, style in group]
-    cuts = [lay.cut(entry[2].shape) for lay, entry in zip(layouts, group, strict=True)]
+class _Entry(NamedTuple):
+    owner: nn.Module
+    name: str
+    parameter: nn.Parameter
+    layout: Layout
+    dtype: torch.dtype
+    """What it is gathered in."""
+
+
+def _mesh(style: str, meshes: Meshes) -> DeviceMesh:
+    """Over which the parameters of a style are cut."""
+    if style == "expert":
+        return meshes.expert_parameters
+    is_split = isinstance(STYLES[style], Shard)
+    return meshes.split_parameters if is_split else meshes.shared_parameters
+
+
+def _make_bucket(group: Sequence[_Entry], device: torch.device) -> Bucket:
+    cuts = [entry.layout.cut(entry.parameter.shape) for entry in group]
     sizes = [padded * math.prod(shape[1:]) for shape, _, padded in cuts]
     shard_N = torch.zeros(sum(sizes), device=device)
     members, start = [], 0
-    for (owner, key, parameter, _), layout, (shape, cut, _), numel in zip(
-        group, layouts, cuts, sizes, strict=True
+    for (owner, key, parameter, layout, _), (shape, cut, _), numel in zip(
+        group, cuts, sizes, strict=True
     ):
         local_shape = [part.stop - part.start for part in cut]
         local = shard_N[start : start + math.prod(local_shape)].view(local_shape)
         data = DTensor.from_local(
             local,
-            mesh,
+            layout.mesh,
             layout.placements,
             run_check=False,
             shape=parameter.shape,
@@ -131,19 +141,17 @@ def _make_bucket(
         owner.register_parameter(key, sharded)
         placement = STYLES[layout.style]
         model_axis = None
-        if isinstance(placement, Shard) and mesh.size(1) > 1:
-            model_axis = mesh.get_group(1), placement.dim
+        if isinstance(placement, Shard) and layout.mesh.size(1) > 1:
+            model_axis = layout.mesh.get_group(1), placement.dim
         members.append(Member(owner, key, sharded, local, shape, start, numel, cut, model_axis))
         start += numel
-    world = dist.get_world_size()
-    split = mesh.size(2) * (mesh.size(1) if isinstance(STYLES[group[0][3]], Shard) else 1)
-    replicas = [mesh.get_group(0)] if mesh.size(0) > 1 else []
+    *_, layout, dtype = group[0]
+    mesh = layout.mesh
     return Bucket(
         members,
         mesh.get_group(2),
         shard_N,
         torch.zeros_like(shard_N),
-        replicas,
-        world // split,
+        mesh.get_group(0) if mesh.size(0) > 1 else None,
         dtype,
     )

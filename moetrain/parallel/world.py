@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config, ConfigError, launched_place
+from moetrain.config import Config, ConfigError, allocator_is_set, launched_place
 from moetrain.models import Architecture
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 
@@ -54,12 +54,12 @@ class World:
         return self.local_rank == 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` summed over the ranks with different rows: of a global batch, say."""
-        if self.meshes is None:
-            return x
-        x = x.clone()
-        dist.all_reduce(x, group=self.meshes.data)
-        return x
+        """``x`` summed over every rank that works on tokens of its own: losses, say."""
+        return x if self.meshes is None else _sum(x, self.meshes.tokens)
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` summed over the ranks with different rows: what is counted on whole rows."""
+        return x if self.meshes is None else _sum(x, self.meshes.data)
 
     def wait(self) -> None:
         """Return when every rank has come here."""
@@ -77,6 +77,12 @@ class World:
             dist.destroy_process_group()
 
 
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
 def join_world(config: Config, arch: Architecture) -> World:
     """Take this process's place: check the layout, then make and warm up the communicators.
 
@@ -91,6 +97,14 @@ def join_world(config: Config, arch: Architecture) -> World:
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else rank
     elif place is not None:
         rank, size, gpu = place.rank, place.world_size, place.local_rank
+        nproc = config.launch.nproc
+        contradicts = place.on_machine not in (None, nproc) and nproc != "auto"
+        if contradicts and "launch.nproc" in config.origins:
+            raise ConfigError(
+                "launch.nproc",
+                f"{nproc}, but a launcher has started {place.on_machine} processes on this "
+                "machine; leave one of the two out",
+            )
     else:
         rank, size, gpu = 0, num_processes(config), 0
         if size > 1:
@@ -103,6 +117,10 @@ def join_world(config: Config, arch: Architecture) -> World:
     device = _pick_device(config, gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if not allocator_is_set():
+            # Routing changes the size of activations every step. Blocks that grow in place are
+            # used again where fixed ones pile up until the allocator stops to free them.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if size == 1:
         return World(rank, gpu, size, device, dims, meshes=None, owns_group=False)
     owns_group = not dist.is_initialized()
@@ -136,6 +154,13 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
             f"{t.global_batch_size} is not a multiple of train.micro_batch_size "
             f"{t.micro_batch_size} x {dims.data_ranks} ranks with data "
             f"(dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard})",
+        )
+    if t.micro_batch_size * config.data.seq_len % dims.tp:
+        raise ConfigError(
+            "parallel.tp",
+            f"{dims.tp} does not divide the {t.micro_batch_size * config.data.seq_len} tokens of a "
+            f"micro-batch (train.micro_batch_size {t.micro_batch_size} x data.seq_len "
+            f"{config.data.seq_len}), which tensor parallel ranks share",
         )
     return dims
 

@@ -1,0 +1,150 @@
+"""Tensor parallelism with sequence parallelism (arXiv 1909.08053, 2205.05198), put on from outside.
+
+Between matrix products every rank has its own part of the tokens: norms, routers, experts and the
+residual stream do no work twice. Attention and dense MLPs see all tokens, with their part of the
+heads or of the width:
+
+    x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
+
+``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results and gives
+each its tokens; each is the other's backward. Both are ops that the compiler sees. Sums are made in
+fp32 in rank order and rounded once, whatever the number of ranks.
+
+Tokens are cut as one row [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2
+rows of S=3 tokens has the second row. The plan of the family says which matrices are cut; the
+gradients of those that are not are added up by FSDP (see ``Meshes.shared_parameters``).
+
+Left out on purpose: hiding these collectives behind the products next to them.
+
+Legend: W tensor parallel ranks, B batch, S sequence, T = B * S tokens, N = T / W, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from moetrain.models.layers import Attention, DenseMLP, Linear, RMSNorm
+from moetrain.parallel.collectives import all_gather_start, reduce_scatter_start, resolve_group
+
+
+@dataclass(frozen=True)
+class TokenParts:
+    """How the tensor parallel ranks of one group share tokens."""
+
+    ranks: int
+    group: str
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> TokenParts:
+        return cls(group.size(), group.group_name)
+
+    def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """All tokens, from every rank's; leading dims of any kind become one of 1."""
+        return _gather_tokens(x_ND.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+
+    def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of the sum of every rank's ``y_TD``; [1, N, D]."""
+        return _scatter_tokens(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+
+
+def split_layers(layers: nn.Module, parts: TokenParts) -> None:
+    """Let each attention and dense MLP in ``layers`` work on all tokens with its part of weights.
+
+    Their weights are (or will be) cut as ``moetrain.models.family.decoder_plan`` says.
+    """
+
+    def gather_rows(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_ND, rotation, mask = args
+        x_BSD = parts.gather(x_ND).view(-1, rotation.cos.shape[1], x_ND.shape[-1])
+        return x_BSD, rotation, mask
+
+    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (parts.gather(args[0]),)
+
+    def scatter(module: nn.Module, args: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
+        return parts.scatter(y)
+
+    for module in layers.modules():
+        if isinstance(module, Attention):
+            module.register_forward_pre_hook(gather_rows)
+            _share_bias(module.wo, parts.ranks)
+        elif isinstance(module, DenseMLP):
+            module.register_forward_pre_hook(gather)
+            _share_bias(module.w_down, parts.ranks)
+        else:
+            continue
+        module.register_forward_hook(scatter)
+
+
+def gather_after(norm: RMSNorm, parts: TokenParts) -> None:
+    """Give all tokens to what comes after ``norm``."""
+
+    def gather(module: nn.Module, args: tuple[Any, ...], x_ND: torch.Tensor) -> torch.Tensor:
+        return parts.gather(x_ND)
+
+    norm.register_forward_hook(gather)
+
+
+def _share_bias(linear: Linear, ranks: int) -> None:
+    """Every rank adds a share of the bias, since their results are added up."""
+    if linear.bias is None:
+        return
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        assert linear.bias is not None  # seen above
+        return F.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype) / ranks)
+
+    linear.forward = forward
+
+
+@torch.library.custom_op("moetrain::gather_tokens", mutates_args=())
+def _gather_tokens(x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    x_WM, work = all_gather_start(x_ND.view(-1), resolve_group(group))
+    work.wait()
+    return x_WM.view(-1, x_ND.shape[1])
+
+
+@torch.library.custom_op("moetrain::scatter_tokens", mutates_args=())
+def _scatter_tokens(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    y_WM = y_TD.view(ranks, -1)
+    out_M = y_WM.new_empty(y_WM.shape[1], dtype=torch.float32)
+    pending = reduce_scatter_start(
+        y_WM, resolve_group(group), out_N=out_M, accumulate=False, mode="fp32_accum"
+    )
+    return pending.finish().to(y_TD.dtype).view(-1, y_TD.shape[1])
+
+
+@_gather_tokens.register_fake
+def _(x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return x_ND.new_empty(ranks * x_ND.shape[0], x_ND.shape[1])
+
+
+@_scatter_tokens.register_fake
+def _(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return y_TD.new_empty(y_TD.shape[0] // ranks, y_TD.shape[1])
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.ranks, ctx.group = inputs
+
+
+def _differentiate_gather(ctx: Any, d_x_TD: torch.Tensor):
+    return _scatter_tokens(d_x_TD.contiguous(), ctx.ranks, ctx.group), None, None
+
+
+def _differentiate_scatter(ctx: Any, d_y_ND: torch.Tensor):
+    return _gather_tokens(d_y_ND.contiguous(), ctx.ranks, ctx.group), None, None
+
+
+_gather_tokens.register_autograd(_differentiate_gather, setup_context=_save_group)
+_scatter_tokens.register_autograd(_differentiate_scatter, setup_context=_save_group)
+
+# The compiler must neither drop nor merge what other ranks wait for.
+torch.fx.has_side_effect(torch.ops.moetrain.gather_tokens.default)
+torch.fx.has_side_effect(torch.ops.moetrain.scatter_tokens.default)

@@ -1,0 +1,232 @@
+"""The vocabulary matrix spread over tensor parallel ranks: embedding, logits and losses.
+
+Rank r of W holds rows ``[r * ceil(V/W), ...)`` of it, by ``torch.chunk``'s rule, and sees all
+tokens. No rank ever has a token's logits over the whole vocabulary: of its own part each computes
+lse, the target's logit (where the target is its own) and the mean logit, and these three numbers a
+token are exchanged (see :mod:`moetrain.kernels.vocabulary_chunk` for how they join).
+
+Every rank gets the same per-token results, and the run's loss is the sum of every rank's: a loss
+made of them on each rank alike is to be divided by W, as :meth:`ShardedVocabulary.loss_sum` does.
+The backward adds up what the ranks ask for, so that also ranks that use different tokens get what
+they are owed. Nothing that autograd has saved is changed.
+
+Legend: W ranks, B batch, S sequence, T tokens (all of the rank's rows), N = T / W, D model width,
+V vocabulary, L rows of the matrix here (a ``w_VD`` has them alone).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from moetrain.kernels import Backend, SummedLoss, TokenLosses
+from moetrain.kernels.backend import use_fast
+from moetrain.kernels.linear_cross_entropy import check_fast, scaled
+from moetrain.kernels.vocabulary_chunk import ChunkStats, LossGrads, loss_gradients, token_stats
+from moetrain.parallel.collectives import all_gather_start
+from moetrain.parallel.shard import chunk_of
+from moetrain.parallel.tensor import TokenParts
+
+IGNORED = -100  # the target of a token without one
+
+
+class ShardedVocabulary:
+    """A :class:`moetrain.models.Vocabulary` over the ranks of ``group``.
+
+    Raises:
+        ValueError: fewer vocabulary rows than give every rank one.
+    """
+
+    def __init__(self, vocab_size: int, group: dist.ProcessGroup, backend: Backend) -> None:
+        self.vocab_size, self.group = vocab_size, group
+        self.backend: Backend = backend
+        self.tokens = TokenParts.of(group)
+        self.rows = chunk_of(vocab_size, group.size(), group.size() - 1)
+        if self.rows.start == self.rows.stop:
+            raise ValueError(
+                f"a vocabulary of {vocab_size} leaves some of {group.size()} tensor parallel ranks "
+                "without a row; use fewer"
+            )
+        self.rows = chunk_of(vocab_size, group.size(), group.rank())
+
+    def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """[1, N, D]: this rank's part of the tokens."""
+        local_T = tokens_BS.flatten() - self.rows.start
+        is_here_T = (local_T >= 0) & (local_T < w_VD.shape[0])
+        x_TD = F.embedding(torch.where(is_here_T, local_T, 0), w_VD)
+        return self.tokens.scatter(torch.where(is_here_T[:, None], x_TD, 0))
+
+    def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """``h @ w^T`` over the whole vocabulary, the same on every rank."""
+        parts_TL = F.linear(h_BSD.flatten(0, -2), w_VD.to(h_BSD.dtype))
+        padding = math.ceil(self.vocab_size / self.group.size()) - w_VD.shape[0]
+        logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
+        return logits_VT[: self.vocab_size].T.unflatten(0, h_BSD.shape[:-1])
+
+    def token_losses(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+    ) -> TokenLosses:
+        """Loss, lse and entropy of every token, the same on every rank."""
+        w_VD = self._checked(h_TD, w_VD)
+        local_T = targets_T - self.rows.start
+        results = _TokenLosses.apply(h_TD, w_VD, local_T, self, 1 / temperature)
+        loss_T, lse_T, mean_T = results  # pyright: ignore[reportGeneralTypeIssues]
+        valid_T = targets_T != IGNORED
+        return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
+
+    def loss_sum(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+    ) -> SummedLoss:
+        """This rank's share of the weighted sum of losses: 1/W of it."""
+        has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
+        if not has_grad or not use_fast(self.backend, h_TD):
+            losses = self.token_losses(h_TD, w_VD, targets_T)
+            total = (weights_T * losses.loss_T).sum() / self.group.size()
+            return SummedLoss(total, *(x.detach() for x in losses))
+        # As the kernel's own: gradients are made in the forward, which saves a matrix product.
+        w_VD = self._checked(h_TD, w_VD)
+        local_T = targets_T - self.rows.start
+        valid_T = targets_T != IGNORED
+        weights_T = torch.where(valid_T, weights_T, 0)
+        results = _SummedLoss.apply(h_TD, w_VD, local_T, weights_T, self)
+        total, loss_T, lse_T, mean_T = results  # pyright: ignore[reportGeneralTypeIssues]
+        tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
+        return SummedLoss(total, *tokens)
+
+    def _checked(self, h_TD: torch.Tensor, w_LD: torch.Tensor) -> torch.Tensor:
+        w_LD = w_LD.to(h_TD.dtype)
+        if use_fast(self.backend, h_TD):
+            check_fast(h_TD, w_LD)
+        return w_LD
+
+    def stats(
+        self, h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
+    ) -> ChunkStats:
+        """Of every token over the whole vocabulary; collective."""
+        if use_fast(self.backend, h_TD):
+            stats = token_stats(h_TD, w_LD, targets_T, scale)
+        else:
+            stats, _ = _part_stats(h_TD, w_LD, targets_T, scale)
+        self.join(stats)
+        return stats
+
+    def gradients(
+        self,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        grads: LossGrads,
+        scale: float,
+    ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
+        """:meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's."""
+        if use_fast(self.backend, h_TD):
+            return loss_gradients(h_TD, w_LD, targets_T, grads, 0.0, scale, join=self.join)
+        stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
+        self.join(stats)
+        d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)
+        d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
+        return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD
+
+    def join(self, stats: ChunkStats) -> None:
+        """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""
+        parts_N, work = all_gather_start(torch.cat(stats), self.group)
+        work.wait()
+        lse_WC, target_WC, mean_WC = parts_N.view(self.group.size(), 3, -1).unbind(1)
+        lse_C = lse_WC.logsumexp(0)
+        stats.mean_C.copy_((torch.exp(lse_WC - lse_C) * mean_WC).sum(0))
+        stats.target_logit_C.copy_(target_WC.sum(0))
+        stats.lse_C.copy_(lse_C)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """(loss, lse, mean) of every token; the backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        vocabulary: ShardedVocabulary,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(h_TD, w_LD, targets_T)
+        ctx.vocabulary, ctx.scale = vocabulary, scale
+        stats = vocabulary.stats(h_TD, w_LD, targets_T, scale)
+        return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: torch.Tensor):
+        d_results_3T = torch.stack(d_results)
+        dist.all_reduce(d_results_3T, group=ctx.vocabulary.group)
+        grads = LossGrads(*d_results_3T.unbind())
+        found = ctx.vocabulary.gradients(*ctx.saved_tensors, grads, ctx.scale)
+        return *found[1:], None, None, None
+
+
+class _SummedLoss(torch.autograd.Function):
+    """This rank's share of the weighted sum, and (loss, lse, mean) without gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+        vocabulary: ShardedVocabulary,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.group = vocabulary.group
+        grads = LossGrads(weights_T.float().contiguous())
+        stats, d_h_TD, d_w_LD = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0)
+        ctx.save_for_backward(d_h_TD, d_w_LD)
+        loss_T = stats.lse_C - stats.target_logit_C
+        ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
+        total = (weights_T * loss_T).sum() / ctx.group.size()
+        return total, loss_T, stats.lse_C, stats.mean_C
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: torch.Tensor):
+        factor = d_results[0].clone()
+        dist.all_reduce(factor, group=ctx.group)
+        factor /= ctx.group.size()
+        return *(scaled(d, factor) for d in ctx.saved_tensors), None, None, None
+
+
+def _part_stats(
+    h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
+) -> tuple[ChunkStats, torch.Tensor]:
+    """Plain torch: stats over ``w``'s rows, and the logits [T, L] at least in fp32."""
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    logits_TL = (h_TD @ w_LD.T).to(wide) * scale
+    lse_T = logits_TL.logsumexp(-1)
+    mean_T = ((logits_TL - lse_T[:, None]).exp() * logits_TL).sum(-1)
+    is_here_T = (targets_T >= 0) & (targets_T < w_LD.shape[0])
+    target_T = logits_TL.gather(1, torch.where(is_here_T, targets_T, 0)[:, None])[:, 0]
+    return ChunkStats(lse_T, torch.where(is_here_T, target_T, 0), mean_T), logits_TL
+
+
+def _part_logit_grads(
+    logits_TL: torch.Tensor, targets_T: torch.Tensor, stats: ChunkStats, grads: LossGrads
+) -> torch.Tensor:
+    """Plain torch: the gradient of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``."""
+    loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
+    p_TL = (logits_TL - stats.lse_C[:, None]).exp()
+    slope_TL = 1 + logits_TL - stats.mean_C[:, None]
+    d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
+    columns_L = torch.arange(logits_TL.shape[1], device=logits_TL.device)
+    is_target_TL = columns_L == targets_T[:, None]
+    return d_logits_TL - torch.where(is_target_TL, loss_T, 0)
