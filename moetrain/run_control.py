@@ -20,6 +20,24 @@ class RunFailed(RuntimeError):
     """Training cannot go on; a checkpoint of the last good state was written."""
 
 
+class LateNumber:
+    """A number that the device is still to compute; reading it waits for it and nothing after."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        on_cuda = number.device.type == "cuda"
+        self._host = torch.empty(number.shape, dtype=number.dtype, pin_memory=on_cuda)
+        self._host.copy_(number, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def item(self) -> int | float:
+        """The number."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.item()
+
+
 class StepWatch:
     """Counts skipped steps and stop requests on the device, and reads them one step late.
 

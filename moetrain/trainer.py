@@ -13,6 +13,7 @@ import json
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,15 @@ from moetrain.checkpoint import find_checkpoint, list_checkpoints, save_checkpoi
 from moetrain.config import Config, ConfigError
 from moetrain.data import Batch, Loader, build_data, eval_batches
 from moetrain.generate import generate
-from moetrain.kernels import cudnn_attention
-from moetrain.kernels.backend import INTERPRETED
-from moetrain.loss import GlobalBatch, LossCoefficients, cross_entropy_sum, micro_batch_loss
+from moetrain.loss import (
+    GlobalBatch,
+    LossCoefficients,
+    MicroLoss,
+    cross_entropy_sum,
+    micro_batch_loss,
+)
 from moetrain.metrics import MetricsLog, SilentLog, Throughput, plot_losses, routing_health
 from moetrain.models import (
-    Architecture,
     RoutingStats,
     resolve_architecture,
     update_router_bias,
@@ -44,10 +48,13 @@ from moetrain.parallel.apply import (
     load_whole_state,
     place_model,
     save_whole_model,
+    static_transport,
     whole_state,
 )
 from moetrain.parallel.world import join_world
+from moetrain.preflight import check_what_can_run
 from moetrain.run_control import (
+    LateNumber,
     RunFailed,
     StepWatch,
     garbage_collector_off,
@@ -81,7 +88,7 @@ class Trainer:
         arch = resolve_architecture(config.model)
         self.world = join_world(config, arch)
         self.device = self.world.device
-        _check_what_can_run(config, arch, self.device)
+        check_what_can_run(config, arch, self.device)
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
@@ -99,6 +106,8 @@ class Trainer:
             world_size=self.world.dims.data_ranks,
         )
         self.model, self.placed = place_model(config, arch, self.world)
+        self.static = static_transport(self.model)
+        self.retried_steps = 0
         self.optimizer = build_optimizer(self.placed.parts, config.optim)
         aux = config.moe.aux_loss_coef
         self.coefficients = LossCoefficients(
@@ -174,13 +183,12 @@ class Trainer:
         )
         batches = [self.to_device(b) for b in batches]
         self.model.train()
-        global_counts = self.count_experts(batches)
-        losses = []
-        for batch in batches:
-            loss = micro_batch_loss(self.model, batch, sizes, self.coefficients, global_counts)
-            loss.total.backward()
-            self.placed.finish_backward()
-            losses.append(loss._replace(total=loss.total.detach()))
+        losses, dropped = self.run_batches(batches, sizes)
+        if dropped is not None and dropped.item() > 0:
+            self.retried_steps += 1
+            self.placed.clear_gradients()
+            with self.exact_sizes():
+                losses, _ = self.run_batches(batches, sizes)
         terms = [torch.stack(list(m[:4])) for m in losses]
         total, loss, balance, z = self.world.sum(torch.stack(terms).sum(0)).unbind()
         routing = _sum_routing([m.routing for m in losses])
@@ -196,6 +204,32 @@ class Trainer:
         self.tokens += sizes.num_tokens
         self.clock.count(sizes.num_tokens // self.world.size)
         return StepResult(loss, norm, skipped, balance, z, routing)
+
+    def run_batches(
+        self, batches: list[Batch], sizes: GlobalBatch
+    ) -> tuple[list[MicroLoss], LateNumber | None]:
+        """Forward and backward of every micro-batch, gradients added up.
+
+        Also, where buffers of fixed sizes carry tokens between ranks, how many rows of all ranks
+        found no room in them.
+        """
+        with self.exact_sizes():
+            global_counts = self.count_experts(batches)
+        losses, dropped, late = [], None, None
+        for batch in batches:
+            loss = micro_batch_loss(self.model, batch, sizes, self.coefficients, global_counts)
+            if loss.routing is not None and loss.routing.dropped is not None:
+                dropped = loss.routing.dropped + (0 if dropped is None else dropped)
+                if batch is batches[-1]:  # before the backward, which then runs while this is read
+                    late = LateNumber(self.world.sum(dropped))
+            loss.total.backward()
+            self.placed.finish_backward()
+            losses.append(loss._replace(total=loss.total.detach()))
+        return losses, late
+
+    def exact_sizes(self) -> AbstractContextManager[None]:
+        """Whatever the routing, no row is dropped meanwhile."""
+        return nullcontext() if self.static is None else self.static.exactly()
 
     def count_experts(self, batches: list[Batch]) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """How a micro-batch learns the expert counts of the whole batch; see micro_batch_loss.
@@ -245,7 +279,8 @@ class Trainer:
             index = first + world.data_rank
             # Every rank takes part in every forward; the last ones may have nothing to count.
             batch = self.to_device(batches[min(index, len(batches) - 1)])
-            loss, _ = cross_entropy_sum(self.model, batch)
+            with self.exact_sizes():
+                loss, _ = cross_entropy_sum(self.model, batch)
             self.placed.finish_backward()
             if index < len(batches):
                 sum_loss += loss
@@ -266,6 +301,8 @@ class Trainer:
             **self.clock.take(),
             "skipped_steps": self.watch.total(),
         }
+        if self.static is not None:
+            row["retried_steps"] = self.retried_steps
         if result.routing is not None:
             row |= {
                 "load_balancing_loss": result.load_balancing.item(),
@@ -329,16 +366,17 @@ class Trainer:
             prompt = tokenizer.encode_batch([t.sample_prompt])[0].ids
         else:
             prompt = (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS]
-        return generate(
-            self.model,
-            tokenizer,
-            [int(token) for token in prompt],
-            t.sample_tokens,
-            max_len=self.config.data.seq_len,
-            seed=t.seed,
-            multiple=self.world.dims.tp,
-            after_forward=self.placed.finish_backward,
-        )
+        with self.exact_sizes():
+            return generate(
+                self.model,
+                tokenizer,
+                [int(token) for token in prompt],
+                t.sample_tokens,
+                max_len=self.config.data.seq_len,
+                seed=t.seed,
+                multiple=self.world.dims.tp,
+                after_forward=self.placed.finish_backward,
+            )
 
     # ---- saving and resuming -------------------------------------------------------------------
 
@@ -426,27 +464,6 @@ def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
         torch.stack(parts).sum(0) for parts in zip(*(s[:4] for s in routed), strict=True)
     )
     return RoutingStats(counts, probs, z, entropy, sum(s.num_tokens for s in routed))
-
-
-def _check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
-    """Reject what this device or this layout cannot run."""
-    if config.kernels.attention == "flex" and device.type == "cpu":
-        raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
-    if config.kernels.attention == "cudnn":
-        dtype = torch.float32 if config.train.dtype == "float32" else torch.bfloat16
-        try:
-            cudnn_attention.require(device, dtype, arch.head_dim)
-        except ValueError as error:
-            raise ConfigError("kernels.attention", str(error)) from None
-    if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
-        raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
-    dispatcher, ep = config.moe.dispatcher, config.parallel.ep
-    if dispatcher == "deepep":
-        raise ConfigError("moe.dispatcher", "'deepep' is not in this version; use auto or alltoall")
-    if (dispatcher == "local" and ep > 1) or (dispatcher == "alltoall" and ep == 1):
-        raise ConfigError(
-            "moe.dispatcher", f"{dispatcher!r} contradicts parallel.ep {ep}; use auto"
-        )
 
 
 def _set_aside(folder: Path, root: Path) -> None:

@@ -42,7 +42,7 @@ WARMUP_STEPS = 4
 PARTS = (
     ("FSDP", r"fsdp_.*nccl"),
     ("FSDP casts + copies", r"fsdp_"),
-    ("dispatch + combine", r"exchange_|deepep_"),
+    ("dispatch + combine", r"exchange_|deep_?ep"),
     ("tensor parallel", r"(gather|scatter)_tokens"),
     ("other communication", r"nccl"),
     ("head + loss", r"linear_cross_entropy|moetrain::scale"),

@@ -2,9 +2,17 @@
 
 import pytest
 import torch
+import triton
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels import attention, attention_mask
+from moetrain.kernels import (
+    attention,
+    attention_mask,
+    expert_indices,
+    permute,
+    swiglu,
+    unpermute,
+)
 from moetrain.metrics import read_metrics
 from moetrain.trainer import Trainer
 
@@ -86,3 +94,22 @@ def test_deterministic_reruns_are_bitwise_equal(tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(one, two)
+
+
+def test_kernels_whose_sizes_routing_changes_are_compiled_once(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **known: compiled.append(known["fn"])
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+    for step, tokens in enumerate((1, 2, 15, 16, 17, 4096, 4100)):
+        for dropped in (0, 1, 5, 8):
+            ids_TK = torch.randint(16, (tokens, 8), device="cuda", generator=generator).int()
+            num_rows = 8 * tokens - dropped
+            indices = expert_indices(ids_TK, 16, num_rows=num_rows)
+            x_TD = torch.randn(tokens, 64, device="cuda", requires_grad=True)
+            x_RD, _ = permute(x_TD, torch.rand(tokens, 8, device="cuda"), indices)
+            unpermute(swiglu(x_RD.repeat(1, 2), None), indices).sum().backward()
+            if (step, dropped) == (0, 0):
+                compiled.clear()
+    assert not compiled

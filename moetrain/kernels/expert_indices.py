@@ -38,6 +38,9 @@ from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 TILE, WARPS = 128, 4  # ids ranked at once, by comparing all pairs
 MAX_PROGRAMS = 256  # every program reads all programs' counts, so their number is bounded
 COUNT_ELEMENTS = 16384  # of those counts, this many at once
+# What routing changes from call to call. Triton would compile anew, for 0.4 s in the midst of
+# training, for each combination of those that are 1 or multiples of 16.
+CHANGING = ("programs", "num_rows", "slots", "tiles")
 
 
 class ExpertIndices(NamedTuple):
@@ -155,7 +158,7 @@ def _load_ids(ids, slot, slots, E):
     return tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _count_kernel(ids, counts, slots, E, tiles, TILE: tl.constexpr, EXPERTS: tl.constexpr):
     """``counts[program, expert]``: the program's ``tiles * TILE`` ids by expert."""
     program = tl.program_id(0)
@@ -167,7 +170,7 @@ def _count_kernel(ids, counts, slots, E, tiles, TILE: tl.constexpr, EXPERTS: tl.
     tl.store(counts + program * E + column, total, column < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _rank_kernel(
     ids,
     counts,

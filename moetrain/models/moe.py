@@ -11,6 +11,7 @@ K experts a token, R routed rows, L MoE layers.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -39,6 +40,8 @@ class RouterStats(NamedTuple):
     prob_sum_E: torch.Tensor
     z_sum: torch.Tensor
     entropy_sum: torch.Tensor
+    dropped: torch.Tensor | None = None
+    """int32: rows for which a dispatcher of fixed sizes had no room here; None: it has none."""
 
 
 class RoutingStats(NamedTuple):
@@ -54,6 +57,8 @@ class RoutingStats(NamedTuple):
     """fp32, no gradient: sum over tokens of the routing entropy in nats."""
     num_tokens: int
     """Tokens that each layer routed."""
+    dropped: torch.Tensor | None = None
+    """int32: rows dropped in all layers; where there are any, nothing here can be trusted."""
 
 
 class Dispatched(NamedTuple):
@@ -68,6 +73,8 @@ class Dispatched(NamedTuple):
     """int32 cumulative end row of each local expert; rows past the last are unspecified."""
     ctx: tuple[torch.Tensor, ...]
     """What ``combine`` needs; opaque to everyone else."""
+    dropped: torch.Tensor | None = None
+    """int32: rows that found no room; None: there is room for all."""
 
 
 class Dispatcher(Protocol):
@@ -204,7 +211,9 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router, dispatcher and experts as one feed-forward layer.
 
-    ``dispatcher`` is a plain attribute: expert parallelism replaces it.
+    ``dispatcher`` is a plain attribute: expert parallelism replaces it. So is ``overlapped``, which
+    (unless None) dispatches, calls the experts and combines in one: given tokens, ids, weights and
+    both expert matrices it returns ``y_TD`` and the rows dropped.
     """
 
     def __init__(self, arch: Architecture, moe: MoeSection, backend: Backend) -> None:
@@ -212,15 +221,22 @@ class MoE(nn.Module):
         self.router = Router(arch, moe, backend)
         self.experts = Experts(arch, backend)
         self.dispatcher: Dispatcher = LocalDispatcher(arch.num_experts, backend)
+        self.overlapped: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, RouterStats]:
         """``y_BSD`` in ``x_BSD``'s dtype, and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
         routed = self.router(x_TD)
-        rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
-        y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)
-        y_TD = self.dispatcher.combine(y_RD, rows.ctx)
-        stats = RouterStats(routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum)
+        if self.overlapped is None:
+            rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+            y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)
+            y_TD, dropped = self.dispatcher.combine(y_RD, rows.ctx), rows.dropped
+        else:
+            weights = (w.to(x_TD.dtype) for w in (self.experts.w_gate_up, self.experts.w_down))
+            y_TD, dropped = self.overlapped(x_TD, routed.ids_TK, routed.weights_TK, *weights)
+        stats = RouterStats(
+            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, dropped
+        )
         return y_TD.view_as(x_BSD), stats
 
 

@@ -120,8 +120,18 @@ def _call(block: nn.Module, *inputs: Any) -> Any:
 def _stack(layers: Sequence[RouterStats], num_tokens: int) -> RoutingStats | None:
     if not layers:
         return None
-    counts, prob_sums, z_sums, entropy_sums = (torch.stack(x) for x in zip(*layers, strict=True))
-    return RoutingStats(counts, prob_sums, z_sums, entropy_sums, num_tokens)
+    counts, prob_sums, z_sums, entropy_sums = (
+        torch.stack(x) for x in zip(*(layer[:4] for layer in layers), strict=True)
+    )
+    dropped = [layer.dropped for layer in layers if layer.dropped is not None]
+    return RoutingStats(
+        counts,
+        prob_sums,
+        z_sums,
+        entropy_sums,
+        num_tokens,
+        torch.stack(dropped).sum() if dropped else None,
+    )
 
 
 @torch.no_grad()

@@ -31,10 +31,11 @@ from moetrain.models import (
 )
 from moetrain.models.hf import resolve
 from moetrain.models.moe import MoE
-from moetrain.parallel.alltoall import AllToAll
-from moetrain.parallel.expert import ExpertParallelDispatcher
+from moetrain.parallel.deepep import DeepEP, choose_transport
+from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
+from moetrain.parallel.overlap import OverlappedExperts
 from moetrain.parallel.placed import Placed, ShardedModel, WholeModel
 from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, gather_after, split_layers
@@ -63,11 +64,8 @@ def parallelize(
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
     if meshes.dims.ep > 1:
         group = meshes.expert_parameters.get_group("ep")
-        experts, backend = model.arch.num_experts, config.kernels.backend
-        transport = AllToAll(experts, group, backend)
-        for module in model.modules():
-            if isinstance(module, MoE):
-                module.dispatcher = ExpertParallelDispatcher(experts, transport, backend)
+        transport = choose_transport(config, model.arch, group, device, dtype)
+        _send_tokens_by(transport, model, config)
     # Recomputed blocks gather their parameters again by themselves.
     recomputes = config.activation.policy == "full"
     fsdp.reshard = config.parallel.reshard_after_forward and not recomputes
@@ -79,15 +77,41 @@ def parallelize(
     return fsdp
 
 
+def _send_tokens_by(transport: Transport, model: Transformer, config: Config) -> None:
+    for module in model.modules():
+        if not isinstance(module, MoE):
+            continue
+        module.dispatcher = ExpertParallelDispatcher(
+            model.arch.num_experts, transport, config.kernels.backend
+        )
+        if config.moe.overlap_chunks > 1:
+            assert isinstance(transport, DeepEP)  # or choose_transport had refused
+            module.overlapped = OverlappedExperts(transport, config.moe.overlap_chunks)
+
+
+def static_transport(model: nn.Module) -> DeepEP | None:
+    """What carries tokens between ranks in buffers of fixed sizes, if anything does."""
+    for module in model.modules():
+        if isinstance(module, MoE) and isinstance(module.dispatcher, ExpertParallelDispatcher):
+            transport = module.dispatcher.transport
+            return transport if isinstance(transport, DeepEP) and transport.static else None
+    return None
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What ``train.dtype`` means on ``device``."""
+    if config.train.dtype != "auto":
+        return getattr(torch, config.train.dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def place_model(config: Config, arch: Architecture, world: World) -> tuple[Transformer, Placed]:
     """The model of a run on this rank's device, with values, ready to train.
 
     Raises:
         ConfigError: ``model.path`` cannot be loaded.
     """
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    if config.train.dtype != "auto":
-        dtype = getattr(torch, config.train.dtype)
+    dtype = compute_dtype(config, world.device)
     with torch.device("meta"):
         model = build_model(arch, kernels=config.kernels, moe=config.moe)
     std, seed, path = config.model.init_std, config.train.seed, config.model.path

@@ -44,6 +44,8 @@ class Received(NamedTuple):
     transport that does not know it either gives the number of rows to have room for."""
     handle: tuple[torch.Tensor, ...]
     """What the transport's ``combine`` needs; opaque to everyone else."""
+    may_drop: bool = False
+    """Whether ``num_rows`` is only what there is room for."""
 
 
 class Transport(Protocol):
@@ -89,7 +91,10 @@ class ExpertParallelDispatcher:
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
         )
         x_RD, weights_R = permute(arrived.x_SD, arrived.weights_SK, local, self.backend)
-        return Dispatched(x_RD, weights_R, local.offsets_E, ctx=(*local, *arrived.handle))
+        dropped = None
+        if arrived.may_drop:
+            dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
+        return Dispatched(x_RD, weights_R, local.offsets_E, (*local, *arrived.handle), dropped)
 
     def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """``y_TD``: the sum of each token's rows, wherever their experts are."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moetrain.config import Config, ConfigError, allocator_is_set, launched_place
 from moetrain.models import Architecture
+from moetrain.parallel.deepep_ops import disconnect
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 
 TIMEOUT = timedelta(minutes=30)
@@ -73,6 +74,7 @@ class World:
         from under them before this rank's error was reported.
         """
         if self.owns_group:
+            disconnect()
             dist.barrier()  # gloo's connections end at once, even if others still read from them
             dist.destroy_process_group()
 

@@ -1,0 +1,246 @@
+"""DeepEP: tokens reach other ranks' experts straight from GPU to GPU, over NVLink.
+
+As by the all-to-all, a token travels once to each rank where it chose an expert, and the sum of its
+experts there travels back. But the package ``deep_ep`` does it in one kernel each way, which copies
+tokens as they lie into the other GPUs' memory: nothing is sorted by rank, packed or padded, and
+some of the GPU's SMs are taken, not all. Tokens arrive in the same order, by source rank and then
+in token order, so an expert sees the same rows.
+
+Two modes size what is received:
+
+    exact   The host waits once, in the forward, for the numbers of tokens and of rows; both are
+            unknown sizes to the compiler, and the backward reuses them without waiting.
+    static  Sizes come from the configuration and nothing waits. What is past the received tokens is
+            uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
+            rows may be too few; the dispatcher sees that on the device, where it counts the ids.
+
+Everything is an op that the compiler sees (:mod:`moetrain.parallel.deepep_ops`), and no state of a
+call lives outside of its tensors.
+
+Left out on purpose: several machines (RDMA), fp8, and the package's low-latency kernels.
+
+Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
+token, S tokens received, R rows of the local experts, D width.
+"""
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moetrain.config import Config, ConfigError
+from moetrain.models import Architecture
+from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.deepep_ops import connect, deepep_combine, deepep_dispatch, load_deep_ep
+from moetrain.parallel.expert import Received, Transport, count_local_experts
+
+logger = logging.getLogger("moetrain")
+
+RANKS = (2, 4, 8)  # what the kernels within a machine are built for
+MAX_TOP_K = 32  # a lane of one warp each
+MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
+HIDDEN_MULTIPLE, MAX_HIDDEN = 16, 8176  # half a token is one copy through 8 KiB of shared memory
+
+AUTO_NUM_SMS = {2: 48, 4: 48, 8: 48}
+"""By ranks, where nothing runs beside the communication. Four H200s, 16,384 tokens x 2048, top-8 of
+128, all four calls of a layer: 5.5 ms at 24 SMs, 4.6 at 32, 3.9 at 48."""
+
+
+class StaticSizes(NamedTuple):
+    """How much the static mode reserves."""
+
+    max_tokens: int
+    """No rank dispatches more at once."""
+    rows: int
+    """For the local experts."""
+
+    @classmethod
+    def plan(
+        cls, max_tokens: int, *, capacity: float, num_experts: int, top_k: int, ranks: int
+    ) -> "StaticSizes":
+        """Rows for ``capacity`` times those of an evenly loaded rank, or for all there can be."""
+        most = ranks * max_tokens * min(top_k, num_experts // ranks)
+        return cls(max_tokens, min(most, ceil(capacity * max_tokens * top_k)))
+
+
+class DeepEP:
+    """A :class:`moetrain.parallel.expert.Transport` over the ranks of ``group``, on one machine.
+
+    Making it is collective, and so are ``dispatch``, ``combine`` and the backward of each: every
+    rank calls them, with any number of tokens, zero included. Ids of -1 are not sent.
+
+    ``static`` is None in the exact mode; :meth:`exactly` goes over to it, on all ranks alike.
+
+    Raises:
+        ValueError: experts that the ranks cannot share equally.
+        ConfigError: more SMs than this GPU has.
+        ImportError: there is no ``deep_ep``, see :func:`why_not`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        hidden_size: int,
+        *,
+        num_sms: Literal["auto"] | int = "auto",
+        static: StaticSizes | None = None,
+    ) -> None:
+        count_local_experts(num_experts, group.size())
+        self.num_experts, self.num_ranks = num_experts, group.size()
+        self.group_name: str = group.group_name
+        self.num_sms = AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
+        self.static = static
+        if torch.cuda.is_available():
+            available = torch.cuda.get_device_properties().multi_processor_count
+            if self.num_sms > available:
+                raise ConfigError(
+                    "moe.deepep_num_sms", f"{self.num_sms}, and this GPU has {available}; use auto"
+                )
+        connect(group, hidden_size, self.num_sms)
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """The exact mode meanwhile."""
+        static, self.static = self.static, None
+        try:
+            yield
+        finally:
+            self.static = static
+
+    def check_tokens(self, tokens: int) -> None:
+        """ValueError: more tokens than the static mode was planned for."""
+        if self.static is not None and tokens > self.static.max_tokens:
+            raise ValueError(
+                f"deepep: was given {tokens} tokens; moe.dispatch_mode 'static' was planned for "
+                f"{self.static.max_tokens} a rank"
+            )
+
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> Received:
+        """What arrives here of all ranks' tokens; ids are those of all E experts."""
+        self.check_tokens(x_TD.shape[0])
+        max_tokens, rows = self.static or (0, 0)
+        x_SD, ids_SK, weights_SK, rows_R0, *handle = deepep_dispatch(
+            x_TD.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
+            self.group_name,
+            self.num_ranks,
+            self.num_experts,
+            self.num_sms,
+            self.num_ranks * max_tokens,
+            rows,
+        )
+        may_drop = self.static is not None
+        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), may_drop)
+
+    def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``y_TD``: the sum over ranks of each token's rows, in fp32, rounded once."""
+        return deepep_combine(y_SD.contiguous(), list(handle), self.group_name, self.num_sms)
+
+
+def choose_transport(
+    config: Config,
+    arch: Architecture,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Transport:
+    """What ``moe.dispatcher`` asks for over ``group``, logged with the reason. Collective.
+
+    Raises:
+        ConfigError: the settings need DeepEP, and it cannot run here.
+    """
+    moe, train = config.moe, config.train
+    reason = "moe.dispatcher asks for it"
+    if moe.dispatcher != "alltoall":
+        reason = why_not(arch, group, device, dtype)
+    if reason is not None:
+        if moe.dispatcher == "deepep":
+            raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
+        if moe.dispatch_mode == "static":
+            raise ConfigError("moe.dispatch_mode", f"'static' takes DeepEP: {reason}")
+        if moe.overlap_chunks > 1:
+            raise ConfigError("moe.overlap_chunks", f"{moe.overlap_chunks} takes DeepEP: {reason}")
+        logger.info("tokens reach other ranks by all-to-all: %s", reason)
+        return AllToAll(arch.num_experts, group, config.kernels.backend)
+    if moe.overlap_chunks > 1 and config.kernels.backend == "reference":
+        raise ConfigError(
+            "moe.overlap_chunks",
+            f"{moe.overlap_chunks} takes the fast kernels, and kernels.backend is 'reference'; use "
+            "auto",
+        )
+    static = None
+    if moe.dispatch_mode == "static":
+        # Tensor parallel ranks share a micro-batch's tokens.
+        max_tokens = ceil(train.micro_batch_size * config.data.seq_len / config.parallel.tp)
+        static = StaticSizes.plan(
+            max_tokens,
+            capacity=moe.static_capacity,
+            num_experts=arch.num_experts,
+            top_k=arch.num_experts_per_token,
+            ranks=group.size(),
+        )
+    transport = DeepEP(
+        arch.num_experts, group, arch.hidden_size, num_sms=moe.deepep_num_sms, static=static
+    )
+    logger.info(
+        "tokens reach other ranks by DeepEP on %d SMs, %s sizes: it can run here",
+        transport.num_sms,
+        moe.dispatch_mode,
+    )
+    return transport
+
+
+def why_not(
+    arch: Architecture, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why DeepEP cannot run for ``arch`` over ``group``; None: it can. Collective.
+
+    Every rank of the group gets the same answer, whichever of them cannot.
+    """
+    mine = (socket.gethostname(), why_not_here(arch, group.size(), device, dtype))
+    ranks: list[tuple[str, str | None]] = [mine] * group.size()
+    dist.all_gather_object(ranks, mine, group=group)
+    hosts = {host for host, _ in ranks}
+    if len(hosts) > 1:
+        return f"its {group.size()} expert parallel ranks are on {len(hosts)} machines, not on one"
+    return next((reason for _, reason in ranks if reason), None)
+
+
+def why_not_here(
+    arch: Architecture, ranks: int, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """The part of :func:`why_not` that a rank knows by itself."""
+    local_experts, width, top_k = (
+        arch.num_experts // ranks,
+        arch.hidden_size,
+        arch.num_experts_per_token,
+    )
+    if ranks not in RANKS:
+        return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
+    if device.type != "cuda":
+        return f"it takes CUDA devices, and this run is on {device.type}"
+    if dtype != torch.bfloat16:
+        return f"it takes bfloat16, and this run computes in {str(dtype).removeprefix('torch.')}"
+    if width % HIDDEN_MULTIPLE or width > MAX_HIDDEN:
+        return (
+            f"the model's hidden_size is {width}, and it takes multiples of {HIDDEN_MULTIPLE} up "
+            f"to {MAX_HIDDEN}"
+        )
+    if top_k > MAX_TOP_K:
+        return f"the model sends a token to {top_k} experts, and it takes up to {MAX_TOP_K}"
+    if local_experts > MAX_LOCAL_EXPERTS:
+        return f"a rank has {local_experts} experts, and it takes up to {MAX_LOCAL_EXPERTS}"
+    try:
+        load_deep_ep()
+    except ImportError as error:
+        return str(error)
+    return None

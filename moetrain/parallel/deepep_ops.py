@@ -1,0 +1,318 @@
+"""DeepEP's calls as ops that the compiler sees, and the package behind them.
+
+The call's handle is six plain tensors, results of the dispatch that combining and the two backwards
+take; nothing else survives a call::
+
+    rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
+    source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
+
+What shapes depend on is an argument of the ops: the compiler's caches do not see globals. The one
+global is a resource, the communication buffers by group and size, made before training.
+
+Both generations of the package ``deep_ep`` have the interface used here, ``Buffer``, with the same
+results; 2.x calls it legacy, and insists on the NCCL that it was built with.
+
+Legend: W expert parallel ranks, E experts, T tokens here, K experts a token, S tokens received,
+R rows of the local experts, D width, C = num_sms / 2 channels.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
+
+
+def load_deep_ep() -> ModuleType:
+    """The package ``deep_ep``.
+
+    Raises:
+        ImportError: it is missing or broken, with what to do.
+    """
+    if importlib.util.find_spec("deep_ep") is None:
+        raise ImportError(f"the package deep_ep is not installed; {INSTALL}")
+    try:
+        for library in _libraries_of_other_wheels():
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("deep_ep")
+    # 2.x asserts that torch loaded the NCCL it was built with.
+    except (ImportError, OSError, AssertionError) as error:
+        raise ImportError(f"the package deep_ep does not load ({error}); {INSTALL}") from error
+
+
+def _libraries_of_other_wheels() -> Iterator[Path]:
+    """What the package links to without saying where it lies."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for pattern in ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*"):
+            yield from sorted(Path(folder).glob(pattern))
+
+
+class Connection(NamedTuple):
+    """A buffer that a group's ranks map into each other, and how kernels over it are launched."""
+
+    group: dist.ProcessGroup
+    buffer: Any
+    ids_dtype: torch.dtype
+    dispatch_config: Any
+    combine_config: Any
+
+
+_CONNECTIONS: dict[tuple[str, int, int], Connection] = {}
+
+
+def connect(group: dist.ProcessGroup, hidden_size: int, num_sms: int) -> None:
+    """Make the connection for these sizes, unless there is one. Collective.
+
+    Raises:
+        ImportError: see :func:`load_deep_ep`.
+    """
+    key = (group.group_name, hidden_size, num_sms)
+    if key in _CONNECTIONS and _CONNECTIONS[key].group is group:
+        return
+    package = load_deep_ep()
+    ranks = group.size()
+    # The package makes configurations for the number of SMs that is set on the class.
+    package.Buffer.set_num_sms(num_sms)
+    configs = package.Buffer.get_dispatch_config(ranks), package.Buffer.get_combine_config(ranks)
+    width = hidden_size * torch.bfloat16.itemsize
+    size = max(config.get_nvl_buffer_size_hint(width, ranks) for config in configs)
+    # Destroyed by us or not at all: the destructor waits for ranks that may have died.
+    buffer = package.Buffer(group, size, num_rdma_bytes=0, explicitly_destroy=True)
+    _CONNECTIONS[key] = Connection(group, buffer, package.topk_idx_t, *configs)
+
+
+def disconnect() -> None:
+    """Free every buffer. Collective; to be called before the process groups end."""
+    while _CONNECTIONS:
+        _CONNECTIONS.popitem()[1].buffer.destroy()
+
+
+@contextmanager
+def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connection]:
+    """The connection, for calls of the package."""
+    # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
+    # another stream: it allocates results after its stream has waited for ours.
+    torch_setting: Any = torch.utils.deterministic
+    fill, torch_setting.fill_uninitialized_memory = torch_setting.fill_uninitialized_memory, False
+    try:
+        yield _CONNECTIONS[group, hidden_size, num_sms]
+    finally:
+        torch_setting.fill_uninitialized_memory = fill
+
+
+HANDLE_SIZE = 6
+
+
+def empty_handle(
+    like: torch.Tensor, tokens: int, received: int, num_ranks: int, num_sms: int
+) -> tuple[torch.Tensor, ...]:
+    """Tensors of a handle's shapes, on ``like``'s device."""
+    integers = partial(like.new_empty, dtype=torch.int32)
+    channels = num_sms // 2
+    return (
+        integers(num_ranks, num_ranks),
+        integers(num_ranks, channels),
+        integers(num_ranks, channels),
+        integers(received),
+        like.new_empty(tokens, num_ranks, dtype=torch.bool),
+        integers(tokens, num_ranks),
+    )
+
+
+def own_send_head(handle: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``handle`` for one combine, which rewrites ``send_head`` in place: autograd still has it."""
+    *others, send_head_TW = handle
+    return (*others, send_head_TW.clone())
+
+
+@torch.library.custom_op("moetrain::deepep_dispatch", mutates_args=())
+def deepep_dispatch(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    group: str,
+    num_ranks: int,
+    num_experts: int,
+    num_sms: int,
+    worst_tokens: int,
+    worst_rows: int,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]:
+    """What arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
+
+    ``worst_tokens`` of 0 is the exact mode; else it is S and ``worst_rows`` is R. ``rows_R0`` holds
+    nothing: its shape is how R comes out of an op.
+    """
+    with connection(group, x_TD.shape[1], num_sms) as found:
+        buffer, ids_TK = found.buffer, ids_TK.to(found.ids_dtype)
+        to_rank_W, _, to_expert_E, is_token_in_rank_TW, _ = buffer.get_dispatch_layout(
+            ids_TK, num_experts
+        )
+        x_SD, ids_SK, weights_SK, counts, handle, _ = buffer.dispatch(
+            x_TD,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_tokens_per_rank=to_rank_W,
+            num_tokens_per_expert=to_expert_E,
+            is_token_in_rank=is_token_in_rank_TW,
+            num_worst_tokens=worst_tokens,
+            config=found.dispatch_config,
+        )
+    rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
+    return x_SD, ids_SK.int(), weights_SK, rows_R0, *handle
+
+
+@deepep_dispatch.register_fake
+def _(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    group: str,
+    num_ranks: int,
+    num_experts: int,
+    num_sms: int,
+    worst_tokens: int,
+    worst_rows: int,
+) -> tuple[torch.Tensor, ...]:
+    (tokens, width), top_k = x_TD.shape, ids_TK.shape[1]
+    received, rows = worst_tokens, worst_rows
+    if not worst_tokens:
+        received, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    return (
+        x_TD.new_empty(received, width),
+        x_TD.new_empty(received, top_k, dtype=torch.int32),
+        weights_TK.new_empty(received, top_k),
+        x_TD.new_empty(rows, 0),
+        *empty_handle(x_TD, tokens, received, num_ranks, num_sms),
+    )
+
+
+@torch.library.custom_op("moetrain::deepep_dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    d_x_SD: torch.Tensor,
+    d_weights_SK: torch.Tensor,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``d_x_TD`` and ``d_weights_TK``; slots of other ranks' experts must hold zeros."""
+    return _sum_at_source(d_x_SD, d_weights_SK, handle, group, num_sms)
+
+
+@_dispatch_backward.register_fake
+def _(
+    d_x_SD: torch.Tensor,
+    d_weights_SK: torch.Tensor,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = handle[-1].shape[0]
+    return (
+        d_x_SD.new_empty(tokens, d_x_SD.shape[1]),
+        d_weights_SK.new_empty(tokens, d_weights_SK.shape[1]),
+    )
+
+
+@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
+def deepep_combine(
+    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int
+) -> torch.Tensor:
+    """``y_TD``."""
+    return _sum_at_source(y_SD, None, handle, group, num_sms)[0]
+
+
+@deepep_combine.register_fake
+def _(y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int) -> torch.Tensor:
+    return y_SD.new_empty(handle[-1].shape[0], y_SD.shape[1])
+
+
+@torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
+def _combine_backward(
+    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int
+) -> torch.Tensor:
+    with connection(group, d_y_TD.shape[1], num_sms) as found:
+        return found.buffer.dispatch(d_y_TD, handle=tuple(handle), config=found.dispatch_config)[0]
+
+
+@_combine_backward.register_fake
+def _(
+    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int
+) -> torch.Tensor:
+    return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
+
+
+def _sum_at_source(
+    x_SD: torch.Tensor,
+    weights_SK: torch.Tensor | None,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+) -> tuple[torch.Tensor, Any]:
+    with connection(group, x_SD.shape[1], num_sms) as found:
+        return found.buffer.combine(
+            x_SD,
+            own_send_head(handle),
+            topk_weights=weights_SK,
+            config=found.combine_config,
+        )[:2]
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[4:])
+    ctx.top_k, ctx.group, ctx.num_sms = inputs[1].shape[1], inputs[3], inputs[6]
+    ctx.set_materialize_grads(False)  # eight of the results are integers
+
+
+def _differentiate_dispatch(
+    ctx: Any, d_x_SD: torch.Tensor, d_ids: None, d_weights_SK: torch.Tensor | None, *_: None
+):
+    if d_weights_SK is None:
+        d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
+    d_x_TD, d_weights_TK = _dispatch_backward(
+        d_x_SD.contiguous(),
+        d_weights_SK.contiguous(),
+        list(ctx.saved_tensors),
+        ctx.group,
+        ctx.num_sms,
+    )
+    return d_x_TD, None, d_weights_TK, *[None] * 6
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, handle, ctx.group, ctx.num_sms = inputs
+    ctx.save_for_backward(*handle)
+
+
+def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor):
+    handle = list(ctx.saved_tensors)
+    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, ctx.group, ctx.num_sms)
+    return d_y_SD, [None] * len(handle), None, None
+
+
+deepep_dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
+deepep_combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
+
+# As in moetrain.parallel.alltoall: a rank without tokens must still call.
+for _name in ("dispatch", "dispatch_backward", "combine", "combine_backward"):
+    torch.fx.has_side_effect(getattr(torch.ops.moetrain, f"deepep_{_name}").default)

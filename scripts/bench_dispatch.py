@@ -1,0 +1,170 @@
+"""Dispatch and combine alone: DeepEP beside the all-to-all, forward and backward.
+
+    torchrun --nproc-per-node 8 scripts/bench_dispatch.py [--tokens N ...] [--num-sms N ...]
+        [--results FILE.jsonl]
+
+For each number of tokens a rank: milliseconds of one call (the slowest rank's median over calls
+that all ranks begin together, host waits included), and for all four calls together the GB/s and
+the share of the floor. Both count the bytes that must travel: each token once to every other rank
+where it chose an expert, at NVLink's 450 GB/s. The all-to-all is compiled, as in training; DeepEP
+is one op a call.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.deepep import DeepEP, StaticSizes
+from moetrain.parallel.deepep_ops import disconnect
+from moetrain.parallel.expert import Transport
+
+TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8
+NUM_SMS = (16, 20, 24, 32, 48)
+NVLINK = 450e9  # bytes a second in each direction, by H200's datasheet
+REPEATS, WARMUP = 15, 3
+CALLS = ("dispatch", "combine", "combine backward", "dispatch backward")
+
+
+def main() -> None:
+    """Print one line a transport and size, on rank 0."""
+    parser = argparse.ArgumentParser(description="Time dispatch and combine.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--num-sms", type=int, nargs="+", default=NUM_SMS)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None  # just made
+    is_first = dist.get_rank() == 0
+    hardware = f"{group.size()} x {torch.cuda.get_device_name()}"
+    if is_first:
+        print(f"{hardware}, torch {torch.__version__}, {WIDTH} wide, top-{TOP_K} of {EXPERTS}")
+        print(f"tokens {'ms':22}" + "".join(f"{c:>19}" for c in CALLS) + "   GB/s  floor")
+    all_to_all = Compiled(AllToAll(EXPERTS, group))
+    for tokens in args.tokens:
+        x_TD, ids_TK, weights_TK = make_batch(tokens, device)
+        remote_bytes = count_remote(ids_TK, group) * WIDTH * x_TD.element_size()
+        for name, transport in [
+            ("all-to-all", all_to_all),
+            *deepep_transports(group, tokens, args.num_sms),
+        ]:
+            calls_ms = times(transport, x_TD, ids_TK, weights_TK, group)
+            rate = len(CALLS) * remote_bytes / sum(calls_ms) * 1e3
+            row: dict[str, Any] = {
+                "hardware": hardware,
+                "torch": torch.__version__,
+                "commit": commit(),
+                "tokens": tokens,
+                "transport": name,
+                "ms": dict(zip(CALLS, calls_ms, strict=True)),
+                "remote_bytes": remote_bytes,
+                "gigabytes_per_second": rate / 1e9,
+                "fraction_of_floor": rate / NVLINK,
+            }
+            if not is_first:
+                continue
+            figures = "".join(f"{ms:19.3f}" for ms in calls_ms)
+            print(f"{tokens:6} {name:22}{figures} {rate / 1e9:6.0f} {rate / NVLINK:6.1%}")
+            if args.results is not None:
+                with args.results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    disconnect()
+    dist.destroy_process_group()
+
+
+def make_batch(tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Random tokens (bf16) that choose distinct experts at random, with weights."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    x_TD = torch.randn(tokens, WIDTH, device=device, generator=generator).bfloat16()
+    scores_TE = torch.rand(tokens, EXPERTS, device=device, generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(TOP_K)
+    return x_TD.requires_grad_(), ids_TK.int(), weights_TK.requires_grad_()
+
+
+def count_remote(ids_TK: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """Tokens that a rank sends to others, each once a rank, on average."""
+    ranks_TK = ids_TK // (EXPERTS // group.size())
+    goes_TW = (ranks_TK[:, :, None] == torch.arange(group.size(), device=ids_TK.device)).any(1)
+    sent = goes_TW.sum() - goes_TW[:, group.rank()].sum()
+    dist.all_reduce(sent, group=group)
+    return sent.item() / group.size()
+
+
+def deepep_transports(
+    group: dist.ProcessGroup, tokens: int, every_num_sms: Sequence[int]
+) -> Iterator[tuple[str, DeepEP]]:
+    """DeepEP by number of SMs and mode."""
+    sizes = StaticSizes.plan(
+        tokens, capacity=2.0, num_experts=EXPERTS, top_k=TOP_K, ranks=group.size()
+    )
+    for num_sms in every_num_sms:
+        for mode, static in (("exact", None), ("static", sizes)):
+            deepep = DeepEP(EXPERTS, group, WIDTH, num_sms=num_sms, static=static)
+            yield f"DeepEP {num_sms} SMs, {mode}", deepep
+
+
+class Compiled:
+    """A transport with its torch operations fused."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.num_ranks = transport.num_ranks
+        self.dispatch = torch.compile(transport.dispatch, fullgraph=True, dynamic=True)
+        self.combine = torch.compile(transport.combine, fullgraph=True, dynamic=True)
+
+
+def times(
+    transport: Transport,
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> list[float]:
+    """Milliseconds of each of CALLS: the slowest rank's median."""
+    measured: list[list[float]] = []
+    for _ in range(WARMUP + REPEATS):
+        received, dispatch_ms = timed(group, transport.dispatch, x_TD, ids_TK, weights_TK)
+        y_SD = received.x_SD.detach().requires_grad_()
+        y_TD, combine_ms = timed(group, transport.combine, y_SD, received.handle)
+        _, combine_backward_ms = timed(group, torch.autograd.grad, y_TD, y_SD, x_TD)
+        # Other ranks' experts have no share in a slot's gradient.
+        d_weights_SK = torch.where(received.ids_SK >= 0, 1.0, 0.0)
+        outputs, inputs = (received.x_SD, received.weights_SK), (x_TD, weights_TK)
+        slopes = torch.ones_like(received.x_SD), d_weights_SK
+        _, dispatch_backward_ms = timed(group, torch.autograd.grad, outputs, inputs, slopes)
+        measured.append([dispatch_ms, combine_ms, combine_backward_ms, dispatch_backward_ms])
+    medians = torch.tensor(measured[WARMUP:], device=x_TD.device).median(0).values
+    dist.all_reduce(medians, dist.ReduceOp.MAX, group=group)
+    return medians.tolist()
+
+
+def timed(group: dist.ProcessGroup, call: Callable[..., Any], *inputs: Any) -> tuple[Any, float]:
+    """``call(*inputs)`` and its milliseconds, begun by all ranks together."""
+    dist.barrier(group)
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    result = call(*inputs)
+    end.record()
+    torch.cuda.synchronize()
+    return result, begin.elapsed_time(end)
+
+
+def commit() -> str:
+    """The checkout's short commit, or unknown."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    process = subprocess.run(git, capture_output=True, text=True)
+    return process.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

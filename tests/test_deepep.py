@@ -1,0 +1,357 @@
+"""DeepEP on gloo, over a fake of its package; tests/test_deepep_gpu.py has the package itself.
+
+The all-to-all judges: both transports are run on the same tokens by one layer of experts, and what
+comes out and the gradients of tokens, routing weights and experts must agree.
+"""
+
+import re
+import sys
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import fake_deep_ep
+import pytest
+import test_parallel
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from transports import (
+    MAX_TOKENS,
+    ROUTINGS,
+    SMALL,
+    assert_same,
+    dispatchers,
+    make_batch,
+    make_experts,
+    plainly,
+    recomputed,
+    run_layer,
+    run_overlapped,
+    run_step,
+    saving,
+    static_sizes,
+)
+
+from moetrain.config import Config, ConfigError
+from moetrain.kernels import expert_indices
+from moetrain.parallel import deepep, deepep_ops
+from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.deepep import DeepEP, StaticSizes, choose_transport, why_not
+from moetrain.parallel.deepep_ops import disconnect
+from moetrain.parallel.expert import ExpertParallelDispatcher
+from moetrain.parallel.overlap import OverlappedExperts
+from moetrain.trainer import Trainer
+
+# Tokens of each rank.
+EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 101), (0, 5, 0, 0), (0, 0, 0, 0)
+
+
+def use_fake() -> None:
+    sys.modules["deep_ep"] = fake_deep_ep
+    fake_deep_ep.calls.clear()
+
+
+def check_eager() -> None:
+    transport, ours, theirs = dispatchers(SMALL)
+    experts = make_experts(SMALL)
+    modes = (None, static_sizes(SMALL, capacity=4.0))
+    for seed, (tokens, routing) in enumerate(product((EVEN, UNEVEN, ALL_ON_ONE, NONE), ROUTINGS)):
+        batch = make_batch(SMALL, tokens[dist.get_rank()], routing, seed)
+        want = run_step(partial(run_layer, theirs), batch, experts)
+        for transport.static, how in product(modes, (plainly, saving)):
+            got = run_step(partial(how, partial(run_layer, ours)), batch, experts)
+            assert_same(got, want, 1e-6, (tokens, routing, transport.static, how.__name__))
+
+
+def check_compiled() -> None:
+    """One graph for every routing, in each mode and with each kind of recomputation."""
+    transport, ours, theirs = dispatchers(SMALL)
+    experts = make_experts(SMALL)
+    tokens = UNEVEN[dist.get_rank()]
+    static = static_sizes(SMALL, capacity=4.0)
+    for transport.static, how in ((None, plainly), (None, saving), (static, recomputed)):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        run = torch.compile(partial(how, partial(run_layer, ours)), fullgraph=True, backend=counter)
+        for step, routing in enumerate(ROUTINGS):
+            batch = make_batch(SMALL, tokens, routing, step)
+            want = run_step(partial(run_layer, theirs), batch, experts)
+            assert_same(run_step(run, batch, experts), want, 1e-6, (routing, how.__name__))
+            assert counter.frame_count == 1, f"compiled again in step {step}, {routing}"
+        assert not counters["graph_break"]
+
+
+def check_calls() -> None:
+    """The backward neither waits nor dispatches again where the forward's results are kept."""
+    use_fake()
+    transport, ours, _ = dispatchers(SMALL)
+    experts = make_experts(SMALL)
+    batch = make_batch(SMALL, 9, "natural", 0)
+    once = {"dispatch": 1, "combine": 2, "cached dispatch": 1}
+    for static, how, compiled in product(
+        (None, static_sizes(SMALL, capacity=4.0)), (plainly, saving, recomputed), (False, True)
+    ):
+        transport.static = static
+        run = partial(how, partial(run_layer, ours))
+        if compiled:
+            torch._dynamo.reset()
+            run = torch.compile(run, fullgraph=True, backend="aot_eager")
+        run_step(run, batch, experts)
+        fake_deep_ep.calls.clear()
+        run_step(run, batch, experts)
+        dispatches = fake_deep_ep.calls["dispatch"]
+        assert fake_deep_ep.calls.pop("wait", 0) == (0 if static else dispatches)
+        if how is recomputed:
+            assert dispatches == 2
+        else:
+            assert dict(fake_deep_ep.calls) == once, (how.__name__, compiled, static)
+
+
+def check_fast_kernels() -> None:
+    """The kernels touch nothing of what is uninitialised either."""
+    use_fake()
+    transport, _, theirs = dispatchers(SMALL)
+    ours = ExpertParallelDispatcher(SMALL.experts, transport, "triton")
+    transport.static = static_sizes(SMALL, max_tokens=9)
+    batch = make_batch(SMALL, 9 - 4 * dist.get_rank(), "natural", 0)
+    experts = make_experts(SMALL)
+    want = run_step(partial(run_layer, theirs), batch, experts)
+    got = run_step(partial(run_layer, ours, backend="triton"), batch, experts)
+    assert_same(got, want, 1e-6, "triton")
+
+
+def check_overlap() -> None:
+    """Chunks change nothing, eager and compiled, also where they are empty."""
+    use_fake()
+    transport, _, theirs = dispatchers(SMALL)
+    experts = make_experts(SMALL)
+    most = 13
+    everything = static_sizes(SMALL, capacity=4.0, max_tokens=most)
+    for chunks, transport.static in ((2, None), (3, everything)):
+        overlapped = OverlappedExperts(transport, chunks)
+        for how, compiled in ((plainly, False), (recomputed, False), (plainly, True)):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend("aot_eager")
+            run = partial(how, partial(run_overlapped, overlapped))
+            if compiled:
+                run = torch.compile(run, fullgraph=True, backend=counter)
+            for seed, routing in enumerate(ROUTINGS):
+                tokens = (most, 2 if compiled else 2 * seed)[dist.get_rank()]
+                batch = make_batch(SMALL, tokens, routing, seed)
+                want = run_step(partial(run_layer, theirs), batch, experts)
+                got = run_step(run, batch, experts)
+                assert_same(got, want, 1e-6, (chunks, how.__name__, compiled, routing))
+            assert counter.frame_count == compiled
+    fake_deep_ep.calls.clear()
+    transport.static = everything
+    run_step(partial(saving, partial(run_overlapped, overlapped)), batch, experts)
+    assert fake_deep_ep.calls == {"dispatch": 3, "combine": 6, "cached dispatch": 3}
+    # Room for 15 rows in each chunk of 4, 4 and 5 tokens a rank.
+    transport.static = static_sizes(SMALL, capacity=1.0, max_tokens=most)
+    for routing, want in (("one-hot", 0), ("first half empty", (24 - 15) * 2 + (30 - 15))):
+        _, dropped = overlapped(*make_batch(SMALL, most, routing, 0)[:3], *experts)
+        assert dropped == (want if dist.get_rank() else 0)
+
+
+def test_overlap():
+    spawn(2, check_overlap, timeout=300.0)
+
+
+def check_overflow() -> None:
+    """Rows that do not fit are not written anywhere, and counted."""
+    transport, ours, _ = dispatchers(SMALL)
+    experts = make_experts(SMALL)
+    batch = make_batch(SMALL, MAX_TOKENS, "first half empty", 0)
+    transport.static = static_sizes(SMALL, capacity=1.0)
+    run_step(partial(run_layer, ours), batch, experts)
+    received = transport.dispatch(*batch[:3])
+    assert received.num_rows == MAX_TOKENS * SMALL.top_k
+    local = SMALL.experts // transport.num_ranks
+    indices = expert_indices(received.ids_SK, local, num_rows=received.num_rows)
+    overloaded = dist.get_rank() >= transport.num_ranks // 2
+    assert (indices.counts_E.sum() > received.num_rows) == overloaded
+    dropped = ours.dispatch(*batch[:3]).dropped
+    assert dropped == (indices.counts_E.sum() - received.num_rows).clamp(min=0)
+    with pytest.raises(ValueError, match=f"{MAX_TOKENS + 1} tokens.*planned for {MAX_TOKENS}"):
+        transport.dispatch(*make_batch(SMALL, MAX_TOKENS + 1, "empty", 0)[:3])
+
+
+def check_order_and_sharing() -> None:
+    """Tokens come by source rank and in order; a buffer is made once for its sizes."""
+    fake_deep_ep.calls.clear()
+    disconnect()
+    transports = [DeepEP(8, dist.group.WORLD, 24, num_sms=4) for _ in range(3)]
+    assert fake_deep_ep.calls["buffer"] == 1
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens = 3 + rank
+    x_TD = (1000 * rank + torch.arange(tokens).float())[:, None].expand(tokens, 24)
+    everywhere = torch.arange(8, dtype=torch.int32).expand(tokens, 8)
+    received = transports[1].dispatch(x_TD, everywhere, torch.ones(tokens, 8))
+    want = torch.cat([1000 * r + torch.arange(3 + r).float() for r in range(world)])
+    assert torch.equal(received.x_SD, want[:, None].expand(-1, 24))
+    assert received.num_rows == len(want) * 8 // world
+    disconnect()
+
+
+def check_everything() -> None:
+    use_fake()
+    check_eager()
+    check_compiled()
+    check_overflow()
+    check_order_and_sharing()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_deepep_equals_the_all_to_all(world):
+    spawn(world, check_everything, timeout=400.0)
+
+
+def test_what_a_backward_calls():
+    spawn(2, check_calls, timeout=200.0)
+
+
+def residual(dispatcher, x_TD, *rest) -> torch.Tensor:
+    """A layer between what the compiler makes itself, and leaves out where there are no tokens."""
+    return x_TD + 2 * run_layer(dispatcher, 3 * x_TD, *rest)
+
+
+def check_under_inductor() -> None:
+    """The compiler's code keeps what a rank without tokens must call."""
+    use_fake()
+    transport, ours, theirs = dispatchers(SMALL)
+    experts = make_experts(SMALL)
+    for transport.static in (None, static_sizes(SMALL, capacity=4.0)):
+        run = torch.compile(partial(residual, ours), fullgraph=True)
+        for step in range(2):
+            batch = make_batch(SMALL, 5 * dist.get_rank(), "natural", step)
+            want = run_step(partial(residual, theirs), batch, experts)
+            assert_same(run_step(run, batch, experts), want, 1e-6, transport.static)
+
+
+def test_a_rank_without_tokens_under_inductor():
+    spawn(2, check_under_inductor, timeout=300.0)
+
+
+def test_fast_kernels():
+    spawn(2, check_fast_kernels, timeout=120.0)
+
+
+# ---- who can use it -----------------------------------------------------------------------------
+
+ARCH: Any = SimpleNamespace(num_experts=128, num_experts_per_token=8, hidden_size=2048)
+GPU, BF16 = torch.device("cuda"), torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "device", "dtype", "reason"),
+    [
+        ({}, 3, GPU, BF16, "parallel.ep is 3.*takes 2, 4 or 8"),
+        ({}, 8, torch.device("cpu"), BF16, "CUDA devices.*on cpu"),
+        ({}, 8, GPU, torch.float32, "bfloat16.*computes in float32"),
+        ({"hidden_size": 2056}, 8, GPU, BF16, "hidden_size is 2056.*multiples of 16"),
+        ({"hidden_size": 8192}, 8, GPU, BF16, "hidden_size is 8192.*up to 8176"),
+        ({"num_experts_per_token": 33}, 8, GPU, BF16, "to 33 experts.*up to 32"),
+        ({"num_experts": 384}, 2, GPU, BF16, "a rank has 192 experts.*up to 128"),
+        ({}, 8, GPU, BF16, "not installed.*pip install tokenspeed-deepep=="),
+    ],
+)
+def test_why_not_names_the_value_and_the_limit(monkeypatch, change, ranks, device, dtype, reason):
+    monkeypatch.setattr(deepep_ops.importlib.util, "find_spec", lambda name: None)
+    arch: Any = SimpleNamespace(**{**vars(ARCH), **change})
+    assert re.search(reason, deepep.why_not_here(arch, ranks, device, dtype) or "no reason")
+
+
+def test_a_package_that_does_not_load_is_an_import_error_with_a_remedy(monkeypatch, tmp_path):
+    (tmp_path / "deep_ep.py").write_text("assert False, 'another NCCL is loaded'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"another NCCL is loaded.*pip install tokenspeed-deepep"):
+        deepep_ops.load_deep_ep()
+
+
+def check_agreement() -> None:
+    use_fake()
+    group = dist.group.WORLD
+    assert why_not(ARCH, group, GPU, BF16) is None
+    if dist.get_rank() == 1:
+        del sys.modules["deep_ep"]
+    assert "not installed" in (why_not(ARCH, group, GPU, BF16) or "")
+    deepep.socket.gethostname = lambda: f"machine-{dist.get_rank()}"
+    assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
+
+
+def check_choice() -> None:
+    use_fake()
+    lines: list[str] = []
+    deepep.logger.info = lambda text, *args: lines.append(text % args)
+
+    def choose(*overrides: str, device=GPU) -> Any:
+        config = Config.load(None, [*overrides, "data.seq_len=64", "train.micro_batch_size=2"])
+        return choose_transport(config, ARCH, dist.group.WORLD, device, BF16)
+
+    chosen = choose("moe.deepep_num_sms=28")
+    assert isinstance(chosen, DeepEP)
+    assert (chosen.num_sms, chosen.static) == (28, None)
+    assert "DeepEP on 28 SMs" in lines[-1]
+    chosen = choose("moe.dispatcher=deepep", "moe.dispatch_mode=static", "moe.static_capacity=1.5")
+    assert chosen.num_sms == deepep.AUTO_NUM_SMS[2]
+    assert chosen.static == (128, 128 * 8 * 3 // 2)
+    assert isinstance(choose("moe.dispatcher=alltoall"), AllToAll)
+    assert "all-to-all: moe.dispatcher asks" in lines[-1]
+    cpu = torch.device("cpu")
+    assert isinstance(choose(device=cpu), AllToAll)
+    assert "all-to-all: it takes CUDA devices" in lines[-1]
+    with pytest.raises(ConfigError, match=r"moe.dispatcher: 'deepep' cannot run: it takes CUDA"):
+        choose("moe.dispatcher=deepep", device=cpu)
+    with pytest.raises(ConfigError, match=r"moe.overlap_chunks: 2 takes DeepEP: .* on cpu"):
+        choose("moe.overlap_chunks=2", device=cpu)
+    with pytest.raises(ConfigError, match=r"moe.overlap_chunks: 2 takes the fast kernels"):
+        choose("moe.overlap_chunks=2", "kernels.backend=reference")
+    for dispatcher in ("auto", "alltoall"):
+        with pytest.raises(ConfigError, match=r"moe.dispatch_mode: 'static' takes DeepEP: "):
+            choose("moe.dispatch_mode=static", f"moe.dispatcher={dispatcher}", device=cpu)
+    disconnect()
+
+
+def check_agreement_and_choice() -> None:
+    check_choice()
+    check_agreement()
+
+
+def test_ranks_agree_on_a_transport():
+    spawn(2, check_agreement_and_choice)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "top_k", "rows"), [(2.0, 8, 1600), (1.001, 3, 301), (9.0, 8, 3200), (4, 24, 6400)]
+)
+def test_static_rows(capacity, top_k, rows):
+    """A multiple of an even load, but no more than all ranks' choices of 16 local experts."""
+    sizes = StaticSizes.plan(100, capacity=capacity, num_experts=64, top_k=top_k, ranks=4)
+    assert sizes == (100, rows)
+
+
+def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """A run's numbers, gradients and final count of steps that were done again."""
+    use_fake()
+    deepep.why_not = lambda *_: None
+    trainers: list[Trainer] = []
+    test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
+    numbers, gradients, _ = test_parallel.run(words)
+    return numbers, gradients, trainers[0].retried_steps
+
+
+def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
+    words = test_parallel.words_of(tiny_words, "train.micro_batch_size=4")
+    numbers, gradients, _ = test_parallel.run(words)
+    words += ["parallel.ep=2", "train.micro_batch_size=2", "moe.dispatch_mode=static"]
+    for capacity, retried in (("1.0", True), ("2.0", False)):  # 2.0 is room for everything
+        answers = spawn(2, train_by_deepep, [*words, f"moe.static_capacity={capacity}"])
+        got, mine, count = answers[0]
+        assert (count > 0) == retried
+        torch.testing.assert_close(got, numbers, rtol=1e-5, atol=0)
+        for name, gradient in gradients.items():
+            assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -1,0 +1,139 @@
+"""DeepEP itself, on GPUs: the all-to-all judges, as in tests/test_deepep.py."""
+
+import importlib.util
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from transports import (
+    LARGE,
+    ROUTINGS,
+    assert_same,
+    dispatchers,
+    make_batch,
+    make_experts,
+    plainly,
+    recomputed,
+    run_layer,
+    run_overlapped,
+    run_step,
+    saving,
+    static_sizes,
+)
+
+from moetrain.parallel.deepep import DeepEP, StaticSizes, why_not
+from moetrain.parallel.deepep_ops import INSTALL, disconnect
+from moetrain.parallel.overlap import OverlappedExperts
+
+BF16 = torch.bfloat16
+GPU_TOKENS = 512
+GPU_STEPS = 50
+
+
+def gpu_setup() -> tuple[DeepEP, Any, Any, list[torch.Tensor]]:
+    device = torch.device("cuda", dist.get_rank())
+    arch: Any = SimpleNamespace(
+        num_experts=LARGE.experts, num_experts_per_token=LARGE.top_k, hidden_size=LARGE.width
+    )
+    assert why_not(arch, dist.group.WORLD, device, BF16) is None
+    return *dispatchers(LARGE, num_sms="auto"), make_experts(LARGE, device, BF16)
+
+
+def gpu_static(capacity: float) -> StaticSizes:
+    return static_sizes(LARGE, capacity, GPU_TOKENS)
+
+
+def check_on_gpus() -> None:
+    transport, ours, theirs, experts = gpu_setup()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    modes = (None, gpu_static(float(world)))
+    for how, compiled, transport.static in product(
+        (plainly, recomputed, saving), (False, True), modes
+    ):
+        torch._dynamo.reset()
+        run = partial(how, partial(run_layer, ours))
+        if compiled:
+            run = torch.compile(run, fullgraph=True)
+        for step in range(GPU_STEPS):
+            # Compiled code is made for a rank's number of tokens: none, one, and many.
+            tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
+            routing = ROUTINGS[step % len(ROUTINGS)]
+            batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
+            want = run_step(partial(run_layer, theirs), batch, experts)
+            case = (how.__name__, compiled, transport.static, step, routing, tokens)
+            assert_same(run_step(run, batch, experts), want, 2**-7, case)
+    disconnect()
+
+
+def check_overlap_on_gpus() -> None:
+    transport, _, theirs, experts = gpu_setup()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    modes = (None, gpu_static(float(world)))
+    for chunks, compiled, transport.static in product((2, 3), (False, True), modes):
+        torch._dynamo.reset()
+        run = partial(run_overlapped, OverlappedExperts(transport, chunks))
+        if compiled:
+            run = torch.compile(run, fullgraph=True)
+        for step in range(GPU_STEPS):
+            tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
+            routing = ROUTINGS[step % len(ROUTINGS)]
+            batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
+            want = run_step(partial(run_layer, theirs), batch, experts)
+            case = (chunks, compiled, transport.static, step, routing, tokens)
+            assert_same(run_step(run, batch, experts), want, 2**-7, case)
+    disconnect()
+
+
+def check_nothing_waits() -> None:
+    transport, ours, _, experts = gpu_setup()
+    transport.static = gpu_static(float(dist.get_world_size()))
+    overlapped = OverlappedExperts(transport, 2)
+    batch = make_batch(LARGE, GPU_TOKENS, "natural", 0, f"cuda:{dist.get_rank()}", BF16)
+    layers = (partial(run_layer, ours), partial(run_overlapped, overlapped))
+    for run, compiled in product(layers, (False, True)):
+        if compiled:
+            run = torch.compile(run, fullgraph=True)
+        run_step(run, batch, experts)  # compiles kernels
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                run_step(run, batch, experts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    disconnect()
+
+
+def check_memory() -> None:
+    """Nothing of a step outlives it, in torch's memory or beside it."""
+    _, ours, _, experts = gpu_setup()
+    run = partial(recomputed, partial(run_layer, ours))
+    device = f"cuda:{dist.get_rank()}"
+    batch = make_batch(LARGE, GPU_TOKENS, "natural", 0, device, BF16)
+    held = []
+    for step in range(200):
+        ids_TK = make_batch(LARGE, GPU_TOKENS, "natural", step, device, BF16).ids_TK
+        batch.ids_TK.copy_(ids_TK)
+        del ids_TK
+        run_step(run, batch, experts)
+        free, total = torch.cuda.mem_get_info()
+        held.append((torch.cuda.memory_allocated(), total - free))
+    allocated, used = zip(*held[20:], strict=True)
+    assert set(allocated) == {allocated[0]}
+    assert used[-1] <= 1.05 * used[0]
+    disconnect()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "check", [check_on_gpus, check_overlap_on_gpus, check_nothing_waits, check_memory]
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_on_gpus(world, check):
+    if importlib.util.find_spec("deep_ep") is None:
+        pytest.skip(f"needs deep_ep: {INSTALL}")
+    spawn(world, check, device_type="cuda", timeout=500.0)
