@@ -299,6 +299,7 @@ def check_choice() -> None:
     chosen = choose("moe.dispatcher=deepep", "moe.dispatch_mode=static", "moe.static_capacity=1.5")
     assert chosen.num_sms == deepep.AUTO_NUM_SMS[2]
     assert chosen.static == (128, 128 * 8 * 3 // 2)
+    assert choose("moe.overlap_chunks=2").num_sms == deepep.AUTO_NUM_SMS_BESIDE_EXPERTS
     assert isinstance(choose("moe.dispatcher=alltoall"), AllToAll)
     assert "all-to-all: moe.dispatcher asks" in lines[-1]
     cpu = torch.device("cpu")

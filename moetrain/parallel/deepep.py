@@ -46,9 +46,13 @@ MAX_TOP_K = 32  # a lane of one warp each
 MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 HIDDEN_MULTIPLE, MAX_HIDDEN = 16, 8176  # half a token is one copy through 8 KiB of shared memory
 
-AUTO_NUM_SMS = {2: 48, 4: 48, 8: 48}
+AUTO_NUM_SMS = {2: 48, 4: 80, 8: 48}
 """By ranks, where nothing runs beside the communication. Four H200s, 16,384 tokens x 2048, top-8 of
-128, all four calls of a layer: 5.5 ms at 24 SMs, 4.6 at 32, 3.9 at 48."""
+128, all four calls of a layer: 4.6 ms at 32 SMs, 3.9 at 48, 4.0 at 64, 3.4 at 80, 3.7 at 100. Eight
+of them, dispatch and combine: 1.3 ms at 32, 1.2 at 48, the most tried. Two: not measured."""
+AUTO_NUM_SMS_BESIDE_EXPERTS = 32
+"""Where experts run beside it (``moe.overlap_chunks``), which miss what it takes. Four H200s, steps
+of the 24-layer cut in two chunks: 729 ms at best with 32 SMs, 737 with 24."""
 
 
 class StaticSizes(NamedTuple):
@@ -188,9 +192,10 @@ def choose_transport(
             top_k=arch.num_experts_per_token,
             ranks=group.size(),
         )
-    transport = DeepEP(
-        arch.num_experts, group, arch.hidden_size, num_sms=moe.deepep_num_sms, static=static
-    )
+    num_sms = moe.deepep_num_sms
+    if num_sms == "auto" and moe.overlap_chunks > 1:
+        num_sms = AUTO_NUM_SMS_BESIDE_EXPERTS
+    transport = DeepEP(arch.num_experts, group, arch.hidden_size, num_sms=num_sms, static=static)
     logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes: it can run here",
         transport.num_sms,
