@@ -8,9 +8,9 @@ A family exports patterns (shell-style, over dotted parameter names) and styles:
     rowwise    columns (input features) split over tensor-parallel ranks
     expert     experts split over expert-parallel ranks
 
-On top of that FSDP splits every parameter's first dim. Matching is strict both ways: a pattern that
-matches nothing and a parameter that no pattern covers are errors, since either is a plan that does
-not describe the model.
+On top of that FSDP splits every parameter's first dim; what is one value on tensor-parallel ranks,
+over these ranks too. Matching is strict both ways: a pattern that matches nothing and a parameter
+that no pattern covers are errors, since either is a plan that does not describe the model.
 """
 
 from __future__ import annotations
