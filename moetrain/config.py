@@ -419,6 +419,22 @@ class Config(_Section):
             )
         if d.source in ("text", "jsonl") and d.path is None:
             raise ConfigError("data.path", f"not set, and data.source {d.source!r} needs it")
+        a, e = self.activation, self.moe
+        if a.policy != "selective" and a.save != ActivationSection().save:
+            raise ConfigError(
+                "activation.save",
+                f"{','.join(a.save)!r} contradicts activation.policy {a.policy!r}",
+            )
+        if e.dispatch_mode != "static" and e.static_capacity != MoeSection().static_capacity:
+            raise ConfigError(
+                "moe.static_capacity",
+                f"{e.static_capacity} contradicts moe.dispatch_mode {e.dispatch_mode!r}",
+            )
+        if e.deepep_num_sms != "auto" and e.dispatcher in ("local", "alltoall"):
+            raise ConfigError(
+                "moe.deepep_num_sms",
+                f"{e.deepep_num_sms} contradicts moe.dispatcher {e.dispatcher!r}",
+            )
         for field in ("path", "eval_path"):
             value = getattr(d, field)
             if d.source in ("stdlib", "synthetic") and value is not None:

@@ -25,9 +25,8 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
     if config.kernels.attention == "cudnn":
-        dtype = torch.float32 if config.train.dtype == "float32" else torch.bfloat16
         try:
-            cudnn_attention.require(device, dtype, arch.head_dim)
+            cudnn_attention.require(device, compute_dtype(config, device), arch.head_dim)
         except ValueError as error:
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:

@@ -20,22 +20,22 @@ class RunFailed(RuntimeError):
     """Training cannot go on; a checkpoint of the last good state was written."""
 
 
-class LateNumber:
-    """A number that the device is still to compute; reading it waits for it and nothing after."""
+class LateNumbers:
+    """Numbers that the device is still to compute; reading waits for them and nothing after."""
 
-    def __init__(self, number: torch.Tensor) -> None:
-        on_cuda = number.device.type == "cuda"
-        self._host = torch.empty(number.shape, dtype=number.dtype, pin_memory=on_cuda)
-        self._host.copy_(number, non_blocking=True)
+    def __init__(self, numbers: torch.Tensor) -> None:
+        on_cuda = numbers.device.type == "cuda"
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self._host.copy_(numbers, non_blocking=True)
         self._copied = torch.cuda.Event() if on_cuda else None
         if self._copied is not None:
             self._copied.record()
 
-    def item(self) -> int | float:
-        """The number."""
+    def read(self) -> torch.Tensor:
+        """The numbers, on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host.item()
+        return self._host
 
 
 class StepWatch:
@@ -50,8 +50,7 @@ class StepWatch:
         self.limit = limit
         # Skipped in a row, skipped in all, ranks that were asked to stop.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._late = LateNumbers(self._counts)
         self.asked_to_stop = False
         """Whether any rank was, as of the step before the last."""
 
@@ -65,15 +64,11 @@ class StepWatch:
         self.check()
         in_row = torch.where(skipped, self._counts[0] + 1, 0)
         self._counts = torch.stack([in_row, self._counts[1] + skipped, stops.long()])
-        self._host.copy_(self._counts, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._late = LateNumbers(self._counts)
 
     def check(self) -> None:
         """Raise :class:`RunFailed` if the limit was reached by the steps counted so far."""
-        if self._copied is not None:
-            self._copied.synchronize()  # of the step before: long done
-        in_row, _, stops = self._host.tolist()
+        in_row, _, stops = self._late.read().tolist()  # of the step before: long done
         self.asked_to_stop = stops > 0
         if in_row >= self.limit:
             raise RunFailed(

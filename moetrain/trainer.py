@@ -1,9 +1,9 @@
 """The trainer: build, step, fit. Read it top to bottom.
 
 :class:`Trainer` builds everything from a :class:`~moetrain.config.Config`, resumes if there is
-something to resume from, and trains. Inside a step the host never waits for the device: clipping
-and the skip decision happen in the fused update (``optim.guarded_step``), and skipped steps are
-counted on the device and looked at one step late.
+something to resume from, and trains. Inside a step nothing here waits for the device (dispatch of
+tokens of unknown number does): clipping and the skip decision happen in the fused update
+(``optim.guarded_step``), and skipped steps are counted on the device and looked at one step late.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from moetrain.parallel.apply import (
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run
 from moetrain.run_control import (
-    LateNumber,
+    LateNumbers,
     RunFailed,
     StepWatch,
     garbage_collector_off,
@@ -172,7 +172,7 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------
 
     def train_step(self) -> StepResult:
-        """Forward, backward and update over one global batch; queues work, waits for nothing."""
+        """Forward, backward and update over one global batch; queues work."""
         batches = self.loader.next_step()
         # Counted where the batches are made, on the host, before they travel.
         targets = sum(int((b.targets_BS >= 0).sum()) for b in batches)
@@ -184,7 +184,8 @@ class Trainer:
         batches = [self.to_device(b) for b in batches]
         self.model.train()
         losses, dropped = self.run_batches(batches, sizes)
-        if dropped is not None and dropped.item() > 0:
+        # With fixed sizes alone: waits for the last forward, while its backward runs.
+        if dropped is not None and dropped.read() > 0:
             self.retried_steps += 1
             self.placed.clear_gradients()
             with self.exact_sizes():
@@ -207,7 +208,7 @@ class Trainer:
 
     def run_batches(
         self, batches: list[Batch], sizes: GlobalBatch
-    ) -> tuple[list[MicroLoss], LateNumber | None]:
+    ) -> tuple[list[MicroLoss], LateNumbers | None]:
         """Forward and backward of every micro-batch, gradients added up.
 
         Also, where buffers of fixed sizes carry tokens between ranks, how many rows of all ranks
@@ -221,7 +222,7 @@ class Trainer:
             if loss.routing is not None and loss.routing.dropped is not None:
                 dropped = loss.routing.dropped + (0 if dropped is None else dropped)
                 if batch is batches[-1]:  # before the backward, which then runs while this is read
-                    late = LateNumber(self.world.sum(dropped))
+                    late = LateNumbers(self.world.sum(dropped))
             loss.total.backward()
             self.placed.finish_backward()
             losses.append(loss._replace(total=loss.total.detach()))

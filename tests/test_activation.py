@@ -164,6 +164,7 @@ def test_every_name_stands_for_ops_that_exist():
 
 def test_names_are_read_from_words():
     def load(*words):
+        words = ("activation.policy=selective", *words)
         return Config.load(None, words, environ={}).activation.save
 
     assert load() == ("dispatch", "attention", "experts")

@@ -51,6 +51,13 @@ def test_true_in_any_spelling(text):
         (["--data.source", "text"], "data.path", "not set"),
         (["--data.path", "x"], "data.path", "data.source 'stdlib'"),
         (["--moe.deepep_num_sms", "7"], "moe.deepep_num_sms", "even"),
+        (
+            ["--moe.deepep_num_sms", "24", "--moe.dispatcher", "alltoall"],
+            "moe.deepep_num_sms",
+            "contradicts moe.dispatcher 'alltoall'",
+        ),
+        (["--moe.static_capacity", "3"], "moe.static_capacity", "moe.dispatch_mode 'exact'"),
+        (["--activation.save", "linear"], "activation.save", "activation.policy 'none'"),
         (["steps"], "recipe", "'steps' is not one of"),
         (["no/such.toml"], "config file", "does not exist"),
     ],
