@@ -207,7 +207,7 @@ class MoeSection(_Section):
     parallel.ep, and reserves no more than that) may overflow; such a step is done again exactly."""
     overlap_chunks: int = Field(default=1, ge=1)
     """Parts that a rank's tokens are cut into, so that DeepEP moves one while the experts work on
-    another; 1: it moves all of them, then they work. On four H200s 2 was 3% slower than 1."""
+    another; 1: it moves all of them, then they work. On four H200s 2 was 2% slower than 1."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
     aux_loss_coef: float | None = Field(default=None, ge=0)

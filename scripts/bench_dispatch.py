@@ -1,13 +1,13 @@
 """Dispatch and combine alone: DeepEP beside the all-to-all, forward and backward.
 
     torchrun --nproc-per-node 8 scripts/bench_dispatch.py [--tokens N ...] [--num-sms N ...]
-        [--results FILE.jsonl]
+        [--mode exact|static] [--results FILE.jsonl]
 
 For each number of tokens a rank: milliseconds of one call (the slowest rank's median over calls
-that all ranks begin together, host waits included), and for all four calls together the GB/s and
-the share of the floor. Both count the bytes that must travel: each token once to every other rank
-where it chose an expert, at NVLink's 450 GB/s. The all-to-all is compiled, as in training; DeepEP
-is one op a call.
+that all ranks begin together), and for all four calls together the GB/s and the share of the floor.
+Both count the bytes that must travel: each token once to every other rank where it chose an expert,
+at NVLink's 450 GB/s. Both transports are compiled, and a spin before each call hides its launches,
+as a busy queue does in training; what the host launches after it waited for counts is not hidden.
 """
 
 import argparse
@@ -30,6 +30,7 @@ TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8
 NUM_SMS = (16, 20, 24, 32, 48)
 NVLINK = 450e9  # bytes a second in each direction, by H200's datasheet
 REPEATS, WARMUP = 15, 3
+SPIN_CYCLES = 2_000_000  # about a millisecond
 CALLS = ("dispatch", "combine", "combine backward", "dispatch backward")
 
 
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time dispatch and combine.")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--num-sms", type=int, nargs="+", default=NUM_SMS)
+    parser.add_argument("--mode", choices=("exact", "static"), default="exact")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -50,13 +52,13 @@ def main() -> None:
     if is_first:
         print(f"{hardware}, torch {torch.__version__}, {WIDTH} wide, top-{TOP_K} of {EXPERTS}")
         print(f"tokens {'ms':22}" + "".join(f"{c:>19}" for c in CALLS) + "   GB/s  floor")
-    all_to_all = Compiled(AllToAll(EXPERTS, group))
+    all_to_all = compiled(AllToAll(EXPERTS, group))
     for tokens in args.tokens:
         x_TD, ids_TK, weights_TK = make_batch(tokens, device)
         remote_bytes = count_remote(ids_TK, group) * WIDTH * x_TD.element_size()
         for name, transport in [
             ("all-to-all", all_to_all),
-            *deepep_transports(group, tokens, args.num_sms),
+            *deepep_transports(group, tokens, args.num_sms, args.mode),
         ]:
             calls_ms = times(transport, x_TD, ids_TK, weights_TK, group)
             rate = len(CALLS) * remote_bytes / sum(calls_ms) * 1e3
@@ -101,25 +103,25 @@ def count_remote(ids_TK: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 
 def deepep_transports(
-    group: dist.ProcessGroup, tokens: int, every_num_sms: Sequence[int]
-) -> Iterator[tuple[str, DeepEP]]:
-    """DeepEP by number of SMs and mode."""
-    sizes = StaticSizes.plan(
-        tokens, capacity=2.0, num_experts=EXPERTS, top_k=TOP_K, ranks=group.size()
-    )
+    group: dist.ProcessGroup, tokens: int, every_num_sms: Sequence[int], mode: str
+) -> Iterator[tuple[str, Transport]]:
+    """DeepEP by number of SMs."""
+    static = None
+    if mode == "static":
+        static = StaticSizes.plan(
+            tokens, capacity=2.0, num_experts=EXPERTS, top_k=TOP_K, ranks=group.size()
+        )
     for num_sms in every_num_sms:
-        for mode, static in (("exact", None), ("static", sizes)):
-            deepep = DeepEP(EXPERTS, group, WIDTH, num_sms=num_sms, static=static)
-            yield f"DeepEP {num_sms} SMs, {mode}", deepep
+        deepep = DeepEP(EXPERTS, group, WIDTH, num_sms=num_sms, static=static)
+        yield f"DeepEP {num_sms} SMs, {mode}", compiled(deepep)
 
 
-class Compiled:
-    """A transport with its torch operations fused."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.num_ranks = transport.num_ranks
-        self.dispatch = torch.compile(transport.dispatch, fullgraph=True, dynamic=True)
-        self.combine = torch.compile(transport.combine, fullgraph=True, dynamic=True)
+def compiled(transport: Transport) -> Transport:
+    """``transport`` with its torch operations fused."""
+    for name in ("dispatch", "combine"):
+        call = torch.compile(getattr(transport, name), fullgraph=True, dynamic=True)
+        setattr(transport, name, call)
+    return transport
 
 
 def times(
@@ -151,6 +153,7 @@ def timed(group: dist.ProcessGroup, call: Callable[..., Any], *inputs: Any) -> t
     """``call(*inputs)`` and its milliseconds, begun by all ranks together."""
     dist.barrier(group)
     torch.cuda.synchronize()
+    torch.cuda._sleep(SPIN_CYCLES)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     result = call(*inputs)

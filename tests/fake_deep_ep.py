@@ -24,6 +24,8 @@ calls: Counter[str] = Counter()
 
 class Config(NamedTuple):
     num_sms: int
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         return self.num_sms * num_ranks * hidden_bytes
@@ -78,15 +80,13 @@ class Buffer:
     def capture() -> Event:
         return Event()
 
-    def get_dispatch_layout(self, topk_idx, num_experts):
-        assert topk_idx.dtype == topk_idx_t
-        assert topk_idx.is_contiguous()
+    def _layout(self, topk_idx, num_experts):
         local = num_experts // self.size
         is_token_in_rank = torch.stack(
             [(topk_idx // local == r).any(1) for r in range(self.size)], dim=1
         )
         per_expert = torch.stack([(topk_idx == e).sum() for e in range(num_experts)]).int()
-        return is_token_in_rank.sum(0).int(), None, per_expert, is_token_in_rank, None
+        return is_token_in_rank.sum(0).int(), is_token_in_rank, per_expert
 
     def dispatch(
         self,
@@ -135,7 +135,14 @@ class Buffer:
         recv_channel_prefix = torch.empty_like(starts)
         dist.all_to_all_single(recv_channel_prefix, starts.contiguous(), group=self.group)
 
-        local = num_tokens_per_expert.shape[0] // self.size
+        num_experts = num_tokens_per_expert.shape[0]
+        layout = self._layout(topk_idx, num_experts)
+        for given, right in zip(
+            (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert), layout, strict=True
+        ):
+            assert given.dtype == right.dtype
+            assert torch.equal(given, right)
+        local = num_experts // self.size
         tokens = torch.arange(x.shape[0], dtype=torch.int32)
         x_S = self._send(x, is_token_in_rank, rank_prefix, rows)
         source = self._send(tokens, is_token_in_rank, rank_prefix, rows)

@@ -295,6 +295,28 @@ GPU = MOE.model_copy(
 )
 
 
+def gpu_step(policy, attention, compiled, count):
+    """Gradients of a GPU model's blocks under ``policy``, and the bytes that its forward left."""
+    model = build_model(GPU, kernels=KernelsSection(attention=attention), moe=MoeSection())
+    init_weights(model, std=0.02, seed=0)
+    model.cuda().compute_dtype = torch.bfloat16
+    set_recomputation(model, POLICIES[policy])
+    if compiled:
+        compile_blocks(model)
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(0, GPU.vocab_size, (2, 512), generator=generator).cuda()
+    model.backbone(tokens_BS)[0].sum().backward()  # compiles and tunes
+    model.zero_grad()
+    gc.collect()  # what is garbage now may be collected in the forward
+    before = torch.cuda.memory_allocated()
+    hidden_BSD, _ = model.backbone(tokens_BS)
+    kept = torch.cuda.memory_allocated() - before
+    with count:
+        hidden_BSD.float().pow(3).mean().backward()
+    grads = [p.grad.flatten() for p in model.layers.parameters() if p.grad is not None]
+    return torch.cat(grads), kept
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "cudnn", "flex"])
@@ -302,28 +324,14 @@ def test_policies_on_a_gpu(attention, compiled):
     """Triton kernels and the attention ops that only a GPU has: gradients, memory, repeated ops."""
     if attention == "cudnn" and not cudnn_attention.runs(torch.device("cuda"), torch.bfloat16):
         pytest.skip("needs nvidia-cudnn-frontend")
-    tokens_BS = torch.randint(0, GPU.vocab_size, (2, 512), device="cuda")
+    # Ops inside a graph cannot be counted, and FlexAttention is always one.
+    counted = not compiled and attention != "flex"
     gradients, kept = {}, {}
     for policy in ("none", "selective", "full"):
         torch.compiler.reset()
-        model = build_model(GPU, kernels=KernelsSection(attention=attention), moe=MoeSection())
-        init_weights(model, std=0.02, seed=0)
-        model.cuda().compute_dtype = torch.bfloat16
-        set_recomputation(model, POLICIES[policy])
-        if compiled:
-            compile_blocks(model)
-        model.backbone(tokens_BS)[0].sum().backward()  # compiles and tunes
-        model.zero_grad()
-        before, count = torch.cuda.memory_allocated(), Count()
-        hidden_BSD, _ = model.backbone(tokens_BS)
-        kept[policy] = torch.cuda.memory_allocated() - before
-        # Ops inside a graph cannot be counted, and FlexAttention is always one.
-        counted = not compiled and attention != "flex"
-        with count if counted else nullcontext():
-            hidden_BSD.float().pow(3).mean().backward()
-        grads = [p.grad.flatten() for p in model.layers.parameters() if p.grad is not None]
-        gradients[policy] = torch.cat(grads)
-        if policy == "selective" and counted:
+        count = Count() if counted else nullcontext()
+        gradients[policy], kept[policy] = gpu_step(policy, attention, compiled, count)
+        if policy == "selective" and isinstance(count, Count):
             assert not {op for op in SAVED_OPS["attention"] if count.calls[op]}
             assert not count.calls["moetrain::expert_mlp"]
             assert not count.calls["moetrain::router_topk"]

@@ -26,11 +26,13 @@ from transports import (
     static_sizes,
 )
 
+from moetrain.models.transformer import prepare_compiler
 from moetrain.parallel.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.deepep_ops import INSTALL, disconnect
 from moetrain.parallel.overlap import OverlappedExperts
 
 BF16 = torch.bfloat16
+ROUNDED_TWICE = 2**-7  # ours to bf16, and the judge's: 2**-8 of the largest value each at most
 GPU_TOKENS = 512
 GPU_STEPS = 50
 
@@ -40,6 +42,7 @@ def gpu_setup() -> tuple[DeepEP, Any, Any, list[torch.Tensor]]:
     arch: Any = SimpleNamespace(
         num_experts=LARGE.experts, num_experts_per_token=LARGE.top_k, hidden_size=LARGE.width
     )
+    prepare_compiler()
     assert why_not(arch, dist.group.WORLD, device, BF16) is None
     return *dispatchers(LARGE, num_sms="auto"), make_experts(LARGE, device, BF16)
 
@@ -66,7 +69,7 @@ def check_on_gpus() -> None:
             batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
             want = run_step(partial(run_layer, theirs), batch, experts)
             case = (how.__name__, compiled, transport.static, step, routing, tokens)
-            assert_same(run_step(run, batch, experts), want, 2**-7, case)
+            assert_same(run_step(run, batch, experts), want, ROUNDED_TWICE, case)
     disconnect()
 
 
@@ -85,7 +88,8 @@ def check_overlap_on_gpus() -> None:
             batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
             want = run_step(partial(run_layer, theirs), batch, experts)
             case = (chunks, compiled, transport.static, step, routing, tokens)
-            assert_same(run_step(run, batch, experts), want, 2**-7, case)
+            # A chunk's gradients of the experts' weights are rounded, and so are their sums.
+            assert_same(run_step(run, batch, experts), want, chunks * ROUNDED_TWICE, case)
     disconnect()
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection
+from moetrain.kernels import router_logits
 from moetrain.models import (
     Architecture,
     LocalDispatcher,
@@ -113,12 +114,33 @@ def test_model_stacks_the_statistics_of_its_moe_layers():
 
 def test_router_is_fp32_under_bf16_activations():
     router = random_layer().router
+    router.weight.data = router.weight.data.bfloat16().float()
     x_TD = torch.randn(50, 16).bfloat16()
     routed = router(x_TD)
     exact = router(x_TD.float())
     assert torch.equal(routed.ids_TK, exact.ids_TK)
     assert torch.equal(routed.weights_TK, exact.weights_TK)
     assert routed.weights_TK.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_router_logits_of_bf16_lose_nothing(device):
+    """What comes out in fp32 is right to fp32's precision, although bf16 is multiplied."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_ED, slope_TE = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((300, 64), (24, 64), (300, 24))
+    )
+    x_TD, weight_ED = x_TD.bfloat16(), weight_ED.bfloat16().float().requires_grad_()
+    logits_TE = router_logits(x_TD, weight_ED, "auto" if torch.cuda.is_available() else "triton")
+    (slope_ED,) = torch.autograd.grad(logits_TE, weight_ED, slope_TE)
+    wide_TD, wide_ED, wide_TE = x_TD.double(), weight_ED.detach().double(), slope_TE.double()
+    for got, want, tolerance in (
+        (logits_TE, wide_TD @ wide_ED.T, 1e-6),
+        (slope_ED, wide_TE.T @ wide_TD, 1e-5),
+    ):
+        assert got.dtype == torch.float32
+        assert (got - want).norm() <= tolerance * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

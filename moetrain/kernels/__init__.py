@@ -25,6 +25,8 @@ from moetrain.kernels.reduction import SPECS as _REDUCTION
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.kernels.router import SPECS as _ROUTER
 from moetrain.kernels.router import Routed, router_topk
+from moetrain.kernels.router_logits import SPECS as _ROUTER_LOGITS
+from moetrain.kernels.router_logits import router_logits
 from moetrain.kernels.swiglu import SPECS as _SWIGLU
 from moetrain.kernels.swiglu import swiglu
 
@@ -46,6 +48,7 @@ __all__ = [
     "linear_cross_entropy_sum",
     "permute",
     "permute_tokens",
+    "router_logits",
     "router_topk",
     "sum_chunks",
     "swiglu",
@@ -56,6 +59,7 @@ SPECS = (
     *_EXPERT_INDICES,
     *_PERMUTATION,
     *_SWIGLU,
+    *_ROUTER_LOGITS,
     *_ROUTER,
     *_EXPERTS,
     *_LINEAR_CROSS_ENTROPY,

@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from moetrain.config import MoeSection
 from moetrain.kernels import (
@@ -27,6 +26,7 @@ from moetrain.kernels import (
     expert_indices,
     expert_mlp,
     permute,
+    router_logits,
     router_topk,
     unpermute,
 )
@@ -114,7 +114,7 @@ class LocalDispatcher:
 
 
 class Router(nn.Module):
-    """Chooses K experts for each token, in fp32 whatever the activations' dtype.
+    """Chooses K experts for each token, with fp32 logits whatever the activations' dtype.
 
     ``bias`` (fp32 buffer [E], only with ``moe.bias_update_rate`` > 0) is added to the scores for
     the choice alone; :func:`update_router_bias` moves it between steps.
@@ -136,7 +136,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> Routed:
         """The routing of ``x_TD`` (any float dtype)."""
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        logits_TE = router_logits(x_TD, self.weight, self.backend)
         routed = router_topk(
             logits_TE,
             self.top_k,

@@ -53,7 +53,7 @@ SAVED_OPS: dict[SavedName, tuple[str, ...]] = {
     ),
     # The first is one op for both products: it hands out its pre-activations beside its result.
     "experts": ("moetrain::expert_mlp", "moetrain::grouped_mm", "aten::_grouped_mm"),
-    "linear": ("aten::mm", "aten::addmm"),
+    "linear": ("aten::mm", "aten::addmm", "moetrain::router_logits"),
 }
 """The ops that each name of ``activation.save`` stands for."""
 

@@ -164,11 +164,16 @@ def initial_value(
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
     """Compiles every block as one graph; blocks of one kind share the compiled code."""
+    prepare_compiler()
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=backend)
+
+
+def prepare_compiler() -> None:
+    """The compiler settings (of the whole process) that graphs with dispatch in them need."""
     from torch._dynamo import config as dynamo_config  # a second to import
 
     # Sizes that the compiler does not know come from ops of ours. Asserting in the graph that they
     # are not negative tells nothing, and torch 2.11 fails on what selective recomputation makes of
     # it: "Unsupported inductor graph input type".
     dynamo_config.do_not_emit_runtime_asserts = True
-    for block in model.layers:
-        block.compile(fullgraph=True, backend=backend)

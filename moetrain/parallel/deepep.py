@@ -36,7 +36,13 @@ import torch.distributed as dist
 from moetrain.config import Config, ConfigError
 from moetrain.models import Architecture
 from moetrain.parallel.alltoall import AllToAll
-from moetrain.parallel.deepep_ops import connect, deepep_combine, deepep_dispatch, load_deep_ep
+from moetrain.parallel.deepep_ops import (
+    Layout,
+    connect,
+    deepep_combine,
+    deepep_dispatch,
+    load_deep_ep,
+)
 from moetrain.parallel.expert import Received, Transport, count_local_experts
 
 logger = logging.getLogger("moetrain")
@@ -46,13 +52,14 @@ MAX_TOP_K = 32  # a lane of one warp each
 MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 HIDDEN_MULTIPLE, MAX_HIDDEN = 16, 8176  # half a token is one copy through 8 KiB of shared memory
 
-AUTO_NUM_SMS = {2: 48, 4: 80, 8: 48}
-"""By ranks, where nothing runs beside the communication. Four H200s, 16,384 tokens x 2048, top-8 of
-128, all four calls of a layer: 4.6 ms at 32 SMs, 3.9 at 48, 4.0 at 64, 3.4 at 80, 3.7 at 100. Eight
-of them, dispatch and combine: 1.3 ms at 32, 1.2 at 48, the most tried. Two: not measured."""
-AUTO_NUM_SMS_BESIDE_EXPERTS = 32
+AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
+"""By ranks, where nothing runs beside the communication: about as many as it takes to reach what
+the links give, see ``SEND_TOKENS`` in deepep_ops.py. Eight H200s, dispatch and combine: 1.3 ms at
+32 SMs, 1.2 at 48, the most tried."""
+AUTO_NUM_SMS_BESIDE_EXPERTS = 24
 """Where experts run beside it (``moe.overlap_chunks``), which miss what it takes. Four H200s, steps
-of the 24-layer cut in two chunks: 729 ms at best with 32 SMs, 737 with 24."""
+of the 24-layer cut in two chunks, even routing: 654 ms with 24 SMs, 661 with 20, 676 with 16; 643
+in one."""
 
 
 class StaticSizes(NamedTuple):
@@ -135,9 +142,8 @@ class DeepEP:
             x_TD.contiguous(),
             ids_TK.contiguous(),
             weights_TK.contiguous(),
+            list(Layout.of(ids_TK, self.num_experts, self.num_ranks)),
             self.group_name,
-            self.num_ranks,
-            self.num_experts,
             self.num_sms,
             self.num_ranks * max_tokens,
             rows,
