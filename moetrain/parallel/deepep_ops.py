@@ -150,8 +150,8 @@ def empty_handle(
 
 def own_handle(handle: Sequence[torch.Tensor]) -> Handle:
     """``handle`` as results of an op, which must not be what the op was given: the layout is."""
-    a, b, c, source_S, is_token_in_rank_TW, send_head_TW = handle
-    return a, b, c, source_S, is_token_in_rank_TW.clone(), send_head_TW
+    rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW, send_head_TW = handle
+    return rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW.clone(), send_head_TW
 
 
 def own_send_head(handle: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
