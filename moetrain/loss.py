@@ -22,8 +22,8 @@ class GlobalBatch(NamedTuple):
 
     num_targets: torch.Tensor
     """Tokens with a target (0-d, on the device)."""
-    num_tokens: int
-    """Tokens the router sees."""
+    num_tokens: torch.Tensor
+    """Tokens the router sees (0-d, on the device)."""
 
 
 class LossCoefficients(NamedTuple):
@@ -61,10 +61,9 @@ def micro_batch_loss(
     balance = z = cross_entropy.new_zeros(())
     if routing is not None:
         if global_counts is None:
-            share = routing.num_tokens / sizes.num_tokens
-            balance = share * load_balancing_loss(
-                routing.counts_LE, routing.prob_sum_LE, routing.num_tokens
-            )
+            num_tokens = routing.num_tokens.clamp(min=1)  # there may be pads alone
+            balance = load_balancing_loss(routing.counts_LE, routing.prob_sum_LE, num_tokens)
+            balance = num_tokens / sizes.num_tokens * balance
         else:
             counts_LE = global_counts(routing.counts_LE)
             balance = load_balancing_loss(counts_LE, routing.prob_sum_LE, sizes.num_tokens)
@@ -85,7 +84,9 @@ def cross_entropy_sum(
 
     Returns it with the routing statistics.
     """
-    hidden_BSD, routing = model.backbone(batch.tokens_BS, batch.positions_BS, batch.cu_seqlens)
+    hidden_BSD, routing = model.backbone(
+        batch.tokens_BS, batch.positions_BS, batch.cu_seqlens, batch.is_pad_BS
+    )
     targets_T = batch.targets_BS.flatten()
     loss = model.vocabulary.loss_sum(
         hidden_BSD.flatten(0, 1),

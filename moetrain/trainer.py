@@ -175,12 +175,13 @@ class Trainer:
         """Forward, backward and update over one global batch; queues work."""
         batches = self.loader.next_step()
         # Counted where the batches are made, on the host, before they travel.
-        targets = sum(int((b.targets_BS >= 0).sum()) for b in batches)
-        num_targets = torch.full((), targets, device=self.device)  # torch.tensor would wait
-        tokens = sum(b.tokens_BS.numel() for b in batches)
-        sizes = GlobalBatch(
-            self.world.sum_rows(num_targets).clamp(min=1), tokens * self.world.dims.data_ranks
+        counted = (
+            sum(int((b.targets_BS >= 0).sum()) for b in batches),
+            sum(b.num_tokens for b in batches),
         )
+        # torch.tensor would wait
+        counted = torch.stack([torch.full((), n, device=self.device) for n in counted])
+        sizes = GlobalBatch(*self.world.sum_rows(counted).clamp(min=1).unbind())
         batches = [self.to_device(b) for b in batches]
         self.model.train()
         losses, dropped = self.run_batches(batches, sizes)
@@ -202,8 +203,9 @@ class Trainer:
             rate = self.config.moe.bias_update_rate * ~skipped
             update_router_bias(self.model, self.world.sum(routing.counts_LE), rate)
         self.step += 1
-        self.tokens += sizes.num_tokens
-        self.clock.count(sizes.num_tokens // self.world.size)
+        tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
+        self.tokens += tokens
+        self.clock.count(tokens // self.world.size)
         return StepResult(loss, norm, skipped, balance, z, routing)
 
     def run_batches(
@@ -249,7 +251,8 @@ class Trainer:
         with torch.no_grad():
             routings = []
             for b in batches:
-                routings.append(self.model.backbone(b.tokens_BS, b.positions_BS, b.cu_seqlens)[1])
+                inputs = (b.tokens_BS, b.positions_BS, b.cu_seqlens, b.is_pad_BS)
+                routings.append(self.model.backbone(*inputs)[1])
                 self.placed.finish_backward()
         routing = _sum_routing(routings)
         assert routing is not None  # the model has MoE layers
@@ -315,9 +318,7 @@ class Trainer:
 
     def world_routing(self, routing: RoutingStats) -> RoutingStats:
         """The statistics of all ranks together."""
-        counts, probs, z, entropy = (self.world.sum(x) for x in routing[:4])
-        num_tokens = routing.num_tokens * self.world.dims.token_ranks
-        return RoutingStats(counts, probs, z, entropy, num_tokens)
+        return RoutingStats(*(self.world.sum(x) for x in routing[:5]))
 
     def pause_clock(self) -> None:
         """Wait for the device and stop counting time as training."""
@@ -461,10 +462,8 @@ def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
     routed = [s for s in stats if s is not None]
     if not routed:
         return None
-    counts, probs, z, entropy = (
-        torch.stack(parts).sum(0) for parts in zip(*(s[:4] for s in routed), strict=True)
-    )
-    return RoutingStats(counts, probs, z, entropy, sum(s.num_tokens for s in routed))
+    parts = zip(*(s[:5] for s in routed), strict=True)
+    return RoutingStats(*(torch.stack(part).sum(0) for part in parts))
 
 
 def _set_aside(folder: Path, root: Path) -> None:

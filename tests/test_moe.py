@@ -155,6 +155,60 @@ def test_reference_kernels_equal_auto_on_a_cpu(dtype):
     assert torch.equal(*outputs)
 
 
+# Padding.
+DOCUMENTS = ((5, 3), (8,))  # rows of documents
+
+
+def packed(pads=None) -> tuple[torch.Tensor, ...]:
+    """Tokens, positions and padding [B, S] of DOCUMENTS with ``pads[row]`` behind each document."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for lengths, behind in zip(DOCUMENTS, pads or [[0] * len(d) for d in DOCUMENTS], strict=True):
+        row = []
+        for length, more in zip(lengths, behind, strict=True):
+            tokens = torch.randint(0, ARCH.vocab_size, (length,), generator=generator)
+            row.append((torch.cat((tokens, tokens.new_full((more,), 7))), length))
+        tokens_S = torch.cat([tokens for tokens, _ in row])
+        positions_S = torch.cat([torch.arange(len(tokens)) for tokens, _ in row])
+        is_pad_S = torch.cat([torch.arange(len(tokens)) >= length for tokens, length in row])
+        rows.append((tokens_S, positions_S, is_pad_S))
+    return tuple(torch.stack(x) for x in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("pads", [((3, 0), (3,)), ((1, 2), (3,)), ((0, 3), (3,))])
+def test_pads_change_nothing(pads, backend):
+    """Outputs, statistics and every gradient are those of the same documents without pads."""
+    results = []
+    for tokens_BS, positions_BS, is_pad_BS in (packed(), packed(pads)):
+        model = build_model(ARCH, kernels=KernelsSection(backend=backend))
+        init_weights(model, std=0.5, seed=0)
+        hidden_BSD, routing = model.backbone(tokens_BS, positions_BS, None, is_pad_BS)
+        assert routing is not None
+        hidden_TD = hidden_BSD[~is_pad_BS]
+        loss = hidden_TD.pow(3).sum() + routing.z_sum_L.sum()
+        (loss + (routing.prob_sum_LE * torch.arange(5)).sum()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((hidden_TD, routing[:5], gradients))
+    assert (results[0][1][4], results[1][1][4]) == (16, 16)
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)
+
+
+def test_a_pad_has_no_expert():
+    is_pad_BS = torch.tensor([[False, True, False, True]])
+    for settings in ({}, {"force_balanced": True}):
+        layer = random_layer(**settings)
+        x_BSD = torch.randn(1, 4, 16, requires_grad=True)
+        routed = layer.router(x_BSD.flatten(0, 1), is_pad_BS.flatten())
+        assert (routed.ids_TK < 0).all(1).tolist() == [False, True, False, True]
+        assert routed.counts_E.sum() == 4
+        y_BSD, _ = layer(x_BSD, is_pad_BS)
+        assert (y_BSD[is_pad_BS] == 0).all()
+        (d_x_BSD,) = torch.autograd.grad(y_BSD.pow(2).sum(), x_BSD)
+        assert (d_x_BSD[is_pad_BS] == 0).all()
+        assert (d_x_BSD[~is_pad_BS] != 0).any(1).all()
+
+
 # Dispatch.
 def test_dispatch_round_trip():
     x_TD = torch.randn(4, 3)

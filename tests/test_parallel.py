@@ -13,6 +13,7 @@ from distributed import spawn
 
 import moetrain
 from moetrain.config import Config
+from moetrain.data.packing import IGNORE_INDEX
 from moetrain.metrics import read_metrics
 from moetrain.parallel import apply
 from moetrain.trainer import Trainer
@@ -89,9 +90,24 @@ def words_of(tiny_words, *extra):
     ]
 
 
-def run(words):
+def pad_rows(batches):
+    """The batches with pads at their rows' ends, more or fewer by what a row begins with."""
+    padded = []
+    for batch in batches:
+        tokens_BS = batch.tokens_BS
+        real_B1 = tokens_BS.shape[1] - tokens_BS[:, :1] % 7
+        column_S = torch.arange(tokens_BS.shape[1])
+        targets_BS = batch.targets_BS.masked_fill(column_S >= real_B1 - 1, IGNORE_INDEX)
+        padded.append(batch._replace(targets_BS=targets_BS, is_pad_BS=column_S >= real_B1))
+    return padded
+
+
+def run(words, pads=False):
     """Losses, norms, and the whole gradients of the first step (before clipping)."""
     trainer = Trainer(Config.load(None, words, environ={}))
+    if pads:
+        next_step = trainer.loader.next_step
+        trainer.loader.next_step = lambda: pad_rows(next_step())
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(optimizer, args, kwargs):
@@ -113,7 +129,7 @@ def run_layouts(runs):
     answers = {}
     for name, words in runs.items():
         torch.compiler.reset()  # another layout's graphs are no recompilations of this one's
-        answers[name] = run(words)
+        answers[name] = run(words, pads="pads" in name)
     return answers if dist.get_rank() == 0 else None
 
 
@@ -144,9 +160,9 @@ def plan_runs(world, words, layouts, variants):
     }
 
 
-def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cpu"):
+def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cpu", pads=False):
     """Every run's numbers of all steps and gradients of the first against one process's."""
-    expected = run([*words, "train.micro_batch_size=8"])
+    expected = run([*words, "train.micro_batch_size=8"], pads)
     answers = spawn(world, run_layouts, runs, device_type=device_type, timeout=300)[0]
     assert set(answers) == set(runs)
     for name, (numbers, gradients, biases) in answers.items():
@@ -164,6 +180,13 @@ def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cp
             assert error <= tolerance, f"{name}: gradient of {parameter} is off by {error:.1e}"
         for buffer, bias in biases.items():
             assert torch.equal(bias, expected[2][buffer]), f"{name}: {buffer}"
+
+
+def test_pads_on_every_mesh(tiny_words):
+    """Ranks with different numbers of tokens: what is not padding counts the same everywhere."""
+    words = words_of(tiny_words)
+    runs = plan_runs(2, words, ["dp", "ep", "tp+ep"], ["plain", "compile", "accumulate"])
+    check(2, words, {f"{name} pads": w for name, w in runs.items()}, TOLERANCE, pads=True)
 
 
 @pytest.mark.gpu

@@ -35,6 +35,14 @@ class Batch(NamedTuple):
     A segment is the part of one document that lies in one row."""
     max_seqlen: int
     """Length of the longest segment."""
+    is_pad_BS: torch.Tensor | None = None
+    """bool, what only fills up a row; None: nothing does, as in all batches of :class:`Loader`. A
+    pad lies in the segment before it and has no target."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are no pads. Waits for the device, once the batch is there."""
+        return self.tokens_BS.numel() - int(0 if self.is_pad_BS is None else self.is_pad_BS.sum())
 
 
 class Loader:

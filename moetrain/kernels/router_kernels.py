@@ -58,7 +58,7 @@ def _drop_groups(
 
 @triton.jit
 def route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr,
+    logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr,
     T, row_stride, topk_groups, scale,
     K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
@@ -109,17 +109,23 @@ def route_kernel(
             weights = tl.sigmoid(picked)
         if NORMALIZE:
             weights = weights / tl.sum(weights, axis=1)[:, None]
+        is_counted = in_range
+        if is_pad_ptr is not None:
+            is_pad = tl.load(is_pad_ptr + row) != 0
+            ids = tl.where(is_pad[:, None], -1, ids)
+            weights = tl.where(is_pad[:, None], 0.0, weights)
+            is_counted = in_range & (is_pad == 0)
         slot_index = row[:, None] * K + slot[None, :]
         tl.store(ids_ptr + slot_index, ids, mask=in_range[:, None] & in_slots)
         tl.store(weights_ptr + slot_index, weights * scale, mask=in_range[:, None] & in_slots)
 
-        counted = in_range[:, None] & is_expert
+        counted = is_counted[:, None] & is_expert
         counts += (counted & (keys == _TAKEN)).to(tl.int32)
         prob_sums += tl.where(counted, probs, 0.0)
-        z_sums += tl.where(in_range, lse * lse, 0.0)
+        z_sums += tl.where(is_counted, lse * lse, 0.0)
         # sum of -p log p = lse - sum of p * logit
         mean = tl.sum(tl.where(is_expert, probs * logits, 0.0), axis=1)
-        entropy_sums += tl.where(in_range, lse - mean, 0.0)
+        entropy_sums += tl.where(is_counted, lse - mean, 0.0)
 
     columns = (col // MP < G) & (col % MP < M)
     tl.store(counts_ptr + program * E + expert, tl.sum(counts, axis=0), mask=columns)
@@ -183,8 +189,9 @@ def route_backward_kernel(
 
     slot_index = row[:, None] * K + slot[None, :]
     ids = tl.load(ids_ptr + slot_index, mask=in_slots, other=-1)
+    is_pad = tl.max(ids, axis=1) < 0
     grad = tl.load(grad_weights_ptr + slot_index, mask=in_slots, other=0.0) * scale
-    picked = tl.load(row_ptr[:, None] + ids, mask=in_slots, other=float("-inf"))
+    picked = tl.load(row_ptr[:, None] + ids, mask=ids >= 0, other=float("-inf"))
     scores = tl.exp(picked - largest[:, None]) / total[:, None]
     if SIGMOID:
         scores = tl.sigmoid(picked)
@@ -210,6 +217,7 @@ def route_backward_kernel(
     grad_logits = probs * (grad_probs + (grad_lse - mean)[:, None])
     if SIGMOID:
         grad_logits += spread
+    grad_logits = tl.where(is_pad[:, None], 0.0, grad_logits)
     tl.store(
         grad_logits_ptr + row[:, None] * E + col[None, :],
         grad_logits,

@@ -55,8 +55,8 @@ class RoutingStats(NamedTuple):
     """fp32, differentiable: sum over tokens of logsumexp(logits)^2."""
     entropy_sum_L: torch.Tensor
     """fp32, no gradient: sum over tokens of the routing entropy in nats."""
-    num_tokens: int
-    """Tokens that each layer routed."""
+    num_tokens: torch.Tensor
+    """int64 (0-d): tokens that each layer routed, which pads are not among."""
     dropped: torch.Tensor | None = None
     """int32: rows dropped in all layers; where there are any, nothing here can be trusted."""
 
@@ -134,21 +134,28 @@ class Router(nn.Module):
             "bias", torch.zeros(arch.num_experts) if moe.bias_update_rate > 0 else None
         )
 
-    def forward(self, x_TD: torch.Tensor) -> Routed:
-        """The routing of ``x_TD`` (any float dtype)."""
+    def forward(self, x_TD: torch.Tensor, is_pad_T: torch.Tensor | None = None) -> Routed:
+        """The routing of ``x_TD`` (any float dtype); pads have no expert and count nowhere."""
         logits_TE = router_logits(x_TD, self.weight, self.backend)
         routed = router_topk(
             logits_TE,
             self.top_k,
             normalize=self.normalize,
             bias_E=self.bias,
+            is_pad_T=is_pad_T,
             backend=self.backend,
         )
         if self.balanced_stride is None:
             return routed
-        return self._force_balanced(routed, logits_TE, self.balanced_stride)
+        return self._force_balanced(routed, logits_TE, is_pad_T, self.balanced_stride)
 
-    def _force_balanced(self, routed: Routed, logits_TE: torch.Tensor, stride: int) -> Routed:
+    def _force_balanced(
+        self,
+        routed: Routed,
+        logits_TE: torch.Tensor,
+        is_pad_T: torch.Tensor | None,
+        stride: int,
+    ) -> Routed:
         """``routed`` with its choice replaced by a round-robin over the experts.
 
         Counts of two experts differ by one at most. The router has run all the same, so that its
@@ -161,9 +168,12 @@ class Router(nn.Module):
         weights_TK = logits_TE.softmax(-1).gather(1, ids_TK)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        counts_E = torch.zeros_like(routed.counts_E).index_add(
-            0, ids_R, torch.ones_like(ids_R, dtype=torch.int32)
-        )
+        ones_TK = torch.ones_like(ids_TK, dtype=torch.int32)
+        if is_pad_T is not None:
+            ones_TK = ones_TK.masked_fill(is_pad_T[:, None], 0)
+            weights_TK = weights_TK * ones_TK
+        counts_E = torch.zeros_like(routed.counts_E).index_add(0, ids_R, ones_TK.flatten())
+        ids_TK = torch.where(ones_TK > 0, ids_TK, -1)
         return routed._replace(ids_TK=ids_TK.int(), weights_TK=weights_TK, counts_E=counts_E)
 
 
@@ -223,10 +233,12 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(arch.num_experts, backend)
         self.overlapped: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
-    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, RouterStats]:
-        """``y_BSD`` in ``x_BSD``'s dtype, and what the router did."""
+    def forward(
+        self, x_BSD: torch.Tensor, is_pad_BS: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, RouterStats]:
+        """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
-        routed = self.router(x_TD)
+        routed = self.router(x_TD, None if is_pad_BS is None else is_pad_BS.flatten())
         if self.overlapped is None:
             rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
             y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)

@@ -35,7 +35,11 @@ class DenseBlock(nn.Module):
         self.mlp = DenseMLP(arch)
 
     def forward(
-        self, x_BSD: torch.Tensor, rotation: Rotation, mask: AttentionMask
+        self,
+        x_BSD: torch.Tensor,
+        rotation: Rotation,
+        mask: AttentionMask,
+        is_pad_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """The residual stream after this block; None stands for "no routing"."""
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rotation, mask)

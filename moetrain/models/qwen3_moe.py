@@ -36,11 +36,15 @@ class MoEBlock(nn.Module):
         self.moe = MoE(arch, moe, backend)
 
     def forward(
-        self, x_BSD: torch.Tensor, rotation: Rotation, mask: AttentionMask
+        self,
+        x_BSD: torch.Tensor,
+        rotation: Rotation,
+        mask: AttentionMask,
+        is_pad_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, RouterStats]:
         """The residual stream after this block, and its routing."""
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rotation, mask)
-        y_BSD, stats = self.moe(self.mlp_norm(x_BSD))
+        y_BSD, stats = self.moe(self.mlp_norm(x_BSD), is_pad_BS)
         return x_BSD + y_BSD, stats
 
 

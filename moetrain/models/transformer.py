@@ -67,6 +67,7 @@ class Transformer(nn.Module):
         tokens_BS: torch.Tensor,
         positions_BS: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        is_pad_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """Hidden states after the final norm, and routing statistics (None: no MoE layer).
 
@@ -76,6 +77,9 @@ class Transformer(nn.Module):
                 token sees another document. None: one document a row.
             cu_seqlens: the same documents as ends over the B * S tokens, int32, from 0; cuDNN's
                 packed attention needs them, the other backends do not.
+            is_pad_BS: bool, tokens that only fill up a row, behind its documents or each of them:
+                no expert sees them and no statistics count them. Attention takes them for the end
+                of the document before. They should have no targets. None: there are none.
         """
         batch, seq_len = tokens_BS.shape
         windows = [self.arch.window(i) for i in range(self.arch.num_layers)]
@@ -99,7 +103,7 @@ class Transformer(nn.Module):
         x_BSD = x_BSD.to(self.compute_dtype or x_BSD.dtype)
         layer_stats: list[RouterStats] = []
         for block, window in zip(self.layers, windows, strict=True):
-            inputs = (x_BSD, rotation, masks[window])
+            inputs = (x_BSD, rotation, masks[window], is_pad_BS)
             if self.recompute:
                 # No block draws random numbers.
                 x_BSD, stats = checkpoint(
@@ -109,7 +113,7 @@ class Transformer(nn.Module):
                 x_BSD, stats = self.run_block(block, *inputs)
             if stats is not None:
                 layer_stats.append(stats)
-        routing = _stack(layer_stats, num_tokens=x_BSD.shape[0] * x_BSD.shape[1])
+        routing = _stack(layer_stats, self.arch.num_experts_per_token)
         return self.norm(x_BSD).view(batch, seq_len, -1), routing
 
 
@@ -117,7 +121,7 @@ def _call(block: nn.Module, *inputs: Any) -> Any:
     return block(*inputs)
 
 
-def _stack(layers: Sequence[RouterStats], num_tokens: int) -> RoutingStats | None:
+def _stack(layers: Sequence[RouterStats], top_k: int) -> RoutingStats | None:
     if not layers:
         return None
     counts, prob_sums, z_sums, entropy_sums = (
@@ -129,7 +133,7 @@ def _stack(layers: Sequence[RouterStats], num_tokens: int) -> RoutingStats | Non
         prob_sums,
         z_sums,
         entropy_sums,
-        num_tokens,
+        counts[0].sum() // top_k,
         torch.stack(dropped).sum() if dropped else None,
     )
 

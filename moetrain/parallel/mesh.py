@@ -106,11 +106,6 @@ class ParallelDims:
         """Parts a global batch is cut into: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def token_ranks(self) -> int:
-        """Parts the tokens of a global batch are cut into: every rank of a stage."""
-        return self.dp_replicate * self.sharding_ranks
-
     def describe(self) -> str:
         """``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in DENSE_AXES)

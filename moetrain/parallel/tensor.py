@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moetrain.models.layers import Attention, DenseMLP, Linear, RMSNorm
+from moetrain.models.moe import MoE
 from moetrain.parallel.collectives import all_gather_start, reduce_scatter_start, resolve_group
 
 
@@ -38,11 +39,16 @@ class TokenParts:
     """How the tensor parallel ranks of one group share tokens."""
 
     ranks: int
+    rank: int
     group: str
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> TokenParts:
-        return cls(group.size(), group.group_name)
+        return cls(group.size(), group.rank(), group.group_name)
+
+    def part(self, x_T: torch.Tensor) -> torch.Tensor:
+        """This rank's part [N] of what every rank has of all tokens."""
+        return x_T.view(self.ranks, -1)[self.rank]
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         """All tokens, from every rank's; leading dims of any kind become one of 1."""
@@ -64,6 +70,10 @@ def split_layers(layers: nn.Module, parts: TokenParts) -> None:
         x_BSD = parts.gather(x_ND).view(-1, rotation.cos.shape[1], x_ND.shape[-1])
         return x_BSD, rotation, mask
 
+    def part_of_pads(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_ND, is_pad_BS = args
+        return x_ND, None if is_pad_BS is None else parts.part(is_pad_BS.flatten())
+
     def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (parts.gather(args[0]),)
 
@@ -77,6 +87,9 @@ def split_layers(layers: nn.Module, parts: TokenParts) -> None:
         elif isinstance(module, DenseMLP):
             module.register_forward_pre_hook(gather)
             _share_bias(module.w_down, parts.ranks)
+        elif isinstance(module, MoE):
+            module.register_forward_pre_hook(part_of_pads)
+            continue
         else:
             continue
         module.register_forward_hook(scatter)
