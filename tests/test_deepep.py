@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import fake_deep_ep
 import pytest
@@ -300,6 +301,14 @@ def check_choice() -> None:
     assert chosen.num_sms == deepep.AUTO_NUM_SMS[2]
     assert chosen.static == (128, 128 * 8 * 3 // 2)
     assert choose("moe.overlap_chunks=2").num_sms == deepep.AUTO_NUM_SMS_BESIDE_EXPERTS
+    small_gpu = SimpleNamespace(multi_processor_count=33)
+    with (
+        patch.object(torch.cuda, "is_available", return_value=True),
+        patch.object(torch.cuda, "get_device_properties", return_value=small_gpu),
+    ):
+        assert choose("moe.deepep_num_sms=auto").num_sms == 32
+        with pytest.raises(ConfigError, match=r"moe.deepep_num_sms: 48, and this GPU has 33; use"):
+            choose("moe.deepep_num_sms=48")
     assert isinstance(choose("moe.dispatcher=alltoall"), AllToAll)
     assert "all-to-all: moe.dispatcher asks" in lines[-1]
     cpu = torch.device("cpu")

@@ -171,7 +171,7 @@ class Router(nn.Module):
         ones_TK = torch.ones_like(ids_TK, dtype=torch.int32)
         if is_pad_T is not None:
             ones_TK = ones_TK.masked_fill(is_pad_T[:, None], 0)
-            weights_TK = weights_TK * ones_TK
+            weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
         counts_E = torch.zeros_like(routed.counts_E).index_add(0, ids_R, ones_TK.flatten())
         ids_TK = torch.where(ones_TK > 0, ids_TK, -1)
         return routed._replace(ids_TK=ids_TK.int(), weights_TK=weights_TK, counts_E=counts_E)

@@ -109,6 +109,8 @@ class DeepEP:
         self.static = static
         if torch.cuda.is_available():
             available = torch.cuda.get_device_properties().multi_processor_count
+            if num_sms == "auto":
+                self.num_sms = min(self.num_sms, available // 2 * 2)  # an H20 has 78
             if self.num_sms > available:
                 raise ConfigError(
                     "moe.deepep_num_sms", f"{self.num_sms}, and this GPU has {available}; use auto"
