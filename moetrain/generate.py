@@ -31,8 +31,8 @@ def generate(
 
     The model sees the last ``max_len`` tokens; sampling stops at the end-of-document token. Token
     ids that the tokenizer does not have are never sampled. The model's input is padded at its end
-    to a ``multiple`` of tokens, which no token before it sees. ``after_forward`` is called after
-    each forward pass, with nothing of it needed any more.
+    to a ``multiple`` of tokens, which no expert and no token before it sees. ``after_forward`` is
+    called after each forward pass, with nothing of it needed any more.
     """
     device = model.head_weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -43,8 +43,10 @@ def generate(
         for _ in range(num_tokens):
             window = ids[-max_len:]
             last = len(window) - 1
-            window += [0] * (-len(window) % multiple)
-            hidden_BSD, _ = model.backbone(torch.tensor([window], device=device))
+            pads = -len(window) % multiple
+            tokens_BS = torch.tensor([window + [0] * pads], device=device)
+            is_pad_BS = torch.arange(last + 1 + pads, device=device)[None] > last
+            hidden_BSD, _ = model.backbone(tokens_BS, is_pad_BS=is_pad_BS if pads else None)
             logits = model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
             logits = logits[: tokenizer.vocab_size].float().cpu()
             after_forward()

@@ -13,13 +13,13 @@ as a busy queue does in training; what the host launches after it waited for cou
 import argparse
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_train import commit
 
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep import DeepEP, StaticSizes
@@ -160,13 +160,6 @@ def timed(group: dist.ProcessGroup, call: Callable[..., Any], *inputs: Any) -> t
     end.record()
     torch.cuda.synchronize()
     return result, begin.elapsed_time(end)
-
-
-def commit() -> str:
-    """The checkout's short commit, or unknown."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    process = subprocess.run(git, capture_output=True, text=True)
-    return process.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

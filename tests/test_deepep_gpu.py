@@ -51,45 +51,41 @@ def gpu_static(capacity: float) -> StaticSizes:
     return static_sizes(LARGE, capacity, GPU_TOKENS)
 
 
+def check_steps(run, compiled: bool, theirs, experts, tolerance: float, case: Any) -> None:
+    """``run`` as the layer over ``theirs``, whatever the numbers of tokens and the routing."""
+    torch._dynamo.reset()
+    if compiled:
+        run = torch.compile(run, fullgraph=True)
+    rank = dist.get_rank()
+    for step in range(GPU_STEPS):
+        # Compiled code is made for a rank's number of tokens: none, one, and many.
+        tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
+        routing = ROUTINGS[step % len(ROUTINGS)]
+        batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
+        want = run_step(partial(run_layer, theirs), batch, experts)
+        got = run_step(run, batch, experts)
+        assert_same(got, want, tolerance, (case, compiled, step, routing, tokens))
+
+
 def check_on_gpus() -> None:
     transport, ours, theirs, experts = gpu_setup()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    modes = (None, gpu_static(float(world)))
-    for how, compiled, transport.static in product(
-        (plainly, recomputed, saving), (False, True), modes
-    ):
-        torch._dynamo.reset()
+    modes = (None, gpu_static(float(dist.get_world_size())))
+    ways = (plainly, recomputed, saving)
+    for how, compiled, transport.static in product(ways, (False, True), modes):
         run = partial(how, partial(run_layer, ours))
-        if compiled:
-            run = torch.compile(run, fullgraph=True)
-        for step in range(GPU_STEPS):
-            # Compiled code is made for a rank's number of tokens: none, one, and many.
-            tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
-            routing = ROUTINGS[step % len(ROUTINGS)]
-            batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
-            want = run_step(partial(run_layer, theirs), batch, experts)
-            case = (how.__name__, compiled, transport.static, step, routing, tokens)
-            assert_same(run_step(run, batch, experts), want, ROUNDED_TWICE, case)
+        case = (how.__name__, transport.static)
+        check_steps(run, compiled, theirs, experts, ROUNDED_TWICE, case)
     disconnect()
 
 
 def check_overlap_on_gpus() -> None:
     transport, _, theirs, experts = gpu_setup()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    modes = (None, gpu_static(float(world)))
+    modes = (None, gpu_static(float(dist.get_world_size())))
     for chunks, compiled, transport.static in product((2, 3), (False, True), modes):
-        torch._dynamo.reset()
         run = partial(run_overlapped, OverlappedExperts(transport, chunks))
-        if compiled:
-            run = torch.compile(run, fullgraph=True)
-        for step in range(GPU_STEPS):
-            tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
-            routing = ROUTINGS[step % len(ROUTINGS)]
-            batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
-            want = run_step(partial(run_layer, theirs), batch, experts)
-            case = (chunks, compiled, transport.static, step, routing, tokens)
-            # A chunk's gradients of the experts' weights are rounded, and so are their sums.
-            assert_same(run_step(run, batch, experts), want, chunks * ROUNDED_TWICE, case)
+        # A chunk's gradients of the experts' weights are rounded, and so are their sums.
+        tolerance = chunks * ROUNDED_TWICE
+        check_steps(run, compiled, theirs, experts, tolerance, (chunks, transport.static))
     disconnect()
 
 

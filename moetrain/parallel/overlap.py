@@ -12,10 +12,9 @@ This is one op, and its backward another. What runs beside what is decided by th
 kernels are launched on two streams, and a compiler keeps no order but that of data: Inductor
 reorders to save memory, and in the backward the order would be autograd's. Everything in here is an
 opaque op by itself, so that nothing is left unfused. The communication's kernels need some SMs at
-once; without leaving them free, the experts' products, which take a fixed share of work for each SM
-of the device, would wait for them a second time (torch calls that the SM carveout). Those products
-that begin when nothing should be travelling take every SM: with 24 SMs free in all of them a layer
-took 4 % longer.
+once, which those of the experts' products that run beside them leave free (``sparing_sms``). The
+products that begin when nothing should be travelling take every SM: with 24 SMs free in all of them
+a layer took 4 % longer.
 
 Memory that one stream allocates and the other uses is given free by the package, in its
 asynchronous calls, when both are done with it.
@@ -28,16 +27,14 @@ token, S tokens received, R rows of the local experts, D model width, F expert w
 are a chunk's.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels import expert_indices, grouped_mm, permute, swiglu, unpermute
-from moetrain.kernels.grouped_mm import grouped_weight_grad
-from moetrain.kernels.swiglu import swiglu_backward_with_output
+from moetrain.kernels import expert_indices, permute, unpermute
+from moetrain.kernels.experts import mlp_row_grads, mlp_rows, mlp_weight_grads
 from moetrain.parallel.deepep import DeepEP
 from moetrain.parallel.deepep_ops import (
     HANDLE_SIZE,
@@ -128,18 +125,8 @@ def _parts(tokens: int, chunks: int) -> list[slice]:
 
 def _layouts(tensors: Sequence[torch.Tensor]) -> list[Layout]:
     """``tensors``, by chunk."""
-    return [Layout(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
-
-
-@contextmanager
-def _spare(num_sms: int) -> Iterator[None]:
-    """Let matrix products launched here leave SMs to the communication."""
-    before = torch._C._get_sm_carveout_experimental()
-    torch._C._set_sm_carveout_experimental(num_sms)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(before)
+    size = len(Layout._fields)
+    return [Layout(*tensors[i : i + size]) for i in range(0, len(tensors), size)]
 
 
 @torch.library.custom_op("moetrain::overlapped_experts", mutates_args=())
@@ -185,10 +172,14 @@ def overlapped_experts(
                 num_rows=worst_rows if worst_tokens else sum(counts),
             )
             x_RD, weights_R = permute(x_SD, weights_SK, local, "triton")
-            with _spare(num_sms):  # for the next dispatch, and the combine before
-                a_R2F = grouped_mm(x_RD, w_gate_up_L2FD.transpose(1, 2), local.offsets_E)
-            h_RF = swiglu(a_R2F, weights_R, "triton")
-            y_RD = grouped_mm(h_RF, w_down_LDF.transpose(1, 2), local.offsets_E)
+            y_RD, a_R2F = mlp_rows(
+                x_RD,
+                local.offsets_E,
+                w_gate_up_L2FD,
+                w_down_LDF,
+                weights_R,
+                num_sms,  # for the next dispatch, and the combine before
+            )
             y_SD = unpermute(y_RD, local, "triton")
             if i + 1 < len(parts):
                 arriving = send(i + 1)  # only now: the host waits for its counts, not the device
@@ -278,12 +269,15 @@ def _backward(
             d_y_RD = torch.ops.moetrain.permute_tokens(
                 d_y_SD, chunk.slot_row_SK, chunk.x_RD.shape[0]
             )
-            with _spare(0 if last else num_sms):  # for the next dispatch
-                d_h_RF = grouped_mm(d_y_RD, w_down_LDF, chunk.offsets_L)
-            d_a_R2F, d_weights_R, h_RF = swiglu_backward_with_output(
-                d_h_RF, chunk.a_R2F, chunk.weights_R
+            d_x_RD, d_weights_R, d_a_R2F, h_RF = mlp_row_grads(
+                d_y_RD,
+                chunk.offsets_L,
+                w_gate_up_L2FD,
+                w_down_LDF,
+                chunk.weights_R,
+                chunk.a_R2F,
+                0 if last else num_sms,  # for the next dispatch
             )
-            d_x_RD = grouped_mm(d_a_R2F, w_gate_up_L2FD, chunk.offsets_L)
             d_x_SD, d_weights_SK = torch.ops.moetrain.permute_backward(
                 d_x_RD, d_weights_R, chunk.slot_row_SK
             )
@@ -297,13 +291,18 @@ def _backward(
                     **ASYNC,
                 )
             )
-            with _spare(num_sms):  # for the combine
-                d_down = grouped_weight_grad(d_y_RD, h_RF, chunk.offsets_L)
-            d_gate_up = grouped_weight_grad(d_a_R2F, chunk.x_RD, chunk.offsets_L)
+            d_weights = mlp_weight_grads(
+                d_y_RD,
+                chunk.x_RD,
+                chunk.offsets_L,
+                d_a_R2F,
+                h_RF,
+                num_sms,  # for the combine
+            )
             if i == 0:
-                d_experts = [d_gate_up, d_down]
+                d_experts = list(d_weights)
             else:
-                torch._foreach_add_(d_experts, [d_gate_up, d_down])
+                torch._foreach_add_(d_experts, list(d_weights))
         for *_, returned in returning:
             returned.current_stream_wait()
     d_x_TD, d_weights_TK = (torch.cat(x) for x in list(zip(*returning, strict=True))[:2])
