@@ -174,8 +174,8 @@ class Layout(NamedTuple):
     def of(cls, ids_TK: torch.Tensor, num_experts: int, num_ranks: int) -> "Layout":
         """For ids of all E experts (-1: none).
 
-        An H200 takes 17 us for 16,384 tokens of it compiled, 290 in eager mode; 120 with the
-        package's own kernel.
+        An H200 takes 17 us for 16,384 tokens of it compiled, 290 in eager mode; the package's own
+        kernel takes 145 for 20,480.
         """
         rank_TK = ids_TK // (num_experts // num_ranks)  # rounds down: -1 stays -1
         ranks_W, experts_E = (
