@@ -141,6 +141,17 @@ class TrainSection(_Section):
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
 
+    @field_validator("sample_prompt")
+    @classmethod
+    def _is_text(cls, value: str | None) -> str | None:
+        if value is not None and not value:
+            raise ValueError("an empty prompt has nothing to continue; give text, or none")
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError:
+            raise ValueError("not text: it holds bytes that are no UTF-8") from None
+        return value
+
 
 class OptimSection(_Section):
     """AdamW and its schedule."""
@@ -212,6 +223,10 @@ class MoeSection(_Section):
     """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
     """Weight of the load-balancing loss; unset: the model's own (router_aux_loss_coef)."""
+    aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
+    """each: every layer is balanced by itself, and the loss is the layers' mean; pooled: all layers
+    together, as Hugging Face has it, where one may be as uneven as it likes; auto: each for random
+    weights, pooled where a checkpoint's training goes on (model.path)."""
     aux_loss_scope: Literal["global_batch", "micro_batch"] = "global_batch"
     """Whose expert counts that loss uses. With gradient accumulation, global_batch is exact at the
     price of one more forward pass a micro-batch; micro_batch is free, but depends on the split."""
@@ -219,6 +234,12 @@ class MoeSection(_Section):
     """Weight of the router z-loss (mean squared logsumexp of the router logits)."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the auxiliary-loss-free selection bias after every optimizer step; 0: no bias."""
+
+    def pools_aux_loss(self, model: ModelSection) -> bool:
+        """What ``aux_loss_layers`` means for ``model``."""
+        if self.aux_loss_layers == "auto":
+            return model.path is not None
+        return self.aux_loss_layers == "pooled"
 
     @field_validator("deepep_num_sms")
     @classmethod

@@ -14,6 +14,10 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models import Transformer
 
 
+class SampleError(ValueError):
+    """No text can be sampled; the message says why."""
+
+
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -33,7 +37,12 @@ def generate(
     ids that the tokenizer does not have are never sampled. The model's input is padded at its end
     to a ``multiple`` of tokens, which no expert and no token before it sees. ``after_forward`` is
     called after each forward pass, with nothing of it needed any more.
+
+    Raises:
+        SampleError: an empty prompt, or logits that are not finite.
     """
+    if len(prompt) == 0:
+        raise SampleError("the prompt has no tokens")
     device = model.head_weight.device
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -50,6 +59,8 @@ def generate(
             logits = model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
             logits = logits[: tokenizer.vocab_size].float().cpu()
             after_forward()
+            if not torch.isfinite(logits).all():
+                raise SampleError("the model's logits are not finite")
             token = int(
                 torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             )

@@ -31,6 +31,8 @@ class LossCoefficients(NamedTuple):
 
     load_balancing: float
     router_z: float
+    is_pooled: bool
+    """Whether the load-balancing term takes all layers together: see ``load_balancing_loss``."""
 
 
 class MicroLoss(NamedTuple):
@@ -38,9 +40,8 @@ class MicroLoss(NamedTuple):
 
     total: torch.Tensor
     cross_entropy: torch.Tensor
-    load_balancing: torch.Tensor
-    router_z: torch.Tensor
     routing: RoutingStats | None
+    """Its sums, from which the whole batch's auxiliary losses follow: see :func:`routing_losses`."""
 
 
 def micro_batch_loss(
@@ -58,21 +59,36 @@ def micro_batch_loss(
             its share of the tokens.
     """
     cross_entropy, routing = cross_entropy_sum(model, batch, 1 / sizes.num_targets)
-    balance = z = cross_entropy.new_zeros(())
+    total = cross_entropy
     if routing is not None:
         if global_counts is None:
             num_tokens = routing.num_tokens.clamp(min=1)  # there may be pads alone
-            balance = load_balancing_loss(routing.counts_LE, routing.prob_sum_LE, num_tokens)
-            balance = num_tokens / sizes.num_tokens * balance
+            counts_LE, share = routing.counts_LE, num_tokens / sizes.num_tokens
         else:
+            num_tokens, share = sizes.num_tokens, 1.0
             counts_LE = global_counts(routing.counts_LE)
-            balance = load_balancing_loss(counts_LE, routing.prob_sum_LE, sizes.num_tokens)
+        balance = share * load_balancing_loss(
+            counts_LE, routing.prob_sum_LE, num_tokens, pooled=coefficients.is_pooled
+        )
         z = router_z_loss(routing.z_sum_L, sizes.num_tokens)
+        total = total + coefficients.load_balancing * balance + coefficients.router_z * z
         routing = routing._replace(
             prob_sum_LE=routing.prob_sum_LE.detach(), z_sum_L=routing.z_sum_L.detach()
         )
-    total = cross_entropy + coefficients.load_balancing * balance + coefficients.router_z * z
-    return MicroLoss(total, cross_entropy.detach(), balance.detach(), z.detach(), routing)
+    return MicroLoss(total, cross_entropy.detach(), routing)
+
+
+def routing_losses(routing: RoutingStats, coefficients: LossCoefficients) -> dict[str, float]:
+    """The auxiliary losses by name, from the sums over a whole global batch.
+
+    Whatever is trained (``moe.aux_loss_scope``, a coefficient of 0), these are the global batch's,
+    so that runs compare. Waits for the device.
+    """
+    balance = load_balancing_loss(
+        routing.counts_LE, routing.prob_sum_LE, routing.num_tokens, pooled=coefficients.is_pooled
+    )
+    z = router_z_loss(routing.z_sum_L, routing.num_tokens)
+    return {"load_balancing_loss": balance.item(), "router_z_loss": z.item()}
 
 
 def cross_entropy_sum(

@@ -7,11 +7,12 @@ Every number of a logged step is one flat mapping of names to floats; each outpu
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moetrain.config import LogSection
 from moetrain.models import RoutingStats
 
+logger = logging.getLogger("moetrain")
+
 LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
+UNHEALTHY_LOGS = 5
+"""Logged steps in a row in which a layer's routing has to be unhealthy before it is said: the first
+steps of a run are uneven, and so is a single small batch."""
 
 # Dense bf16 peak FLOP/s by the vendor's datasheets, by a part of the device's name.
 PEAK_FLOPS = {
@@ -147,10 +153,15 @@ class MetricsLog:
         """Print a line of prose, above the progress bar if there is one."""
         self.console.print(text, markup=False)
 
-    def close(self) -> None:
-        """Flush and release everything."""
+    def end_progress(self) -> None:
+        """The bar stays where it is; what is logged or said from here on comes below it."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        """Flush and release everything."""
+        self.end_progress()
         if self._board is not None:
             self._board.close()
         self._file.close()
@@ -166,6 +177,9 @@ class SilentLog(MetricsLog):
         pass
 
     def say(self, text: str) -> None:
+        pass
+
+    def end_progress(self) -> None:
         pass
 
     def close(self) -> None:
@@ -195,19 +209,76 @@ def _describe(row: Mapping[str, float | None]) -> str:
     return "  ".join(shown)
 
 
-def routing_health(routing: RoutingStats) -> dict[str, float]:
-    """Expert load (max over mean) and router entropy (nats) for groups of neighbouring layers."""
+def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, float]:
+    """Expert load (the fullest over the mean), router entropy (nats) and experts without a token.
+
+    Of all layers the worst load, and for groups of neighbouring ones the means of both.
+
+    Args:
+        routing: of a whole global batch.
+        layers: the model's numbers of the MoE layers.
+    """
     counts_LE = routing.counts_LE.float()
     load_L = counts_LE.amax(1) / counts_LE.mean(1)
     entropy_L = routing.entropy_sum_L / routing.num_tokens
-    layers = len(load_L)
-    row = {}
-    for group in torch.arange(layers).tensor_split(min(LAYER_GROUPS, layers)):
+    row = {
+        "expert_load_max": load_L.max().item(),
+        "experts_without_tokens": (counts_LE == 0).sum().item(),
+    }
+    for group in torch.arange(len(layers)).tensor_split(min(LAYER_GROUPS, len(layers))):
         first, last = int(group[0]), int(group[-1])
-        label = f"moe_layers_{first}_{last}"
+        is_one = first == last
+        label = f"layer_{layers[first]}" if is_one else f"layers_{layers[first]}-{layers[last]}"
         row[f"expert_load_max/{label}"] = load_L[first : last + 1].mean().item()
         row[f"router_entropy/{label}"] = entropy_L[first : last + 1].mean().item()
     return row
+
+
+class RoutingWatch:
+    """Says once in a run that experts of a layer have died, and once that one takes most tokens.
+
+    Dead is an expert that no token of :data:`UNHEALTHY_LOGS` logged steps in a row chose; one takes
+    most tokens if more than half of them choose it, and more than twice as many as its share.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        """``layers``: the model's numbers of the MoE layers."""
+        self.layers = layers
+        self._seen: dict[str, torch.Tensor] = {}
+        self._said: set[str] = set()
+
+    def update(self, routing: RoutingStats) -> list[str]:
+        """Take in one logged step of a whole global batch; returns (and logs) what is new to say.
+
+        Waits for the device.
+        """
+        counts_LE, tokens = routing.counts_LE.cpu(), int(routing.num_tokens)
+        mean = counts_LE.float().mean()
+        crowded_LE = (counts_LE > tokens / 2) & (counts_LE > 2 * mean)
+        found = []
+        for what, is_so_LE in (("dead", counts_LE == 0), ("crowded", crowded_LE)):
+            # Logged steps in a row, for each expert.
+            self._seen[what] = (self._seen.get(what, 0) + is_so_LE.int()) * is_so_LE
+            lasting_LE = self._seen[what] >= UNHEALTHY_LOGS
+            if what not in self._said and lasting_LE.any():
+                self._said.add(what)
+                found.append(self._describe(what, lasting_LE))
+        for text in found:
+            logger.warning(text)
+        return found
+
+    def _describe(self, what: str, lasting_LE: torch.Tensor) -> str:
+        layers = [n for n, any_E in zip(self.layers, lasting_LE.any(1), strict=True) if any_E]
+        number, of = int(lasting_LE.sum()), lasting_LE.numel()
+        state = {
+            "dead": f"{number} of {of} experts got no token",
+            "crowded": f"{number} of {of} experts took most of their layer's tokens",
+        }[what]
+        return (
+            f"routing is uneven: {state} in {UNHEALTHY_LOGS} logged steps in a row (layers "
+            f"{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}); raise "
+            "moe.aux_loss_coef with moe.aux_loss_layers each, or set moe.bias_update_rate"
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -22,15 +22,23 @@ import torch
 from moetrain.checkpoint import find_checkpoint, list_checkpoints, save_checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.data import Batch, Loader, build_data, eval_batches
-from moetrain.generate import generate
+from moetrain.generate import SampleError, generate
 from moetrain.loss import (
     GlobalBatch,
     LossCoefficients,
     MicroLoss,
     cross_entropy_sum,
     micro_batch_loss,
+    routing_losses,
 )
-from moetrain.metrics import MetricsLog, SilentLog, Throughput, plot_losses, routing_health
+from moetrain.metrics import (
+    MetricsLog,
+    RoutingWatch,
+    SilentLog,
+    Throughput,
+    plot_losses,
+    routing_health,
+)
 from moetrain.models import (
     RoutingStats,
     resolve_architecture,
@@ -74,10 +82,8 @@ class StepResult(NamedTuple):
     """Mean cross-entropy over the global batch's targets, nats a token."""
     grad_norm: torch.Tensor
     skipped: torch.Tensor
-    load_balancing: torch.Tensor
-    router_z: torch.Tensor
     routing: RoutingStats | None
-    """Summed over the micro-batches."""
+    """This rank's, summed over its micro-batches."""
 
 
 class Trainer:
@@ -111,10 +117,13 @@ class Trainer:
         self.optimizer = build_optimizer(self.placed.parts, config.optim)
         aux = config.moe.aux_loss_coef
         self.coefficients = LossCoefficients(
-            arch.router_aux_loss_coef if aux is None else aux, config.moe.z_loss_coef
+            arch.router_aux_loss_coef if aux is None else aux,
+            config.moe.z_loss_coef,
+            config.moe.pools_aux_loss(config.model),
         )
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
+        self.routing_watch = RoutingWatch(arch.moe_layer_indices)
         self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
         self.resume()
 
@@ -142,7 +151,7 @@ class Trainer:
                     result = self.train_step()
                     stops = torch.full((), len(stop), device=self.device)
                     self.watch.update(result.skipped, self.world.sum(stops))
-                    if self.due(config.log.interval) or self.step == 1:
+                    if self.due(config.log.interval) or self.step in (1, config.train.steps):
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
                         self.evaluate()
@@ -191,8 +200,8 @@ class Trainer:
             self.placed.clear_gradients()
             with self.exact_sizes():
                 losses, _ = self.run_batches(batches, sizes)
-        terms = [torch.stack(list(m[:4])) for m in losses]
-        total, loss, balance, z = self.world.sum(torch.stack(terms).sum(0)).unbind()
+        terms = [torch.stack([m.total, m.cross_entropy]) for m in losses]
+        total, loss = self.world.sum(torch.stack(terms).sum(0)).unbind()
         routing = _sum_routing([m.routing for m in losses])
         norm = self.placed.gradient_norm()
         lr = learning_rate(self.step, self.config.train.steps, self.config.optim)
@@ -206,7 +215,7 @@ class Trainer:
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
         self.clock.count(tokens // self.world.size)
-        return StepResult(loss, norm, skipped, balance, z, routing)
+        return StepResult(loss, norm, skipped, routing)
 
     def run_batches(
         self, batches: list[Batch], sizes: GlobalBatch
@@ -308,11 +317,10 @@ class Trainer:
         if self.static is not None:
             row["retried_steps"] = self.retried_steps
         if result.routing is not None:
-            row |= {
-                "load_balancing_loss": result.load_balancing.item(),
-                "router_z_loss": result.router_z.item(),
-                **routing_health(self.world_routing(result.routing)),
-            }
+            routing = self.world_routing(result.routing)
+            row |= routing_losses(routing, self.coefficients)
+            row |= routing_health(routing, self.model.arch.moe_layer_indices)
+            self.routing_watch.update(routing)
         self.log.log(self.step, row)
         self.clock.start()
 
@@ -347,38 +355,45 @@ class Trainer:
 
     def finish(self) -> None:
         """What a run leaves behind: a last evaluation, checkpoint, plot and sample."""
+        self.log.end_progress()
         self.evaluate()
         if self.config.checkpoint.at_end:
             self.save()
         if self.config.checkpoint.save_hf:
             save_whole_model(self.model, self.placed, self.folder / "hf", write=self.world.is_main)
-        text = None
-        if self.config.train.sample_tokens and self.config.data.source != "synthetic":
-            text = self.sample()
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
-            if text is not None:
+        if self.config.train.sample_tokens and self.config.data.source != "synthetic":
+            try:
+                text = self.sample()
+            except SampleError as error:  # the run did what it was for
+                self.log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
+                return
+            if self.world.is_main:
                 (self.folder / "sample.txt").write_text(text, "utf-8")
                 self.log.say("sample:\n" + text)
 
     def sample(self) -> str:
         """``train.sample_prompt`` or the start of a held-out row, continued by the model."""
-        t, tokenizer = self.config.train, self.data.tokenizer
-        if t.sample_prompt is not None:
-            prompt = tokenizer.encode_batch([t.sample_prompt])[0].ids
-        else:
-            prompt = (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS]
+        t = self.config.train
         with self.exact_sizes():
             return generate(
                 self.model,
-                tokenizer,
-                [int(token) for token in prompt],
+                self.data.tokenizer,
+                self.prompt_ids(),
                 t.sample_tokens,
                 max_len=self.config.data.seq_len,
                 seed=t.seed,
                 multiple=self.world.dims.tp,
                 after_forward=self.placed.finish_backward,
             )
+
+    def prompt_ids(self) -> list[int]:
+        """The tokens that the sample continues."""
+        text = self.config.train.sample_prompt
+        if text is not None:
+            return self.data.tokenizer.encode_batch([text])[0].ids.tolist()
+        return (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
 
     # ---- saving and resuming -------------------------------------------------------------------
 

@@ -78,9 +78,24 @@ def test_cudnn_by_name_says_what_is_missing(monkeypatch):
         cudnn_attention.require(CPU, torch.float32, 64)
     with pytest.raises(ValueError, match="head width 20; it takes multiples of 8 to 256"):
         cudnn_attention.require(torch.device("cuda"), torch.bfloat16, 20)
-    monkeypatch.setattr(cudnn_attention, "INSTALLED", False)
+    monkeypatch.setattr(cudnn_attention, "INSTALLED", None)
     with pytest.raises(ValueError, match=r"pip install moetrain\[gpu\]"):
         cudnn_attention.require(torch.device("cuda"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize(
+    ("version", "serves"), [("1.9.0", False), ("1.27.0", False), ("1.28.0", True), ("1.30", True)]
+)
+def test_versions_whose_gradients_are_wrong_are_not_used(version, serves, monkeypatch, caplog):
+    monkeypatch.setattr(cudnn_attention, "INSTALLED", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cudnn_attention._warn_of_age.cache_clear()
+    cuda = torch.device("cuda")
+    assert cudnn_attention.runs(cuda, torch.bfloat16) is serves
+    assert ("gradients are wrong" in caplog.text) is not serves
+    if not serves:
+        with pytest.raises(ValueError, match=rf"{version}.*1\.28 or later"):
+            cudnn_attention.require(cuda, torch.bfloat16, 64)
 
 
 @pytest.mark.parametrize("ends", [[0, 5, 5, 9], [0, 257], list(range(17))])

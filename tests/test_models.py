@@ -186,7 +186,9 @@ def our_loss(model: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
     )
     loss = losses.loss_T.mean()
     if routing is not None:
-        balance = load_balancing_loss(routing.counts_LE, routing.prob_sum_LE, routing.num_tokens)
+        balance = load_balancing_loss(
+            routing.counts_LE, routing.prob_sum_LE, routing.num_tokens, pooled=True
+        )
         loss = loss + model.arch.router_aux_loss_coef * balance
     return loss
 

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.generate import generate
 from moetrain.kernels import router_logits
+from moetrain.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
 from moetrain.models import (
     Architecture,
     LocalDispatcher,
+    RoutingStats,
     build_model,
     init_weights,
     load_balancing_loss,
@@ -324,11 +326,12 @@ def test_bias_updates_even_out_the_load():
     assert after.max() < 230
 
 
-def test_losses_of_the_parts_add_up():
+@pytest.mark.parametrize("pooled", [False, True])
+def test_losses_of_the_parts_add_up(pooled):
     counts_LE = torch.randint(0, 9, (3, 5))
     prob_sum_LE, z_sum_L = torch.rand(2, 3, 5), torch.rand(2, 3)
-    whole = load_balancing_loss(counts_LE, prob_sum_LE.sum(0), 40)
-    parts = [load_balancing_loss(counts_LE, part, 40) for part in prob_sum_LE]
+    whole = load_balancing_loss(counts_LE, prob_sum_LE.sum(0), 40, pooled=pooled)
+    parts = [load_balancing_loss(counts_LE, part, 40, pooled=pooled) for part in prob_sum_LE]
     torch.testing.assert_close(sum(parts), whole)
     z_parts = [router_z_loss(part, 40) for part in z_sum_L]
     torch.testing.assert_close(sum(z_parts), router_z_loss(z_sum_L.sum(0), 40))
@@ -340,7 +343,47 @@ def test_loss_values():
     assert load_balancing_loss(uniform_LE * top_k, uniform_LE, tokens).item() == pytest.approx(2)
     one_hot_LE = F.one_hot(torch.zeros(3, dtype=torch.long), 5) * tokens
     assert load_balancing_loss(one_hot_LE, one_hot_LE, tokens).item() == pytest.approx(5)
+    # Each layer sends everything to another expert: pooled, that looks even.
+    uneven_LE = torch.eye(5) * tokens
+    assert load_balancing_loss(uneven_LE, uneven_LE, tokens).item() == pytest.approx(5)
+    pooled = load_balancing_loss(uneven_LE, uneven_LE, tokens, pooled=True)
+    assert pooled.item() == pytest.approx(1)
     assert router_z_loss(torch.tensor([60.0, 120.0]), tokens).item() == pytest.approx(3)
+
+
+def routing_of(counts_LE: torch.Tensor, tokens: int) -> RoutingStats:
+    layers = torch.ones(len(counts_LE))
+    return RoutingStats(counts_LE, counts_LE / tokens, layers, layers, torch.tensor(tokens))
+
+
+def test_routing_health_names_layers_and_finds_the_worst():
+    counts_LE = torch.tensor([[10, 10, 10, 10], [40, 0, 0, 0], [20, 20, 0, 0]])
+    row = routing_health(routing_of(counts_LE, 20), layers=[1, 2, 5])
+    assert row["expert_load_max"] == 4
+    assert row["experts_without_tokens"] == 5
+    assert row["expert_load_max/layer_5"] == 2
+    long = routing_health(routing_of(counts_LE.repeat(3, 1), 20), layers=list(range(9)))
+    assert {"expert_load_max/layers_0-2", "router_entropy/layers_7-8"} <= set(long)
+
+
+def test_unhealthy_routing_is_said_once_and_only_if_it_lasts():
+    even = torch.full((2, 4), 20)
+    ill = torch.tensor([[20, 20, 20, 20], [40, 40, 0, 0]])
+    watch = RoutingWatch([3, 4])
+    said = [watch.update(routing_of(ill, 40)) for _ in range(UNHEALTHY_LOGS - 1)]
+    said += [watch.update(routing_of(even, 40))]  # it recovers
+    assert said == [[]] * UNHEALTHY_LOGS
+    said = [watch.update(routing_of(ill, 40)) for _ in range(UNHEALTHY_LOGS)]
+    assert said[:-1] == [[]] * (UNHEALTHY_LOGS - 1)
+    (dead,) = said[-1]  # 40 tokens are twice an expert's share, and no more
+    assert "2 of 8 experts got no token" in dead
+    assert "layers 4" in dead
+    assert "moe.aux_loss_coef" in dead
+    assert watch.update(routing_of(ill, 40)) == []
+    watch, crowded = RoutingWatch([0]), torch.tensor([[33, 3, 2, 2]])
+    texts = sum((watch.update(routing_of(crowded, 40)) for _ in range(9)), [])
+    assert len(texts) == 1
+    assert "1 of 4 experts took most" in texts[0]
 
 
 # Recomputation.

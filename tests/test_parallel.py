@@ -14,6 +14,7 @@ from distributed import spawn
 import moetrain
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.loss import routing_losses
 from moetrain.metrics import read_metrics
 from moetrain.parallel import apply
 from moetrain.trainer import Trainer
@@ -117,7 +118,14 @@ def run(words, pads=False):
 
     trainer.optimizer.register_step_pre_hook(keep)
     results = [trainer.train_step() for _ in range(STEPS)]
-    eager = [[r.loss, r.grad_norm, r.load_balancing, r.router_z] for r in results]
+    eager = [
+        [
+            r.loss,
+            r.grad_norm,
+            *routing_losses(trainer.world_routing(r.routing), trainer.coefficients).values(),
+        ]
+        for r in results
+    ]
     biases = {n: b.cpu() for n, b in trainer.model.named_buffers()}
     return torch.tensor(eager), gradients, biases
 

@@ -1,6 +1,8 @@
 """The training loop: resuming, accumulation, skipping, stopping, and what a run leaves behind."""
 
+import functools
 import gc
+import io
 import json
 import os
 import signal
@@ -10,13 +12,18 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 
 from moetrain.checkpoint import list_checkpoints
-from moetrain.config import ConfigError
-from moetrain.metrics import read_metrics
+from moetrain.config import Config, ConfigError, LogSection
+from moetrain.loss import LossCoefficients, routing_losses
+from moetrain.metrics import MetricsLog, read_metrics
 from moetrain.run_control import RunFailed
 from moetrain.train import main
 from moetrain.trainer import Trainer
+
+
+COEFFICIENTS = LossCoefficients(0.0, 0.0, is_pooled=False)
 
 
 def fit(config):
@@ -86,7 +93,9 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
     common = [z, "moe.aux_loss_coef=1.0", "train.global_batch_size=8"]
     whole, one = gradients(tiny(*common, "train.micro_batch_size=8"))
     split, four = gradients(tiny(*common, "train.micro_batch_size=2"))
-    torch.testing.assert_close(four.load_balancing, one.load_balancing)
+    assert routing_losses(four.routing, COEFFICIENTS) == pytest.approx(
+        routing_losses(one.routing, COEFFICIENTS), rel=1e-5
+    )
     for name, gradient in whole.items():
         assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     # The free approximation is another gradient: the exact pass is not for nothing.
@@ -95,6 +104,32 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
     )
     router = next(n for n in whole if "router" in n)
     assert (cheap[router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+
+
+@pytest.mark.parametrize("coefficient", [0, 0.01])
+def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coefficient, tmp_path):
+    logged = set()
+    for micro_batch, scope in ((8, "global_batch"), (2, "global_batch"), (1, "micro_batch")):
+        words = [f"moe.aux_loss_coef={coefficient}", f"train.micro_batch_size={micro_batch}"]
+        words += [f"moe.aux_loss_scope={scope}", "train.global_batch_size=8", "train.steps=1"]
+        trainer = fit(tiny(*words, f"output_dir={tmp_path / f'{micro_batch}{coefficient}'}"))
+        logged.add(round(losses(trainer, "load_balancing_loss")[1], 5))
+    assert len(logged) == 1
+    assert 1.9 < logged.pop() < 4  # K of a uniform router is 2, the most is E
+
+
+@pytest.mark.parametrize(
+    ("words", "pooled"),
+    [
+        ([], False),
+        (["moe.aux_loss_layers=pooled"], True),
+        (["model.preset=none", "model.path=x"], True),
+        (["model.preset=none", "model.path=x", "moe.aux_loss_layers=each"], False),
+    ],
+)
+def test_which_form_of_the_balancing_loss_is_trained(words, pooled):
+    config = Config.load(None, words, environ={})
+    assert config.moe.pools_aux_loss(config.model) is pooled
 
 
 def test_recomputation_changes_no_gradient(tiny):
@@ -251,3 +286,48 @@ def test_the_command_itself_stops_on_sigterm_with_a_checkpoint(tiny_words, tmp_p
     saved = list_checkpoints(tmp_path / "out" / "checkpoints")
     assert len(saved) == 1
     assert json.loads((saved[0] / "state.json").read_text())["step"] > 0
+
+
+@pytest.mark.parametrize("what", ["nan", "empty"])
+def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, what):
+    trainer = Trainer(tiny("checkpoint.save_hf=yes"))
+    if what == "nan":
+        save = trainer.save
+
+        def poison():
+            save()
+            torch.nn.init.constant_(trainer.model.norm.weight, float("nan"))
+
+        trainer.save = poison
+    else:  # a prompt that this tokenizer has nothing for
+        trainer.prompt_ids = list
+    trainer.fit()
+    assert "no sample: " in capsys.readouterr().out
+    assert (trainer.folder / "loss.png").exists()
+    assert not (trainer.folder / "sample.txt").exists()
+
+
+@pytest.mark.parametrize("prompt", ["", "\udcff\udcfe"])
+def test_a_prompt_that_is_no_text_is_refused_before_the_run(tiny, prompt):
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt: "):
+        tiny(f"train.sample_prompt={prompt}")
+
+
+def test_what_comes_after_the_run_is_printed_below_the_progress_bar(tmp_path, monkeypatch):
+    shown = io.StringIO()
+    console = functools.partial(Console, file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr("moetrain.metrics.Console", console)
+    log = MetricsLog(tmp_path, LogSection(tensorboard=False), total_steps=2)
+    for step in (1, 2):
+        log.log(step, {"loss": 1.0})
+    log.end_progress()
+    log.say("sample: text")
+    log.close()
+    printed = [line for line in shown.getvalue().splitlines() if "step" in line or "text" in line]
+    assert "text" in printed[-1]
+    assert sum("text" in line for line in printed) == 1
+    assert "2/2" in printed[-2]
+
+
+def test_the_last_step_is_logged_whatever_the_interval(tiny):
+    assert sorted(losses(fit(tiny("log.interval=3")))) == [1, 3, 4]

@@ -16,15 +16,30 @@ Legend: T tokens, H query heads, G key/value heads, d head width, N documents.
 
 import functools
 import importlib
-import importlib.util
+import importlib.metadata
+import logging
+import re
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.kernels.portable_triton import tl, triton
 
-INSTALLED = importlib.util.find_spec("cudnn") is not None
-"""Whether the package is there; it is imported at its first use."""
+logger = logging.getLogger("moetrain")
+
+PACKAGE, OLDEST = "nvidia-cudnn-frontend", (1, 28)
+"""Older versions give the ragged backward too small a workspace: its gradients are silently 0."""
+
+
+def installed_version() -> str | None:
+    """The package's, None: it is not there. It is imported at its first use."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+INSTALLED = installed_version()
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
 
@@ -39,11 +54,26 @@ _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths
 
 def runs(device: torch.device, dtype: torch.dtype | None) -> bool:
     """Whether this path serves ``dtype`` (None: unknown, so no) on ``device``: Hopper or newer."""
-    return (
-        INSTALLED
-        and device.type == "cuda"
-        and dtype in DTYPES
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or dtype not in DTYPES or INSTALLED is None:
+        return False
+    if _is_too_old(INSTALLED):
+        _warn_of_age()
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _is_too_old(version: str) -> bool:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < OLDEST
+
+
+@functools.cache
+def _warn_of_age() -> None:
+    logger.warning(
+        "kernels.attention: %s %s is not used: before %s its gradients are wrong; pip install "
+        "'moetrain[gpu]' brings the right one",
+        PACKAGE,
+        INSTALLED,
+        ".".join(map(str, OLDEST)),
     )
 
 
@@ -53,8 +83,11 @@ def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
         given, taken = f"{dtype} on {device}", "bf16 or fp16 on CUDA"
     elif head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
         given, taken = f"head width {head_dim}", f"multiples of {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
-    elif not INSTALLED:
-        given, taken = "no package nvidia-cudnn-frontend", "it: pip install moetrain[gpu]"
+    elif INSTALLED is None:
+        given, taken = f"no package {PACKAGE}", "it: pip install moetrain[gpu]"
+    elif _is_too_old(INSTALLED):
+        given = f"{PACKAGE} {INSTALLED}, whose gradients are wrong"
+        taken = "1.28 or later: pip install moetrain[gpu]"
     else:
         return
     raise ValueError(f'attention backend "cudnn" was given {given}; it takes {taken}')

@@ -101,9 +101,14 @@ class Architecture(BaseModel):
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     @property
+    def moe_layer_indices(self) -> list[int]:
+        """Numbers of the blocks with experts, from 0."""
+        return [i for i in range(self.num_layers) if self.is_moe_layer(i)]
+
+    @property
     def num_moe_layers(self) -> int:
         """Blocks with experts."""
-        return sum(self.is_moe_layer(i) for i in range(self.num_layers))
+        return len(self.moe_layer_indices)
 
     def num_params(self) -> int:
         """Parameters of the built model (tied embeddings counted once)."""

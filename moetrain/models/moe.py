@@ -253,12 +253,19 @@ class MoE(nn.Module):
 
 
 def load_balancing_loss(
-    counts_LE: torch.Tensor, prob_sum_LE: torch.Tensor, num_tokens: torch.Tensor | int
+    counts_LE: torch.Tensor,
+    prob_sum_LE: torch.Tensor,
+    num_tokens: torch.Tensor | int,
+    *,
+    pooled: bool = False,
 ) -> torch.Tensor:
-    """The auxiliary loss ``E * sum_e f_e * P_e`` (arXiv 2101.03961, eq. 4-6), as Hugging Face.
+    """The auxiliary loss ``E * sum_e f_e * P_e`` (arXiv 2101.03961, eq. 4-6) over L layers.
 
-    ``f_e`` and ``P_e`` are the expert's share of choices and its mean probability over the tokens
-    of all L layers taken together; a uniform router gives K.
+    ``f_e`` and ``P_e`` are the share of the tokens that chose the expert and its mean probability.
+    Each layer has its own, and the loss is the layers' mean (Megatron adds them up: its coefficient
+    times L is ours). ``pooled``, as Hugging Face has it: both are those of all layers taken
+    together, which a layer may be as far from as it likes while others make up for it. A uniform
+    router gives K either way.
 
     Args:
         counts_LE: choices of each expert over the *whole* batch.
@@ -266,10 +273,10 @@ def load_balancing_loss(
             losses of the parts add up to the loss of the batch.
         num_tokens: tokens a layer of the whole batch.
     """
-    num_layers, num_experts = counts_LE.shape
-    rows = num_layers * num_tokens
-    share_E, mean_prob_E = counts_LE.sum(0) / rows, prob_sum_LE.sum(0) / rows
-    return num_experts * (share_E * mean_prob_E).sum()
+    share_LE, mean_prob_LE = counts_LE / num_tokens, prob_sum_LE / num_tokens
+    if pooled:
+        share_LE, mean_prob_LE = share_LE.mean(0, keepdim=True), mean_prob_LE.mean(0, keepdim=True)
+    return counts_LE.shape[1] * (share_LE * mean_prob_LE).sum(1).mean()
 
 
 def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
