@@ -41,7 +41,7 @@ class MicroLoss(NamedTuple):
     total: torch.Tensor
     cross_entropy: torch.Tensor
     routing: RoutingStats | None
-    """Its sums, from which the whole batch's auxiliary losses follow: see :func:`routing_losses`."""
+    """Its sums, of which :func:`routing_losses` makes the whole batch's auxiliary losses."""
 
 
 def micro_batch_loss(

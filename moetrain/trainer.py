@@ -31,6 +31,7 @@ from moetrain.loss import (
     micro_batch_loss,
     routing_losses,
 )
+from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.metrics import (
     MetricsLog,
     RoutingWatch,
@@ -53,6 +54,7 @@ from moetrain.optim import (
     set_learning_rate,
 )
 from moetrain.parallel.apply import (
+    compute_dtype,
     load_whole_state,
     place_model,
     save_whole_model,
@@ -95,6 +97,9 @@ class Trainer:
         self.world = join_world(config, arch)
         self.device = self.world.device
         check_what_can_run(config, arch, self.device)
+        dtype = compute_dtype(config, self.device)
+        memory = estimate_memory(config, arch, self.world.dims, dtype)
+        check_memory(memory, config, device_capacity(self.device))
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)

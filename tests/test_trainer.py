@@ -22,7 +22,6 @@ from moetrain.run_control import RunFailed
 from moetrain.train import main
 from moetrain.trainer import Trainer
 
-
 COEFFICIENTS = LossCoefficients(0.0, 0.0, is_pooled=False)
 
 
