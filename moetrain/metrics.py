@@ -26,7 +26,7 @@ from moetrain.models import RoutingStats
 logger = logging.getLogger("moetrain")
 
 LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
-UNHEALTHY_LOGS = 5
+UNHEALTHY_LOGS = 20
 """Logged steps in a row in which a layer's routing has to be unhealthy before it is said: the first
 steps of a run are uneven, and so is a single small batch."""
 
