@@ -381,7 +381,9 @@ def test_unhealthy_routing_is_said_once_and_only_if_it_lasts():
     assert "moe.aux_loss_coef" in dead
     assert watch.update(routing_of(ill, 40)) == []
     watch, crowded = RoutingWatch([0]), torch.tensor([[33, 3, 2, 2]])
-    texts = [text for _ in range(9) for text in watch.update(routing_of(crowded, 40))]
+    texts = [
+        text for _ in range(UNHEALTHY_LOGS + 9) for text in watch.update(routing_of(crowded, 40))
+    ]
     assert len(texts) == 1
     assert "1 of 4 experts took most" in texts[0]
 
