@@ -105,7 +105,7 @@ def _known(flat: dict[str, Any], settings: Mapping[str, bool]) -> dict[str, Any]
                 name, f"{shortened(value)} is given for a section; put settings under [{name}]"
             )
         if name not in sections and name not in settings:
-            raise ConfigError(str(name), f"unknown setting{hint(str(name), settings)}")
+            raise ConfigError(_cut(name), f"unknown setting{hint(name, settings)}")
     return {name: value for name, value in flat.items() if name in settings}
 
 
@@ -141,7 +141,7 @@ def read_cli(words: Sequence[str], settings: Mapping[str, bool]) -> dict[str, An
         if key not in settings:
             spelt = "--{}".format if word.startswith("--") else str
             near = hint(key, [*settings, "dry_run", "help"], spelt)
-            raise ConfigError(key or word, f"unknown setting{near}")
+            raise ConfigError(_cut(key or word), f"unknown setting{near}")
         if not has_value:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(key, "has no value on the command line")
@@ -244,7 +244,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[._]", "", name)
 
 
-def shortened(value: Any, longest: int = 100) -> str:
+def shortened(value: Any) -> str:
     """``repr`` for a line that a person reads."""
     try:
         text = repr(value)
@@ -252,7 +252,11 @@ def shortened(value: Any, longest: int = 100) -> str:
         text = f"a number of {value.bit_length()} bits"
     except RecursionError:
         text = "a deeply nested value"
-    return text if len(text) <= longest else f"{text[: longest - 20]}...{text[-10:]}"
+    return _cut(text)
+
+
+def _cut(text: str, longest: int = 200) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 40]}...{text[-20:]}"
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moetrain.config import Config, ConfigError, c_compiler, launched_place
+from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.models import Architecture, resolve_architecture
@@ -108,16 +109,16 @@ def check_output_folder(folder: Path) -> None:
     """
 
     def error(problem: str) -> ConfigError:
-        return ConfigError("output_dir", f"{str(folder)!r} {problem}; choose another")
+        return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
 
     try:
         there = Path(os.path.abspath(folder))
         while not os.path.lexists(there):
             there = there.parent
         if not there.exists():
-            raise error(f"cannot be made: {str(there)!r} is a link to nothing")
+            raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
         if not there.is_dir():
-            raise error(f"cannot be made: {str(there)!r} is not a folder")
+            raise error(f"cannot be made: {shortened(str(there))} is not a folder")
         missing = Path(os.path.abspath(folder)).relative_to(there).parts
         longest_name = os.pathconf(there, "PC_NAME_MAX")
         if any(len(os.fsencode(part)) > longest_name for part in missing):
