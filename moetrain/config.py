@@ -1,332 +1,91 @@
-"""Every setting of moetrain: its type, default, meaning and validation, in one file.
+"""The settings of a run: the sections together, where their values come from, what contradicts.
 
-A :class:`Config` is built from four sources, weakest first: the defaults below, a recipe or TOML
-file, environment variables (``MOETRAIN_PARALLEL__EP=8``) and the command line
-(``--parallel.ep 8``). Unknown keys are errors, and so are two settings that contradict each other:
-nothing a user set is overridden in silence. The docstring under a field is what ``--help`` prints.
+A :class:`Config` is built from four sources, weakest first: the defaults of
+:mod:`moetrain.config_sections`, a recipe or TOML file, environment variables
+(``MOETRAIN_PARALLEL__EP=8``) and the command line (``--parallel.ep 8``). Unknown keys are errors,
+and so are two settings that contradict each other: nothing a user set is overridden in silence.
 
 Left out on purpose: anything that needs a device, a process group or the file system beyond the
-TOML file itself. Those checks live where the thing is built and raise :class:`ConfigError` too.
+TOML file itself. Those checks live where the thing is built (:mod:`moetrain.preflight`) and raise
+:class:`ConfigError` too. What a checkpoint decides, where a user has not, is filled in there.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, get_args
+import shutil
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import PrivateAttr, ValidationError, field_validator
 
+from moetrain.config_sections import (
+    ActivationSection,
+    CheckpointSection,
+    CompileSection,
+    DataSection,
+    KernelsSection,
+    LaunchSection,
+    LogSection,
+    ModelSection,
+    MoeSection,
+    OptimSection,
+    ParallelSection,
+    SavedName,
+    Section,
+    TrainSection,
+)
 from moetrain.config_sources import (
     ConfigError,
+    Layer,
     Place,
-    hint,
+    is_recipe,
     leaves,
+    merge,
     nest,
     read_cli,
     read_env,
     read_place,
     read_source,
     recipe_names,
+    shortened,
 )
 
 __all__ = [
+    "ActivationSection",
     "Config",
     "ConfigError",
+    "DataSection",
+    "KernelsSection",
+    "LogSection",
+    "ModelSection",
+    "MoeSection",
+    "OptimSection",
+    "ParallelSection",
     "Place",
+    "SavedName",
+    "allocator_is_set",
+    "c_compiler",
     "launched_place",
     "recipe_names",
     "user_cache_dir",
 ]
 
 DEFAULT_RECIPE = "debug"
+CHAT_RECIPE, TEXT_RECIPE = "sft", "continue"
+"""Of runs that start from a checkpoint, where no recipe is named."""
 
-SavedName = Literal["dispatch", "attention", "experts", "linear"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ModelSection(_Section):
-    """Which model: a preset or a Hugging Face checkpoint, with optional size overrides."""
-
-    preset: str | None = None
-    """Named architecture with random weights: debug, qwen3-0.6b, qwen3-30b-a3b, ..."""
-    path: str | None = None
-    """Hugging Face checkpoint to start from: a local folder or a hub id. Excludes model.preset."""
-    vocab_size: int | None = Field(default=None, gt=0)
-    """Vocabulary size; unset: the preset's."""
-    hidden_size: int | None = Field(default=None, gt=0)
-    """Model width; unset: the preset's."""
-    num_layers: int | None = Field(default=None, gt=0)
-    """Number of transformer blocks; unset: the preset's."""
-    num_heads: int | None = Field(default=None, gt=0)
-    """Attention (query) heads; unset: the preset's."""
-    num_kv_heads: int | None = Field(default=None, gt=0)
-    """Key/value heads; unset: the preset's."""
-    head_dim: int | None = Field(default=None, gt=0)
-    """Width of one attention head; unset: the preset's."""
-    intermediate_size: int | None = Field(default=None, gt=0)
-    """Width of a dense MLP; unset: the preset's."""
-    num_experts: int | None = Field(default=None, gt=0)
-    """Experts in a MoE layer; unset: the preset's."""
-    num_experts_per_token: int | None = Field(default=None, gt=0)
-    """Experts a token is sent to; unset: the preset's."""
-    moe_intermediate_size: int | None = Field(default=None, gt=0)
-    """Width of one expert; unset: the preset's."""
-    init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of the normal distribution that random weights are drawn from."""
-
-    def overrides(self) -> dict[str, int]:
-        """The architecture fields that were set, by name."""
-        own = {"preset", "path", "init_std"}
-        return {k: v for k, v in self.model_dump(exclude_none=True).items() if k not in own}
+# Of two alternatives one is set: the user's replaces a recipe's or a default.
+ALTERNATIVES = (
+    ("model.path", "model.preset"),
+    ("train.epochs", "train.steps"),
+    ("optim.warmup_fraction", "optim.warmup_steps"),
+)
 
 
-class DataSection(_Section):
-    """Where text comes from and how it becomes packed rows of tokens."""
-
-    source: Literal["stdlib", "text", "jsonl", "synthetic"] = "stdlib"
-    """stdlib: Python's own library sources; text: a file or folder; jsonl; synthetic: random."""
-    path: str | None = None
-    """File or folder for the sources text and jsonl."""
-    eval_path: str | None = None
-    """Held-out file or folder; unset: data.eval_fraction of the documents is held out."""
-    eval_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the documents held out for evaluation, chosen by a hash of their names or text."""
-    text_field: str = "text"
-    """Field of a jsonl line that holds its text (lines with `messages` are conversations)."""
-    chat_template: str | None = None
-    """Jinja file for `messages`; unset: the tokenizer's own template, else ChatML."""
-    tokenizer: str = "byte"
-    """byte (no files needed), or a tokenizer.json, a folder that holds one, or a hub id."""
-    seq_len: int = Field(default=256, gt=1)
-    """Tokens in one packed row."""
-    cache_dir: str | None = None
-    """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
-    num_documents: int = Field(default=1024, gt=0)
-    """Length of the synthetic source, in rows."""
-
-
-class TrainSection(_Section):
-    """The run: its length, batches, precision and safety stops."""
-
-    steps: int = Field(default=300, gt=0)
-    """Optimizer steps."""
-    seed: int = Field(default=0, ge=0)
-    """Seeds weights and the order of the data."""
-    micro_batch_size: int = Field(default=8, gt=0)
-    """Rows (sequences) in one forward pass on one device."""
-    global_batch_size: int = Field(default=8, gt=0)
-    """Rows in one optimizer step, over all devices and accumulation."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute dtype (weights stay fp32); auto: bfloat16 on CUDA, float32 on CPU."""
-    deterministic: bool = False
-    """Only bitwise-reproducible algorithms: a rerun gives the same bits."""
-    max_bad_steps: int = Field(default=5, gt=0)
-    """Steps in a row with a non-finite loss or gradient norm, each skipped, that end a run."""
-    gc_interval: int = Field(default=50, gt=0)
-    """Python's garbage collector runs every this many steps and never in between."""
-    eval_interval: int = Field(default=100, ge=0)
-    """Steps between evaluations on held-out rows; 0: only at the end."""
-    eval_batches: int = Field(default=16, gt=0)
-    """Micro-batches of one evaluation."""
-    sample_tokens: int = Field(default=200, ge=0)
-    """Tokens generated by the trained model at the end of the run; 0: none."""
-    sample_prompt: str | None = None
-    """Text that the sample continues; unset: the start of a held-out row."""
-
-    @field_validator("sample_prompt")
-    @classmethod
-    def _is_text(cls, value: str | None) -> str | None:
-        if value is not None and not value:
-            raise ValueError("an empty prompt has nothing to continue; give text, or none")
-        try:
-            (value or "").encode()
-        except UnicodeEncodeError:
-            raise ValueError("not text: it holds bytes that are no UTF-8") from None
-        return value
-
-
-class OptimSection(_Section):
-    """AdamW and its schedule."""
-
-    lr: float = Field(default=3e-4, gt=0)
-    """Peak learning rate."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate as a share of the peak."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warmup: cosine decay; wsd: stable, then linear decay; constant."""
-    warmup_steps: int = Field(default=20, ge=0)
-    """Steps of linear warmup."""
-    decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps that wsd spends decaying."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices; norms, biases, embeddings and routers have none."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are clipped to this global 2-norm."""
-
-
-class ParallelSection(_Section):
-    """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
-
-    dp_replicate: int = Field(default=1, gt=0)
-    """Replicas of the sharded model (HSDP)."""
-    dp_shard: int = Field(default=-1, ge=-1)
-    """Ranks that shard parameters (FSDP); -1: what is left of the world."""
-    tp: int = Field(default=1, gt=0)
-    """Tensor parallel ranks."""
-    pp: int = Field(default=1, gt=0)
-    """Pipeline stages."""
-    ep: int = Field(default=1, gt=0)
-    """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
-    cp: int = Field(default=1, gt=0)
-    """Context parallel ranks."""
-    reshard_after_forward: bool = False
-    """Free a block's gathered parameters after its forward and gather them again, a block ahead,
-    for its backward: less memory for one gather more. activation.policy full always does so."""
-    reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
-    """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
-    fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
-
-
-class MoeSection(_Section):
-    """Routing, balancing and dispatch of MoE layers."""
-
-    dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
-    """How tokens reach their experts; auto: local where parallel.ep is 1, else deepep where it can
-    run, else alltoall."""
-    deepep_num_sms: Literal["auto"] | int = "auto"
-    """SMs DeepEP uses: auto (what was fastest for the number of ranks), or an even number."""
-    dispatch_mode: Literal["exact", "static"] = "exact"
-    """How DeepEP sizes what a rank receives. exact: the host waits for the counts, once a layer in
-    the forward; static: for the most there can be, and nothing waits."""
-    static_capacity: float = Field(default=2.0, ge=1)
-    """Rows that static reserves for a rank's experts, as a multiple of an evenly loaded rank's. A
-    rank has many experts, whose loads even out: twice is rare. Less than all there can be (which is
-    parallel.ep, and reserves no more than that) may overflow; such a step is done again exactly."""
-    overlap_chunks: int = Field(default=1, ge=1)
-    """Parts that a rank's tokens are cut into, so that DeepEP moves one while the experts work on
-    another; 1: it moves all of them, then they work. On four H200s 2 was 2% slower than 1."""
-    force_balanced: bool = False
-    """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
-    aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss; unset: the model's own (router_aux_loss_coef)."""
-    aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """each: every layer is balanced by itself, and the loss is the layers' mean; pooled: all layers
-    together, as Hugging Face has it, where one may be as uneven as it likes; auto: each for random
-    weights, pooled where a checkpoint's training goes on (model.path)."""
-    aux_loss_scope: Literal["global_batch", "micro_batch"] = "global_batch"
-    """Whose expert counts that loss uses. With gradient accumulation, global_batch is exact at the
-    price of one more forward pass a micro-batch; micro_batch is free, but depends on the split."""
-    z_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the router z-loss (mean squared logsumexp of the router logits)."""
-    bias_update_rate: float = Field(default=0.0, ge=0)
-    """Step of the auxiliary-loss-free selection bias after every optimizer step; 0: no bias."""
-
-    def pools_aux_loss(self, model: ModelSection) -> bool:
-        """What ``aux_loss_layers`` means for ``model``."""
-        if self.aux_loss_layers == "auto":
-            return model.path is not None
-        return self.aux_loss_layers == "pooled"
-
-    @field_validator("deepep_num_sms")
-    @classmethod
-    def _even_sms(cls, value: str | int) -> str | int:
-        if isinstance(value, int) and (value <= 0 or value % 2):
-            raise ValueError("SMs are used in pairs: give auto or a positive even number")
-        return value
-
-
-class KernelsSection(_Section):
-    """Which implementations run."""
-
-    backend: Literal["auto", "triton", "reference"] = "auto"
-    """auto: the fast kernels on CUDA, plain torch elsewhere; triton or reference: that one."""
-    attention: Literal["auto", "sdpa", "cudnn", "flex", "reference"] = "auto"
-    """auto: sdpa (cuDNN first) for unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
-    ragged attention if nvidia-cudnn-frontend is installed and the GPU is Hopper or newer, else
-    flex."""
-
-
-class CompileSection(_Section):
-    """torch.compile, a block at a time. The whole model as one graph does not work: FSDP's gathers
-    run a block ahead as asynchronous collectives, which cannot be traced. It also compiles longer
-    with every layer (16, aot_eager on a CPU: 15 s; blocks share one graph: 1 s)."""
-
-    enabled: bool = False
-    """Compile every transformer block with fullgraph=True (on a CPU this needs a C++ compiler)."""
-
-
-class ActivationSection(_Section):
-    """What the forward pass keeps for the backward pass."""
-
-    policy: Literal["none", "selective", "full"] = "none"
-    """none: keep every activation; selective: recompute each block in the backward pass, except
-    what activation.save names; full: recompute all of it (and gather its parameters again)."""
-    save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
-    """What selective keeps, with commas between: dispatch (what expert parallel ranks exchange),
-    attention (its output), experts (grouped products' pre-activations), linear (dense products)."""
-
-    @field_validator("save", mode="before")
-    @classmethod
-    def _split_names(cls, value: Any) -> Any:
-        return [name for name in value.split(",") if name] if isinstance(value, str) else value
-
-
-class CheckpointSection(_Section):
-    """Saving and resuming."""
-
-    interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: only at the end and when stopped."""
-    at_end: bool = True
-    """Write a checkpoint at the end of the run."""
-    keep: int = Field(default=2, gt=0)
-    """Checkpoints kept; older ones are removed."""
-    resume: str = "auto"
-    """auto: the newest checkpoint of output_dir, if any; never; or a checkpoint's folder."""
-    save_hf: bool = False
-    """Write the trained weights in Hugging Face format to output_dir/hf at the end."""
-
-
-class LogSection(_Section):
-    """What is printed and written while training."""
-
-    interval: int = Field(default=10, gt=0)
-    """Steps between logged lines."""
-    tensorboard: bool = True
-    """Write TensorBoard files to output_dir/tensorboard."""
-    progress: bool = True
-    """Draw a progress bar when standard output is a terminal."""
-
-
-class LaunchSection(_Section):
-    """Starting processes."""
-
-    nproc: int | Literal["auto"] = 1
-    """Processes to start on this machine; auto: one a GPU, or one on a CPU. Under torchrun or srun
-    nothing is started: the run takes its place among their processes."""
-
-    @field_validator("nproc")
-    @classmethod
-    def _positive(cls, value: str | int) -> str | int:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("give auto or a positive number of processes")
-        return value
-
-
-class Config(_Section):
+class Config(Section):
     """Every setting of a run. Build it with :meth:`load`; it is frozen afterwards."""
 
     model: ModelSection = ModelSection()
@@ -353,10 +112,19 @@ class Config(_Section):
     """Output while training."""
     launch: LaunchSection = LaunchSection()
     """Processes."""
-    output_dir: str = "outputs/debug"
-    """Folder for metrics, checkpoints, plots and the resolved config."""
+    output_dir: str = "outputs/MODEL-DATA"
+    """Folder for metrics, checkpoints, plots and the resolved config; unset: outputs/, and the
+    names of the model and of the data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _recipe: str = PrivateAttr(default="")
+
+    @field_validator("output_dir")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if value.lower() in ("none", "null"):
+            raise ValueError("a run needs a folder to write to")
+        return os.path.expanduser(value)
 
     @classmethod
     def load(
@@ -369,6 +137,8 @@ class Config(_Section):
 
         Args:
             source: a recipe's name, a TOML file, or a nested mapping; None: the recipe ``debug``.
+                Where ``model.path`` is set and no recipe named, a recipe for fine-tuning lies under
+                all other sources: ``sft`` where the data is jsonl, else ``continue``.
             overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
 
@@ -376,28 +146,51 @@ class Config(_Section):
             ConfigError: unknown or contradictory settings, wrong types, a missing file.
         """
         settings = _settings()
-        name, base = read_source(DEFAULT_RECIPE if source is None else source)
-        values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-        for origin, layer in (
-            (name, dict(leaves(base))),
-            ("environment", read_env(os.environ if environ is None else environ, settings)),
-            ("command line", read_cli(overrides, settings)),
-        ):
-            # model.path and model.preset are alternatives: naming one in a stronger source replaces
-            # the other (a recipe's preset); naming both in one source is the user's contradiction.
-            for one, other in (("model.path", "model.preset"), ("model.preset", "model.path")):
-                if layer.get(one) is not None and other not in layer:
-                    values.pop(other, None)
-            values |= layer
-            origins |= dict.fromkeys(layer, origin)
+        environment = read_env(os.environ if environ is None else environ, settings)
+        layers = [] if source is None else [read_source(source, settings)]
+        layers += [
+            Layer("environment", cls._typed(environment)),
+            Layer("command line", cls._typed(read_cli(overrides, settings))),
+        ]
+        recipe, why = _recipe_under(layers, source)
+        if recipe is not None:
+            layers.insert(0, read_source(recipe, settings))
+        config = cls._of(*merge(layers, ALTERNATIVES))
+        config._recipe = why
+        config._check_contradictions()
+        if config.is_set("output_dir"):
+            return config
+        return config.filled({"output_dir": f"outputs/{_name_of_run(config)}"}, "model and data")
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+        """By dotted names, of the very types: no text for a number, no truth value, no 1.0."""
         try:
-            config = cls(**nest(values))
+            config = cls.model_validate(nest(values), strict=True)
         except ValidationError as error:
             raise _as_config_error(error) from None
-        config._origins = origins
-        config._check_contradictions()
+        config._origins = dict(origins)
         return config
+
+    @classmethod
+    def _typed(cls, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that are written as text in the environment and on the command line."""
+        try:
+            return dict(leaves(cls.model_validate(nest(texts)).model_dump(exclude_unset=True)))
+        except ValidationError as error:
+            raise _as_config_error(error) from None
+
+    def is_set(self, name: str) -> bool:
+        """Whether any source has set this one; where none has, its value is the default."""
+        section, _, key = name.rpartition(".")
+        return key in (getattr(self, section) if section else self).model_fields_set
+
+    def filled(self, values: Mapping[str, Any], origin: str) -> Config:
+        """A copy with ``values``, by dotted name, which ``origin`` decides."""
+        mine = dict(leaves(self.model_dump(exclude_unset=True)))
+        filled = self._of({**mine, **values}, self._origins | dict.fromkeys(values, origin))
+        filled._recipe = self._recipe
+        return filled
 
     @property
     def origins(self) -> dict[str, str]:
@@ -409,21 +202,17 @@ class Config(_Section):
         return self.model_dump(mode="json")
 
     def describe(self) -> str:
-        """One line for each non-default setting: name, value, and the source it came from."""
+        """The recipe and why, then a line for each non-default setting: name, value, source."""
         default = dict(leaves(Config().to_dict()))
         rows = [
-            f"  {key} = {json.dumps(value)}  ({self._origins.get(key, 'code')})"
+            f"  {key} = {json.dumps(value)}  ({self._origins.get(key, 'default')})"
             for key, value in leaves(self.to_dict())
             if value != default[key]
         ]
-        return "\n".join(rows) or "  (all defaults)"
+        return "\n".join([self._recipe] * bool(self._recipe) + (rows or ["  (all defaults)"]))
 
     def _check_contradictions(self) -> None:
-        m, d, t = self.model, self.data, self.train
-        if m.path is not None and m.preset is not None:
-            raise ConfigError(
-                "model.path", f"{m.path!r} contradicts model.preset {m.preset!r}; set one of them"
-            )
+        m, t = self.model, self.train
         if m.path is not None and m.overrides():
             key, value = next(iter(m.overrides().items()))
             raise ConfigError(
@@ -432,36 +221,76 @@ class Config(_Section):
             )
         if m.path is None and m.preset is None:
             raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
+        if t.steps is None and t.epochs is None:
+            raise ConfigError("train.steps", "not set; give it, or train.epochs")
         if t.global_batch_size % t.micro_batch_size:
             raise ConfigError(
                 "train.global_batch_size",
                 f"{t.global_batch_size} is not a multiple of "
                 f"train.micro_batch_size {t.micro_batch_size}",
             )
-        if d.source in ("text", "jsonl") and d.path is None:
-            raise ConfigError("data.path", f"not set, and data.source {d.source!r} needs it")
-        a, e = self.activation, self.moe
-        if a.policy != "selective" and a.save != ActivationSection().save:
+        if self.data.source in ("text", "jsonl") and self.data.path is None:
             raise ConfigError(
-                "activation.save",
-                f"{','.join(a.save)!r} contradicts activation.policy {a.policy!r}",
+                "data.path", f"not set, and data.source {self.data.source!r} needs it"
             )
-        if e.dispatch_mode != "static" and e.static_capacity != MoeSection().static_capacity:
-            raise ConfigError(
-                "moe.static_capacity",
-                f"{e.static_capacity} contradicts moe.dispatch_mode {e.dispatch_mode!r}",
-            )
-        if e.deepep_num_sms != "auto" and e.dispatcher in ("local", "alltoall"):
-            raise ConfigError(
-                "moe.deepep_num_sms",
-                f"{e.deepep_num_sms} contradicts moe.dispatcher {e.dispatcher!r}",
-            )
-        for field in ("path", "eval_path"):
-            value = getattr(d, field)
-            if d.source in ("stdlib", "synthetic") and value is not None:
+        default = dict(leaves(Config().model_dump()))
+        values = dict(leaves(self.model_dump()))
+        for name, other, fitting in _ONLY_WITH:
+            if values[name] != default[name] and values[other] not in fitting:
+                value = values[name]
+                shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"data.{field}", f"{value!r} contradicts data.source {d.source!r}; unset one"
+                    name, f"{shown!r} contradicts {other} {values[other]!r}; unset one"
                 )
+        ep = self.parallel.ep
+        how = self.moe.dispatcher
+        if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
+            raise ConfigError("moe.dispatcher", f"{how!r} contradicts parallel.ep {ep}; use auto")
+
+
+_SEVERAL = range(2, 2**63)
+# A setting that changes nothing, unless another is one of these.
+_ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
+    ("model.init_std", "model.path", {None}),
+    ("data.path", "data.source", {"text", "jsonl"}),
+    ("data.eval_path", "data.source", {"text", "jsonl"}),
+    ("data.text_field", "data.source", {"jsonl"}),
+    ("data.chat_template", "data.source", {"jsonl"}),
+    ("data.num_documents", "data.source", {"synthetic"}),
+    ("optim.decay_fraction", "optim.schedule", {"wsd"}),
+    ("activation.save", "activation.policy", {"selective"}),
+    ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),
+    ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
+    ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
+    ("moe.overlap_chunks", "parallel.ep", _SEVERAL),
+    ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
+)
+
+
+def _recipe_under(layers: Sequence[Layer], source: object) -> tuple[str | None, str]:
+    """The recipe that lies under ``layers``, None: no other; and which one it is, for people."""
+    if is_recipe(source):
+        return None, f"  recipe {source}"
+    given = {name: value for layer in layers for name, value in layer.values.items()}
+    path, data = given.get("model.path"), given.get("data.path")
+    if path is None:
+        if source is not None:
+            return None, ""
+        return DEFAULT_RECIPE, f"  recipe {DEFAULT_RECIPE}, as neither one nor model.path is named"
+    by_name = "jsonl" if str(data).endswith(".jsonl") else "text"
+    kind = given.get("data.source", by_name)
+    recipe = CHAT_RECIPE if kind == "jsonl" else TEXT_RECIPE
+    return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
+
+
+def _name_of_run(config: Config) -> str:
+    """``MODEL-DATA``, of the last parts of their paths."""
+    model, data = config.model, config.data
+    path = PurePath(os.path.abspath(model.path or model.preset or ""))
+    if path.name == "hf":  # a run's own export, OUTPUT_DIR/hf
+        path = path.parent
+    name = PurePath(os.path.abspath(data.path)).stem if data.path else data.source
+    return f"{path.name}-{name}"
 
 
 def launched_place() -> Place | None:
@@ -474,6 +303,12 @@ def allocator_is_set() -> bool:
     return bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ))
 
 
+def c_compiler() -> str | None:
+    """The C compiler that Triton will find, None: none."""
+    named = os.environ.get("CC")
+    return next(filter(None, map(shutil.which, [named] if named else ["clang", "gcc"])), None)
+
+
 def user_cache_dir() -> Path:
     """The user's cache folder of moetrain: under XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetrain"
@@ -484,7 +319,7 @@ def _settings() -> dict[str, bool]:
     names = {}
     for name, field in Config.model_fields.items():
         section = field.default
-        inner = type(section).model_fields if isinstance(section, _Section) else {"": field}
+        inner = type(section).model_fields if isinstance(section, Section) else {"": field}
         for key, setting in inner.items():
             names[f"{name}.{key}".rstrip(".")] = type(None) in get_args(setting.annotation)
     return names
@@ -493,14 +328,11 @@ def _settings() -> dict[str, bool]:
 def _as_config_error(error: ValidationError) -> ConfigError:
     """The first of pydantic's complaints (a union's branches share one field) as one line."""
     first = error.errors()[0]
-    known = _settings()
     name = ".".join(str(part) for part in first["loc"])
-    field = next((k for k in known if name == k or name.startswith(k + ".")), name)
-    if first["type"] == "extra_forbidden":
-        return ConfigError(field, f"unknown setting{hint(field, known)}")
+    field = next((k for k in _settings() if name == k or name.startswith(k + ".")), name)
     messages = dict.fromkeys(
         e["msg"].removeprefix("Value error, ")
         for e in error.errors()
         if ".".join(map(str, e["loc"])).startswith(field)
     )
-    return ConfigError(field, f"{first['input']!r}: {' or '.join(messages)}")
+    return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(messages)}")

@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,55 +37,111 @@ def recipe_names() -> list[str]:
     return sorted(f.name[: -len(".toml")] for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
-def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the nested values of a recipe, a TOML file or a mapping."""
-    if isinstance(source, Mapping):
-        return "mapping", dict(source)
-    name = os.fspath(source)
-    if name.endswith(".toml"):
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError("config file", f"{name!r} does not exist")
-        text, origin = path.read_text(encoding="utf-8"), name
-    elif name in recipe_names():
-        text = (resources.files("moetrain") / "recipes" / f"{name}.toml").read_text("utf-8")
-        origin = f"recipe {name}"
-    else:
-        raise ConfigError(
-            "recipe", f"{name!r} is not one of {', '.join(recipe_names())}, nor a .toml file"
-        )
+def is_recipe(source: object) -> bool:
+    """Whether ``source`` names a recipe shipped with the package."""
+    return isinstance(source, str) and source in recipe_names()
+
+
+class Layer(NamedTuple):
+    """What one source says."""
+
+    origin: str
+    """The source, for people."""
+    values: dict[str, Any]
+    """By dotted name."""
+    is_users: bool = True
+    """Whether a user wrote it: a shipped recipe only proposes."""
+
+
+def read_source(
+    source: str | os.PathLike[str] | Mapping[str, Any], settings: Mapping[str, bool]
+) -> Layer:
+    """A recipe, a TOML file (UTF-8, with or without a byte order mark) or a nested mapping.
+
+    ``settings``: every dotted name there is, and whether it may be unset (``none``).
+
+    Raises:
+        ConfigError: no such file, a file that is no TOML, or an unknown name in it.
+    """
+    origin = "mapping" if isinstance(source, Mapping) else os.fspath(source)
     try:
-        return origin, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError("config file", f"{name!r} is not TOML: {error}") from None
+        tree = source if isinstance(source, Mapping) else tomllib.loads(_text_of(origin))
+        values = _known(dict(leaves(tree)), settings)
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        problem = "does not exist" if absent else f"cannot be read: {error.strerror}"
+        raise ConfigError("config file", f"{shortened(origin)} {problem}") from None
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8: {error.reason} at byte {error.start}"
+        raise ConfigError("config file", f"{shortened(origin)} {problem}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # tomllib's own, a NUL, Python's for integers of 4,300 digits
+        raise ConfigError("config file", f"{shortened(origin)} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError("config file", f"{shortened(origin)} is nested too deeply") from None
+    if is_recipe(source):
+        return Layer(f"recipe {source}", values, is_users=False)
+    return Layer(origin, values)
+
+
+def _text_of(name: str) -> str:
+    if is_recipe(name):
+        return (resources.files("moetrain") / "recipes" / f"{name}.toml").read_text("utf-8")
+    if name.endswith(".toml"):
+        return Path(name).read_bytes().decode("utf-8-sig")
+    near = difflib.get_close_matches(name.lower(), recipe_names(), n=1)
+    problem = f"{shortened(name)} is not one of {', '.join(recipe_names())}"
+    problem += f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError("recipe", f"{problem}, nor a .toml file")
+
+
+def _known(flat: dict[str, Any], settings: Mapping[str, bool]) -> dict[str, Any]:
+    """``flat`` without empty sections; ConfigError where a name is no setting."""
+    sections = {name.partition(".")[0] for name in settings if "." in name}
+    for name, value in flat.items():
+        if name in sections and value != {}:
+            raise ConfigError(
+                name, f"{shortened(value)} is given for a section; put settings under [{name}]"
+            )
+        if name not in sections and name not in settings:
+            raise ConfigError(_cut(name), f"unknown setting{hint(name, settings)}")
+    return {name: value for name, value in flat.items() if name in settings}
 
 
 def read_env(environ: Mapping[str, str], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """``MOETRAIN_A__B=v`` to ``{"a.b": "v"}``.
-
-    ``settings``: every dotted name there is, and whether it may be unset (``none``).
-    """
-    known = {ENV_PREFIX + name.upper().replace(".", "__"): name for name in settings}
+    """``MOETRAIN_A__B=v`` to ``{"a.b": "v"}``; ``settings`` as in read_source."""
+    known = {_variable(name): name for name in settings}
     values = {}
     for variable, text in environ.items():
         if variable.upper().startswith(ENV_PREFIX):
             if variable.upper() not in known:
-                raise ConfigError(variable, f"unknown setting{hint(variable.upper(), known)}")
+                words = variable[len(ENV_PREFIX) :].replace("__", ".")
+                raise ConfigError(variable, f"unknown setting{hint(words, settings, _variable)}")
             name = known[variable.upper()]
             values[name] = _value(text, settings[name])
     return values
 
 
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper().replace(".", "__")
+
+
 def read_cli(words: Sequence[str], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """``--a.b v``, ``--a.b=v`` or ``a.b=v`` to ``{"a.b": "v"}``; ``settings`` as in read_env."""
+    """``--a.b v``, ``--a.b=v`` or ``a.b=v`` to ``{"a.b": "v"}``; ``settings`` as in read_source."""
     values, rest = {}, list(words)
     while rest:
         word = rest.pop(0)
         key, has_value, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") and not has_value:
-            raise ConfigError(word, "is not a setting; write --section.key value")
+            raise ConfigError(
+                shortened(word),
+                "is not a setting; write --section.key value (a recipe or file comes first)",
+            )
         if key not in settings:
-            raise ConfigError(key, f"unknown setting{hint(key, settings)}")
+            spelt = "--{}".format if word.startswith("--") else str
+            near = hint(key, [*settings, "dry_run", "help"], spelt)
+            raise ConfigError(_cut(key or word), f"unknown setting{near}")
         if not has_value:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(key, "has no value on the command line")
@@ -98,32 +154,126 @@ def _value(text: str, may_be_unset: bool) -> str | None:
     return None if may_be_unset and text.lower() in ("none", "null") else text
 
 
-def hint(key: str, known: Iterable[str]) -> str:
-    """The end of an "unknown setting" message: the nearest name there is."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else "; --help lists them all"
+def merge(
+    layers: Sequence[Layer], alternatives: Iterable[tuple[str, str]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of all layers, weakest first, and where each comes from.
+
+    Of two alternatives one is set: the user's replaces a recipe's or a default. ``None`` means not
+    set.
+
+    Raises:
+        ConfigError: the user has set both.
+    """
+    values, origins, is_users = {}, {}, {}
+    for layer in layers:
+        values |= layer.values
+        origins |= dict.fromkeys(layer.values, layer.origin)
+        is_users |= dict.fromkeys(layer.values, layer.is_users)
+    for pair in alternatives:
+        given = [name for name in pair if values.get(name) is not None]
+        if len(given) == 2 and is_users[pair[0]] == is_users[pair[1]]:
+            one, other = pair
+            raise ConfigError(
+                one,
+                f"{shortened(values[one])} ({origins[one]}) contradicts {other} "
+                f"{shortened(values[other])} ({origins[other]}); set one of them",
+            )
+        if given:
+            kept = max(given, key=lambda name: is_users[name])
+            values[pair[0] if kept == pair[1] else pair[1]] = None
+    return values, origins
+
+
+# What other trainers call it.
+_ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "warmup_ratio": "optim.warmup_fraction",
+    "lr_scheduler_type": "optim.schedule",
+    "batch_size": "train.global_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "bf16": "train.dtype",
+    "model_name_or_path": "model.path",
+    "dataset": "data.path",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "block_size": "data.seq_len",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep",
+    "logging_steps": "log.interval",
+    "output": "output_dir",
+    "nproc_per_node": "launch.nproc",
+}
+_NEAR = 0.75  # a misspelling; at difflib's own 0.6 lora_rank is near overlap_chunks
+
+
+def hint(key: str, known: Iterable[str], spelt: Callable[[str], str] = str) -> str:
+    """The end of an "unknown setting" message: the names that may have been meant.
+
+    ``spelt`` writes a setting's name as its source does. A name is near if it is the same key in
+    another section, or the same but for separators, or differs in a letter or two.
+    """
+    near = _nearest(key.lower().replace("-", "_"), list(known))
+    if not near:
+        return "; --help lists them all"
+    return f"; did you mean {' or '.join(map(spelt, near))}?"
+
+
+def _nearest(key: str, known: list[str]) -> list[str]:
+    alike = [name for name in known if _letters(name) == _letters(key)]
+    section, _, last = key.rpartition(".")
+    if alike or last in _ELSEWHERE:
+        return alike or [_ELSEWHERE[last]]
+
+    def keyed(names: list[str]) -> list[str]:
+        keys = [name.rpartition(".")[2] for name in names]
+        best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
+        return [name for name, own in zip(names, keys, strict=True) if own in best]
+
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    meant = difflib.get_close_matches(section, sections, 1, _NEAR)
+    inside = keyed([name for name in known if name.partition(".")[0] in meant])
+    return inside or keyed(known)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[._]", "", name)
+
+
+def shortened(value: Any) -> str:
+    """``repr`` for a line that a person reads."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        text = f"a number of {value.bit_length()} bits"
+    except RecursionError:
+        text = "a deeply nested value"
+    return _cut(text)
+
+
+def _cut(text: str, longest: int = 200) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 40]}...{text[-20:]}"
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values of a nested mapping; a dotted key counts as nested."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of :func:`leaves`."""
+    """Settings by section: ``{"a.b": 1, "c": 2}`` to ``{"a": {"b": 1}, "c": 2}``."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
-        *sections, key = name.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-            if not isinstance(node, dict):
-                raise ConfigError(section, f"is a section and cannot be {node!r}")
-        node[key] = value
+        section, _, key = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[key] = value
     return tree
 
 

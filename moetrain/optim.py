@@ -70,8 +70,9 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
     Linear warmup, then ``cosine`` (arXiv 1608.03983), ``wsd`` (warmup-stable-decay, arXiv
     2404.06395, with a linear decay over the last ``decay_fraction``) or ``constant``.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup = config.warmup(total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     floor = config.lr * config.min_lr_ratio
     if config.schedule == "constant":
         return config.lr
@@ -79,7 +80,7 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
         decay_steps = max(1, round(config.decay_fraction * total_steps))
         left = min(1.0, (total_steps - step) / decay_steps)
         return floor + (config.lr - floor) * left
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    progress = (step - warmup) / max(1, total_steps - warmup)
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 

@@ -1,4 +1,7 @@
-"""What a device or a layout cannot run, said in one line before anything is built.
+"""What a run needs, looked at before anything slow: each thing that is wrong is one line.
+
+:func:`prepare` comes first, before a process or a data file is touched: the folder that the run
+writes to, the settings that a checkpoint decides, the room on the disk.
 
 Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whether degrees, model
 and batch fit the world (:func:`moetrain.parallel.world.plan_world`).
@@ -6,14 +9,166 @@ and batch fit the world (:func:`moetrain.parallel.world.plan_world`).
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import torch
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, c_compiler, launched_place
+from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.models import Architecture
+from moetrain.models import Architecture, resolve_architecture
 from moetrain.parallel.apply import compute_dtype
 from moetrain.parallel.deepep import why_not_here
+
+LONGEST_DEFAULT_ROW = 4096
+"""Of a model that takes more: memory grows with the row, and most documents are shorter."""
+CHECKPOINT_BYTES = 12
+"""Of a parameter: the weight and AdamW's two moments, in fp32."""
+EXPORT_BYTES = 4
+LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
+"""What a run adds to the path of its folder, at most."""
+FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt")
+FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf")
+
+
+def prepare(config: Config) -> tuple[Config, Architecture]:
+    """The settings with what the checkpoint decides, and the model; before anything slow.
+
+    Raises:
+        ConfigError: the run cannot write to its folder, the model or the settings that depend on it
+            are wrong, or there is no room for what will be written.
+    """
+    place = launched_place()
+    writes = place is None or place.rank == 0
+    folder = Path(config.output_dir)
+    if writes:
+        check_output_folder(folder)
+    config, arch = resolve_run(config)
+    if writes:
+        check_room(folder, config, arch)
+    return config, arch
+
+
+def resolve_run(config: Config) -> tuple[Config, Architecture]:
+    """``config`` with the values that its model decides where nobody else has, and the model.
+
+    With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
+    what the model takes, up to 4096.
+
+    Raises:
+        ConfigError: no such model, one without a tokenizer, rows longer than it is made for.
+    """
+    arch = resolve_architecture(config.model)
+    if config.model.path is not None:
+        config = config.filled(_of_model(config, config.model.path, arch), "model.path")
+    longest = max(arch.max_positions, _positions_of_rope(arch))
+    if config.data.seq_len > longest:
+        name = "preset" if config.model.path is None else "path"
+        raise ConfigError(
+            "data.seq_len",
+            f"{config.data.seq_len} is more than the {longest} positions (max_position_embeddings) "
+            f"of model.{name} {getattr(config.model, name)!r}; lower it",
+        )
+    return config, arch
+
+
+def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
+    """The settings that the checkpoint ``path`` decides, as nobody has set them."""
+    values: dict[str, Any] = {}
+    if not config.is_set("data.seq_len"):
+        values["data.seq_len"] = min(arch.max_positions, LONGEST_DEFAULT_ROW)
+    # The synthetic source needs none: it only shows samples in it, of which there are none.
+    if not config.is_set("data.tokenizer") and config.data.source != "synthetic":
+        folder = Path(path).expanduser()
+        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+            raise ConfigError(
+                "data.tokenizer",
+                f"not set, and model.path {path!r} holds no tokenizer.json; name the tokenizer "
+                "that the model was trained with",
+            )
+        values["data.tokenizer"] = str(folder) if folder.is_dir() else path  # else a hub id
+    return values
+
+
+def _positions_of_rope(arch: Architecture) -> int:
+    """What a model with scaled rotary embeddings reaches; its config.json may say less."""
+    return int(arch.rope.factor * (arch.rope.original_max_positions or 0))
+
+
+def check_output_folder(folder: Path) -> None:
+    """Whether a run can write to ``folder``; leaves nothing behind, and so makes nothing.
+
+    Raises:
+        ConfigError: it, or what a run keeps in it, is or lies under what is no folder, is too long,
+            or cannot be written to.
+    """
+
+    def error(problem: str) -> ConfigError:
+        return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
+
+    try:
+        there = Path(os.path.abspath(folder))
+        while not os.path.lexists(there):
+            there = there.parent
+        if not there.exists():
+            raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
+        if not there.is_dir():
+            raise error(f"cannot be made: {shortened(str(there))} is not a folder")
+        missing = Path(os.path.abspath(folder)).relative_to(there).parts
+        longest_name = os.pathconf(there, "PC_NAME_MAX")
+        if any(len(os.fsencode(part)) > longest_name for part in missing):
+            raise error(f"has a name of more than {longest_name} bytes")
+        longest_path = os.pathconf(there, "PC_PATH_MAX")
+        if len(os.fsencode(os.path.abspath(folder))) + LONGEST_BELOW >= longest_path:
+            raise error(f"leaves too little of {longest_path} bytes for the names of its files")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        for name in FILES_OF_A_RUN:
+            if (folder / name).is_dir():
+                raise error(f"cannot be used: its {name} is a folder")
+        for name in FOLDERS_OF_A_RUN:
+            if os.path.lexists(folder / name) and not (folder / name).is_dir():
+                raise error(f"cannot be used: its {name} is not a folder")
+    except OSError as failure:
+        raise error(f"cannot be written to: {failure.strerror}") from None
+
+
+def check_room(folder: Path, config: Config, arch: Architecture) -> None:
+    """Whether the disk of ``folder`` holds what the run will write.
+
+    Raises:
+        ConfigError: it names the bytes there are, those that are needed, and for what.
+    """
+    checkpoint, steps = config.checkpoint, config.train.steps
+    saves = int(checkpoint.at_end)
+    if checkpoint.interval:
+        saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
+    copies = min(saves, checkpoint.keep + 1)  # the oldest goes when the newest is complete
+    one = arch.num_params() * CHECKPOINT_BYTES
+    export = arch.num_params() * EXPORT_BYTES * checkpoint.save_hf
+    kept = sum(f.stat().st_size for f in folder.glob("checkpoints/step-*/*") if f.is_file())
+    while not folder.exists():
+        folder = Path(os.path.abspath(folder)).parent
+    free = shutil.disk_usage(folder).free
+    if free + kept >= copies * one + export:
+        return
+    what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
+    what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
+    raise ConfigError(
+        "output_dir",
+        f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
+        f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or lower "
+        "checkpoint.keep (one more is there while it is written)",
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"
 
 
 def check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
@@ -31,20 +186,30 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
-    moe, ep = config.moe, config.parallel.ep
-    if (moe.dispatcher == "local") if ep > 1 else (moe.dispatcher in ("alltoall", "deepep")):
-        raise ConfigError(
-            "moe.dispatcher", f"{moe.dispatcher!r} contradicts parallel.ep {ep}; use auto"
-        )
-    for name, value, usual in (
-        ("dispatch_mode", moe.dispatch_mode, "exact"),
-        ("overlap_chunks", moe.overlap_chunks, 1),
-    ):
-        if ep == 1 and value != usual:
-            raise ConfigError(
-                f"moe.{name}", f"{value!r} takes DeepEP, which parallel.ep 1 has no use for"
-            )
-    if moe.dispatcher == "deepep":  # said again, for the group, where it is put to use
-        reason = why_not_here(arch, ep, device, compute_dtype(config, device))
+    _check_compilers(config, device)
+    if config.moe.dispatcher == "deepep":  # said again, for the group, where it is put to use
+        reason = why_not_here(arch, config.parallel.ep, device, compute_dtype(config, device))
         if reason is not None:
             raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
+
+
+def _check_compilers(config: Config, device: torch.device) -> None:
+    if device.type == "cuda":
+        uses = "compile.enabled" if config.compile.enabled else "kernels.backend"
+        triton = config.compile.enabled or config.kernels.backend != "reference"
+        if triton and c_compiler() is None:
+            raise ConfigError(
+                uses, "Triton needs a C compiler on this machine; install gcc, or name one in CC"
+            )
+    elif config.compile.enabled:
+        from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ConfigError(
+                "compile.enabled",
+                "true, which on a CPU needs a C++ compiler, and there is none; install g++, name "
+                "one in CXX, or leave it off",
+            ) from None

@@ -6,9 +6,11 @@ Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,13 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.getLogger("moetrain").setLevel(logging.INFO)
         config = Config.load(words[0], words[1:]) if is_source else Config.load(None, words)
         if dry_run:
-            print(json.dumps(config.to_dict(), indent=2))
+            from moetrain.preflight import resolve_run  # imports torch, as all below
+
+            print(json.dumps(resolve_run(config)[0].to_dict(), indent=2))
             return 0
         if place is not None:
             return _fit(config)
         return _launch(config, words)
     except ConfigError as error:
-        return _end(place, 2, f"error: {error.field}: {' '.join(error.problem.split())}")
+        return _end(place, 2, one_line(f"error: {error}"))
     except Exception as error:
         if place is None:
             raise
@@ -63,13 +67,15 @@ def _launch(config: Config, words: Sequence[str]) -> int:
     if nproc == 1:
         return _fit(config)
     from moetrain.launch import start_ranks
-    from moetrain.models import resolve_architecture
+    from moetrain.preflight import prepare
 
-    plan_world(config, resolve_architecture(config.model), nproc)  # before anything is started
+    plan_world(*prepare(config), nproc)  # before anything is started
     return start_ranks(["-m", "moetrain.train", *words], nproc)
 
 
 def _fit(config: Config) -> int:
+    from safetensors import SafetensorError
+
     from moetrain.run_control import RunFailed
     from moetrain.trainer import Trainer
 
@@ -77,7 +83,34 @@ def _fit(config: Config) -> int:
         Trainer(config).fit()
     except RunFailed as failure:
         return _end(launched_place(), 1, f"failed: {failure}")
+    except (OSError, SafetensorError) as error:
+        reason = _why_no_disk(error)
+        if reason is None:
+            raise
+        where = getattr(error, "filename", None) or f"in output_dir {config.output_dir!r}"
+        return _end(launched_place(), 1, one_line(f"failed: {reason}: {where}"))
     return 0
+
+
+# The disk is full, broken, gone or not to be written to; whoever read standard output has gone.
+_DISK_ERRORS = {"ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EPIPE"}
+# safetensors has an error of its own, whose text alone holds the number.
+_OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
+
+
+def _why_no_disk(error: Exception) -> str | None:
+    """What went wrong with the disk rather than with us; None: it is another error."""
+    number = getattr(error, "errno", None)
+    if number is None and (match := _OS_ERROR.search(str(error))):
+        number = int(match[1] or match[2])
+    if number is None or errno.errorcode.get(number) not in _DISK_ERRORS:
+        return None
+    return os.strerror(number)
+
+
+def one_line(text: str) -> str:
+    """``text`` without line ends and what else a terminal would act on."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split()))
 
 
 def _end(place: Place | None, code: int, reason: str) -> int:

@@ -40,11 +40,7 @@ from moetrain.metrics import (
     plot_losses,
     routing_health,
 )
-from moetrain.models import (
-    RoutingStats,
-    resolve_architecture,
-    update_router_bias,
-)
+from moetrain.models import RoutingStats, update_router_bias
 from moetrain.optim import (
     build_optimizer,
     guarded_step,
@@ -62,7 +58,7 @@ from moetrain.parallel.apply import (
     whole_state,
 )
 from moetrain.parallel.world import join_world
-from moetrain.preflight import check_what_can_run
+from moetrain.preflight import check_what_can_run, prepare
 from moetrain.run_control import (
     LateNumbers,
     RunFailed,
@@ -92,8 +88,8 @@ class Trainer:
     """One training run. ``Trainer(config).fit()`` is all there is to call."""
 
     def __init__(self, config: Config) -> None:
+        config, arch = prepare(config)
         self.config = config
-        arch = resolve_architecture(config.model)
         self.world = join_world(config, arch)
         self.device = self.world.device
         check_what_can_run(config, arch, self.device)
@@ -116,6 +112,7 @@ class Trainer:
             rank=self.world.data_rank,
             world_size=self.world.dims.data_ranks,
         )
+        self.total_steps = config.train.total_steps(len(self.data.train))
         self.model, self.placed = place_model(config, arch, self.world)
         self.static = static_transport(self.model)
         self.retried_steps = 0
@@ -135,7 +132,7 @@ class Trainer:
     # ---- the run -------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train to ``train.steps``.
+        """Train to ``train.steps``, or for ``train.epochs``.
 
         Raises:
             RunFailed: too many non-finite steps in a row, after a checkpoint.
@@ -143,7 +140,7 @@ class Trainer:
         """
         config = self.config
         if self.world.is_main:
-            self.log = MetricsLog(self.folder, config.log, config.train.steps, self.step)
+            self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
             self.announce()
         else:
             self.log = SilentLog()
@@ -152,11 +149,11 @@ class Trainer:
                 if self.step == 0 and config.train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
                 self.clock.start()
-                while self.step < config.train.steps and not self.watch.asked_to_stop:
+                while self.step < self.total_steps and not self.watch.asked_to_stop:
                     result = self.train_step()
                     stops = torch.full((), len(stop), device=self.device)
                     self.watch.update(result.skipped, self.world.sum(stops))
-                    if self.due(config.log.interval) or self.step in (1, config.train.steps):
+                    if self.due(config.log.interval) or self.step in (1, self.total_steps):
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
                         self.evaluate()
@@ -209,7 +206,7 @@ class Trainer:
         total, loss = self.world.sum(torch.stack(terms).sum(0)).unbind()
         routing = _sum_routing([m.routing for m in losses])
         norm = self.placed.gradient_norm()
-        lr = learning_rate(self.step, self.config.train.steps, self.config.optim)
+        lr = learning_rate(self.step, self.total_steps, self.config.optim)
         set_learning_rate(self.optimizer, lr)
         skipped = guarded_step(self.optimizer, total, norm, self.config.optim.max_grad_norm)
         self.placed.clear_gradients()
@@ -352,10 +349,12 @@ class Trainer:
             f"output in {self.folder}"
         )
         self.log.say(f"settings:\n{config.describe()}")
-        if self.step >= config.train.steps:
+        length = "train.steps" if config.train.epochs is None else "train.epochs"
+        self.log.say(f"{self.total_steps:,} steps, by {length}")
+        if self.step >= self.total_steps:
             self.log.say(
-                f"already trained to step {self.step}: raise train.steps to go on, "
-                "or set checkpoint.resume never to start again"
+                f"already trained to step {self.step}, nothing is left to do: raise {length} to go "
+                "on, set checkpoint.resume never to start again, or choose another output_dir"
             )
 
     def finish(self) -> None:

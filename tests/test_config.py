@@ -39,7 +39,7 @@ def test_true_in_any_spelling(text):
 @pytest.mark.parametrize(
     ("words", "field", "says"),
     [
-        (["--train.stepz", "3"], "train.stepz", "did you mean train.steps"),
+        (["--train.stepz", "3"], "train.stepz", "did you mean --train.steps?"),
         (["--train.steps", "many"], "train.steps", "'many'"),
         (["--train.steps", "0"], "train.steps", "greater than 0"),
         (["--train.steps"], "train.steps", "no value"),
@@ -86,7 +86,7 @@ def test_toml_with_an_unknown_key_or_a_section_as_value(tmp_path):
 
 
 def test_a_checkpoint_on_the_command_line_replaces_the_recipes_preset():
-    config = load("--model.path", "some/folder")
+    config = load("--model.path", "some/folder", source="qwen3-0.6b")
     assert (config.model.path, config.model.preset) == ("some/folder", None)
 
 
@@ -111,17 +111,143 @@ def test_dry_run_prints_json_that_loads_again(capsys):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_loads(name):
-    assert load(source=name).model.preset
+    needed = [] if name not in ("sft", "continue") else ["model.path=x", "data.path=y"]
+    config = load(*needed, source=name)
+    assert (config.model.path if needed else config.model.preset) is not None
 
 
 def test_none_unsets_what_may_be_unset_and_is_a_word_elsewhere():
     config = load("moe.aux_loss_coef=none", "activation.policy=none", source="debug")
     assert config.moe.aux_loss_coef is None
     assert config.activation.policy == "none"
-    with pytest.raises(ConfigError, match=r"train\.steps: 'none'"):
-        load("train.steps=none")
+    with pytest.raises(ConfigError, match=r"train\.seed: 'none'"):
+        load("train.seed=none")
 
 
 def test_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         load().train.steps = 3  # pyright: ignore
+
+
+FINE_TUNING = "--model.path some/qwen --data.path chats.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "toml", "recipe"),
+    [
+        ("--model.path x/qwen --data.source jsonl --data.path a/chats.jsonl", {}, None, "sft"),
+        ("--model.path x/qwen --data.path a/chats.jsonl", {}, None, "sft"),
+        ("--data.path a/chats.jsonl", {"MOETRAIN_MODEL__PATH": "x/qwen"}, None, "sft"),
+        ("", {}, '[model]\npath = "x/qwen"\n[data]\npath = "a/chats.jsonl"', "sft"),
+        (
+            "--data.source text",
+            {},
+            '[model]\npath = "x/qwen"\n[data]\npath = "a/chats"',
+            "continue",
+        ),
+        ("--model.path x/qwen --data.path a/chats", {}, None, "continue"),
+        ("--model.path x/qwen --data.source stdlib", {}, None, "continue"),
+    ],
+)
+def test_a_checkpoint_and_no_recipe_imply_one_for_fine_tuning(
+    words, environ, toml, recipe, tmp_path
+):
+    source = None
+    if toml is not None:
+        source = tmp_path / "mine.toml"
+        source.write_text(toml)
+    config = load(*words.split(), source=source, environ=environ)
+    assert config.origins["optim.lr"] == f"recipe {recipe}"
+    assert config.optim.lr == {"sft": 1e-5, "continue": 2e-5}[recipe]
+    assert (config.train.epochs, config.train.steps) == (
+        {"sft": 3.0, "continue": 1.0}[recipe],
+        None,
+    )
+    assert config.train.sample_prompt is None
+    assert config.checkpoint.save_hf
+    assert config.output_dir == f"outputs/qwen-{'stdlib' if 'stdlib' in words else 'chats'}"
+    assert f"recipe {recipe}, as model.path is set" in config.describe()
+    assert "output_dir" in config.describe()
+
+
+def test_a_named_recipe_stays_the_one(tmp_path):
+    config = load("--model.path", "x", "--data.path", "y", source="continue")
+    assert config.describe().startswith("  recipe continue\n")
+    assert config.optim.lr == 2e-5
+    pretraining = load("--model.path", "some/qwen", source="qwen3-0.6b")
+    assert (pretraining.optim.lr, pretraining.output_dir) == (3e-4, "outputs/qwen3-0.6b")
+    toml = tmp_path / "mine.toml"
+    toml.write_text('[model]\npreset = "qwen3-0.6b"\n')
+    mine = load(source=toml)
+    assert (mine.optim.lr, mine.output_dir) == (3e-4, "outputs/qwen3-0.6b-stdlib")
+    assert mine.describe().splitlines()[0].endswith(f"({toml})")
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "folder"),
+    [
+        ("Qwen/Qwen3-0.6B", "chats.jsonl", "Qwen3-0.6B-chats"),
+        ("/models/qwen/", "/data/books/", "qwen-books"),
+        ("outputs/qwen-chats/hf", "more.jsonl", "qwen-chats-more"),  # a run's own export
+    ],
+)
+def test_the_folder_names_model_and_data(path, data, folder):
+    config = load("--model.path", path, "--data.path", data)
+    assert config.output_dir == f"outputs/{folder}"
+    assert config.origins["output_dir"] == "model and data"
+
+
+def test_the_users_choice_of_two_replaces_a_recipes():
+    assert load("--train.epochs", "2").train.steps is None
+    assert load("--train.epochs", "2").train.total_steps(33) == 5  # 66 rows, 16 a step
+    assert load("--train.steps", "7", source="debug").train.total_steps(33) == 7
+    chats = load(*FINE_TUNING.split(), "--train.steps", "7", "--optim.warmup_steps", "2")
+    assert (chats.train.epochs, chats.train.total_steps(10**6)) == (None, 7)
+    assert (chats.optim.warmup_fraction, chats.optim.warmup(7)) == (None, 2)
+    assert load(*FINE_TUNING.split()).optim.warmup(200) == 10
+    unset = load("--train.epochs", "2", "--train.steps", "none")
+    assert (unset.train.epochs, unset.train.steps) == (2.0, None)
+
+
+def test_values_of_the_environment_and_the_command_line_are_text():
+    config = load("train.steps=10.0", "optim.lr=1", environ={"MOETRAIN_LAUNCH__NPROC": " 2 "})
+    assert (config.train.steps, config.optim.lr, config.launch.nproc) == (10, 1.0, 2)
+    assert isinstance(config.train.steps, int)
+
+
+def test_values_of_a_file_keep_their_types(tmp_path):
+    toml = tmp_path / "mine.toml"
+    toml.write_text(
+        '[model]\npreset = "debug"\n[optim]\nlr = 1\n[compile]\nenabled = true\n'
+        '[activation]\npolicy = "selective"\nsave = ["linear", "experts"]\n[launch]\n'
+    )
+    config = load(source=toml)
+    assert (config.optim.lr, config.compile.enabled) == (1.0, True)
+    assert config.activation.save == ("linear", "experts")
+    assert Config.load(config.to_dict(), environ={}).to_dict() == config.to_dict()
+
+
+def test_what_is_filled_in_is_set_and_has_an_origin():
+    config = load("--train.steps", "9")
+    filled = config.filled({"data.num_documents": 3, "output_dir": "x"}, "the test")
+    assert (filled.data.num_documents, filled.output_dir, filled.train.steps) == (3, "x", 9)
+    assert not config.is_set("data.num_documents")
+    assert filled.is_set("data.num_documents")
+    assert filled.is_set("train.steps")
+    assert filled.origins == config.origins | {
+        "data.num_documents": "the test",
+        "output_dir": "the test",
+    }
+    assert not filled.is_set("train.gc_interval")
+
+
+def test_a_home_folder_is_found_in_any_source(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load("output_dir=~/runs").output_dir == "/home/me/runs"
+
+
+def test_axes_that_are_not_there_yet_say_so_in_the_help():
+    text = format_help()
+    for name in ("pp", "cp"):
+        entry = text[text.index(f"--parallel.{name} (") :].splitlines()[1]
+        assert "Not available yet: must be 1." in entry

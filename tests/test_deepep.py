@@ -290,7 +290,8 @@ def check_choice() -> None:
     deepep.logger.info = lambda text, *args: lines.append(text % args)
 
     def choose(*overrides: str, device=GPU) -> Any:
-        config = Config.load(None, [*overrides, "data.seq_len=64", "train.micro_batch_size=2"])
+        words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
+        config = Config.load(None, words)
         return choose_transport(config, ARCH, dist.group.WORLD, device, BF16)
 
     chosen = choose("moe.deepep_num_sms=28")

@@ -248,7 +248,7 @@ def test_sharded_ranks_load_and_save_hugging_face_weights(tiny_words, tmp_path):
     fit([*words, "checkpoint.save_hf=yes"])
     saved = tmp_path / "out" / "hf"
     words = [w for w in words if not w.startswith("model.")]
-    words += [f"model.path={saved}", "train.steps=1", "optim.lr=1e-30"]
+    words += [f"model.path={saved}", "data.tokenizer=byte", "train.steps=1", "optim.lr=1e-30"]
     for world, layout in ((2, []), (4, ["parallel.ep=2"])):
         folder = tmp_path / f"again{world}"
         spawn(world, fit, [*words, *layout, "checkpoint.save_hf=yes", f"output_dir={folder}"])

@@ -158,7 +158,7 @@ def test_biases_of_matrices_that_are_cut_or_added_up(tiny_words, tmp_path):
             torch.nn.init.normal_(parameter, std=0.3)
     moetrain.save_hf(model, tmp_path / "hf")
     words = [w for w in words_of(tiny_words) if not w.startswith(("model.", "moe."))]
-    words += [f"model.path={tmp_path / 'hf'}", "train.micro_batch_size=8"]
+    words += [f"model.path={tmp_path / 'hf'}", "data.tokenizer=byte", "train.micro_batch_size=8"]
     numbers, gradients, _ = run(words)
     got, mine, _ = spawn(2, run_on_a_rank, [*words, "parallel.tp=2"])[0]
     torch.testing.assert_close(got, numbers, rtol=1e-5, atol=0)

@@ -122,8 +122,8 @@ def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coeff
     [
         ([], False),
         (["moe.aux_loss_layers=pooled"], True),
-        (["model.preset=none", "model.path=x"], True),
-        (["model.preset=none", "model.path=x", "moe.aux_loss_layers=each"], False),
+        (["model.path=x", "data.source=stdlib"], True),
+        (["model.path=x", "data.source=stdlib", "moe.aux_loss_layers=each"], False),
     ],
 )
 def test_which_form_of_the_balancing_loss_is_trained(words, pooled):

@@ -19,6 +19,7 @@ Left out on purpose: layouts that put a machine's ranks anywhere but side by sid
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -82,13 +83,13 @@ class ParallelDims:
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, world_size // others)
+        for name, what in NOT_YET.items():
+            if given[name] > 1:
+                raise ConfigError(
+                    f"parallel.{name}", f"{given[name]}: this version has no {what}; use 1"
+                )
         dims = cls(world_size, **given)
         dims._check_model(arch)
-        for name, what in NOT_YET.items():
-            if getattr(dims, name) > 1:
-                raise ConfigError(
-                    f"parallel.{name}", f"{getattr(dims, name)}: this version has no {what}; use 1"
-                )
         return dims
 
     @property
@@ -131,6 +132,12 @@ class ParallelDims:
                     f"parallel.{axis}",
                     f"{degree} {where} does not divide the model's {name} {count}",
                 )
+        if math.ceil(arch.vocab_size / self.tp) * (self.tp - 1) >= arch.vocab_size:
+            raise ConfigError(
+                "parallel.tp",
+                f"{self.tp} {where} is too much for the model's vocab_size {arch.vocab_size}: in "
+                f"parts of {math.ceil(arch.vocab_size / self.tp)} the last rank has none; use less",
+            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,334 @@
+"""The sections of the settings: each one's type, default, meaning and validation by itself.
+
+The docstring under a field is what ``--help`` prints. What spans settings is in
+:mod:`moetrain.config`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+SavedName = Literal["dispatch", "attention", "experts", "linear"]
+
+
+class Section(BaseModel):
+    """Frozen, without unknown keys, infinities, NaNs or anything else that no setting may be."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_used(cls, value: Any) -> Any:
+        """What no setting may be: text that no file can be called, integers that torch lacks."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is empty; leave it out")
+        if isinstance(value, str) and ("\0" in value or _has_surrogates(value)):
+            raise ValueError("holds what is not text")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("is beyond 64 bits")
+        return value
+
+
+def _has_surrogates(text: str) -> bool:
+    """Whether ``text`` stands for bytes that are no UTF-8, or for half a character."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
+
+
+class ModelSection(Section):
+    """Which model: a preset or a Hugging Face checkpoint, with optional size overrides."""
+
+    preset: str | None = None
+    """Named architecture with random weights: debug, qwen3-0.6b, qwen3-30b-a3b, ..."""
+    path: str | None = None
+    """Hugging Face checkpoint to start from: a local folder or a hub id. Excludes model.preset."""
+    vocab_size: int | None = Field(default=None, gt=0)
+    """Vocabulary size; unset: the preset's."""
+    hidden_size: int | None = Field(default=None, gt=0)
+    """Model width; unset: the preset's."""
+    num_layers: int | None = Field(default=None, gt=0)
+    """Number of transformer blocks; unset: the preset's."""
+    num_heads: int | None = Field(default=None, gt=0)
+    """Attention (query) heads; unset: the preset's."""
+    num_kv_heads: int | None = Field(default=None, gt=0)
+    """Key/value heads; unset: the preset's."""
+    head_dim: int | None = Field(default=None, gt=0)
+    """Width of one attention head; unset: the preset's."""
+    intermediate_size: int | None = Field(default=None, gt=0)
+    """Width of a dense MLP; unset: the preset's."""
+    num_experts: int | None = Field(default=None, gt=0)
+    """Experts in a MoE layer; unset: the preset's."""
+    num_experts_per_token: int | None = Field(default=None, gt=0)
+    """Experts a token is sent to; unset: the preset's."""
+    moe_intermediate_size: int | None = Field(default=None, gt=0)
+    """Width of one expert; unset: the preset's."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the normal distribution that random weights are drawn from."""
+
+    def overrides(self) -> dict[str, int]:
+        """The architecture fields that were set, by name."""
+        own = {"preset", "path", "init_std"}
+        return {k: v for k, v in self.model_dump(exclude_none=True).items() if k not in own}
+
+
+class DataSection(Section):
+    """Where text comes from and how it becomes packed rows of tokens."""
+
+    source: Literal["stdlib", "text", "jsonl", "synthetic"] = "stdlib"
+    """stdlib: Python's own library sources; text: a file or folder; jsonl; synthetic: random."""
+    path: str | None = None
+    """File or folder for the sources text and jsonl."""
+    eval_path: str | None = None
+    """Held-out file or folder; unset: data.eval_fraction of the documents is held out."""
+    eval_fraction: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the documents held out for evaluation, chosen by a hash of their names or text."""
+    text_field: str = "text"
+    """Field of a jsonl line that holds its text (lines with `messages` are conversations)."""
+    chat_template: str | None = None
+    """Jinja file for `messages`; unset: the tokenizer's own template, else ChatML."""
+    tokenizer: str = "byte"
+    """byte (no files needed), or a tokenizer.json, a folder that holds one, or a hub id; unset,
+    with model.path: that one's own."""
+    seq_len: int = Field(default=256, gt=1)
+    """Tokens in one packed row; unset, with model.path: as many as it takes, up to 4096."""
+    cache_dir: str | None = None
+    """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
+    num_documents: int = Field(default=1024, gt=0)
+    """Length of the synthetic source, in rows."""
+
+
+class TrainSection(Section):
+    """The run: its length, batches, precision and safety stops."""
+
+    steps: int | None = Field(default=300, gt=0)
+    """Optimizer steps. Excludes train.epochs."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data, and parts of one: another way to give the steps."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds weights and the order of the data."""
+    micro_batch_size: int = Field(default=8, gt=0)
+    """Rows (sequences) in one forward pass on one device."""
+    global_batch_size: int = Field(default=8, gt=0)
+    """Rows in one optimizer step, over all devices and accumulation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a GPU."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute dtype (weights stay fp32); auto: bfloat16 on CUDA, float32 on CPU."""
+    deterministic: bool = False
+    """Only bitwise-reproducible algorithms: a rerun gives the same bits."""
+    max_bad_steps: int = Field(default=5, gt=0)
+    """Steps in a row with a non-finite loss or gradient norm, each skipped, that end a run."""
+    gc_interval: int = Field(default=50, gt=0)
+    """Python's garbage collector runs every this many steps and never in between."""
+    eval_interval: int = Field(default=100, ge=0)
+    """Steps between evaluations on held-out rows; 0: only at the end."""
+    eval_batches: int = Field(default=16, gt=0)
+    """Micro-batches of one evaluation."""
+    sample_tokens: int = Field(default=200, ge=0)
+    """Tokens generated by the trained model at the end of the run; 0: none."""
+    sample_prompt: str | None = None
+    """Text that the sample continues; unset: the start of a held-out row."""
+
+    @field_validator("sample_prompt")
+    @classmethod
+    def _is_text(cls, value: str | None) -> str | None:
+        if value is not None and not value:
+            raise ValueError("an empty prompt has nothing to continue; give text, or none")
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError:
+            raise ValueError("not text: it holds bytes that are no UTF-8") from None
+        return value
+
+    def total_steps(self, num_rows: int) -> int:
+        """The length of a run over ``num_rows`` rows; what is left over makes one more step."""
+        if self.epochs is not None:
+            return math.ceil(self.epochs * num_rows / self.global_batch_size)
+        assert self.steps is not None  # Config.load has seen to it
+        return self.steps
+
+
+class OptimSection(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warmup: cosine decay; wsd: stable, then linear decay; constant."""
+    warmup_steps: int | None = Field(default=20, ge=0)
+    """Steps of linear warmup. Excludes optim.warmup_fraction."""
+    warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the steps that warm up: another way to give them."""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps that wsd spends decaying."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW's second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; norms, biases, embeddings and routers have none."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are clipped to this global 2-norm."""
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of linear warmup in a run of ``total_steps``."""
+        if self.warmup_fraction is None:
+            return self.warmup_steps or 0
+        return round(self.warmup_fraction * total_steps)
+
+
+class ParallelSection(Section):
+    """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
+
+    dp_replicate: int = Field(default=1, gt=0)
+    """Replicas of the sharded model (HSDP)."""
+    dp_shard: int = Field(default=-1, ge=-1)
+    """Ranks that shard parameters (FSDP); -1: what is left of the world."""
+    tp: int = Field(default=1, gt=0)
+    """Tensor parallel ranks."""
+    pp: int = Field(default=1, gt=0)
+    """Pipeline stages. Not available yet: must be 1."""
+    ep: int = Field(default=1, gt=0)
+    """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
+    cp: int = Field(default=1, gt=0)
+    """Context parallel ranks. Not available yet: must be 1."""
+    reshard_after_forward: bool = False
+    """Free a block's gathered parameters after its forward and gather them again, a block ahead,
+    for its backward: less memory for one gather more. activation.policy full always does so."""
+    reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
+    """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
+    fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
+
+
+class MoeSection(Section):
+    """Routing, balancing and dispatch of MoE layers."""
+
+    dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
+    """How tokens reach their experts; auto: local where parallel.ep is 1, else deepep where it can
+    run, else alltoall."""
+    deepep_num_sms: Literal["auto"] | int = "auto"
+    """SMs DeepEP uses: auto (what was fastest for the number of ranks), or an even number."""
+    dispatch_mode: Literal["exact", "static"] = "exact"
+    """How DeepEP sizes what a rank receives. exact: the host waits for the counts, once a layer in
+    the forward; static: for the most there can be, and nothing waits."""
+    static_capacity: float = Field(default=2.0, ge=1)
+    """Rows that static reserves for a rank's experts, as a multiple of an evenly loaded rank's. A
+    rank has many experts, whose loads even out: twice is rare. Less than all there can be (which is
+    parallel.ep, and reserves no more than that) may overflow; such a step is done again exactly."""
+    overlap_chunks: int = Field(default=1, ge=1)
+    """Parts that a rank's tokens are cut into, so that DeepEP moves one while the experts work on
+    another; 1: it moves all of them, then they work. On four H200s 2 was 2% slower than 1."""
+    force_balanced: bool = False
+    """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
+    aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss; unset: the model's own (router_aux_loss_coef)."""
+    aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
+    """each: every layer is balanced by itself, and the loss is the layers' mean; pooled: all layers
+    together, as Hugging Face has it, where one may be as uneven as it likes; auto: each for random
+    weights, pooled where a checkpoint's training goes on (model.path)."""
+    aux_loss_scope: Literal["global_batch", "micro_batch"] = "global_batch"
+    """Whose expert counts that loss uses. With gradient accumulation, global_batch is exact at the
+    price of one more forward pass a micro-batch; micro_batch is free, but depends on the split."""
+    z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss (mean squared logsumexp of the router logits)."""
+    bias_update_rate: float = Field(default=0.0, ge=0)
+    """Step of the auxiliary-loss-free selection bias after every optimizer step; 0: no bias."""
+
+    def pools_aux_loss(self, model: ModelSection) -> bool:
+        """What ``aux_loss_layers`` means for ``model``."""
+        if self.aux_loss_layers == "auto":
+            return model.path is not None
+        return self.aux_loss_layers == "pooled"
+
+    @field_validator("deepep_num_sms")
+    @classmethod
+    def _even_sms(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and (value <= 0 or value % 2):
+            raise ValueError("SMs are used in pairs: give auto or a positive even number")
+        return value
+
+
+class KernelsSection(Section):
+    """Which implementations run."""
+
+    backend: Literal["auto", "triton", "reference"] = "auto"
+    """auto: the fast kernels on CUDA, plain torch elsewhere; triton or reference: that one."""
+    attention: Literal["auto", "sdpa", "cudnn", "flex", "reference"] = "auto"
+    """auto: sdpa (cuDNN first) for unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
+    ragged attention if nvidia-cudnn-frontend is installed and the GPU is Hopper or newer, else
+    flex."""
+
+
+class CompileSection(Section):
+    """torch.compile, a block at a time. The whole model as one graph does not work: FSDP's gathers
+    run a block ahead as asynchronous collectives, which cannot be traced. It also compiles longer
+    with every layer (16, aot_eager on a CPU: 15 s; blocks share one graph: 1 s)."""
+
+    enabled: bool = False
+    """Compile every transformer block with fullgraph=True (on a CPU this needs a C++ compiler)."""
+
+
+class ActivationSection(Section):
+    """What the forward pass keeps for the backward pass."""
+
+    policy: Literal["none", "selective", "full"] = "none"
+    """none: keep every activation; selective: recompute each block in the backward pass, except
+    what activation.save names; full: recompute all of it (and gather its parameters again)."""
+    save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
+    """What selective keeps, with commas between: dispatch (what expert parallel ranks exchange),
+    attention (its output), experts (grouped products' pre-activations), linear (dense products)."""
+
+    @field_validator("save", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        names = value.split(",") if isinstance(value, str) else value
+        return tuple(name for name in names if name) if isinstance(names, list) else names
+
+
+class CheckpointSection(Section):
+    """Saving and resuming."""
+
+    interval: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    at_end: bool = True
+    """Write a checkpoint at the end of the run."""
+    keep: int = Field(default=2, gt=0)
+    """Checkpoints kept; older ones are removed."""
+    resume: str = "auto"
+    """auto: the newest checkpoint of output_dir, if any; never; or a checkpoint's folder."""
+    save_hf: bool = False
+    """Write the trained weights in Hugging Face format to output_dir/hf at the end."""
+
+
+class LogSection(Section):
+    """What is printed and written while training."""
+
+    interval: int = Field(default=10, gt=0)
+    """Steps between logged lines."""
+    tensorboard: bool = True
+    """Write TensorBoard files to output_dir/tensorboard."""
+    progress: bool = True
+    """Draw a progress bar when standard output is a terminal."""
+
+
+class LaunchSection(Section):
+    """Starting processes."""
+
+    nproc: int | Literal["auto"] = 1
+    """Processes to start on this machine; auto: one a GPU, or one on a CPU. Under torchrun or srun
+    nothing is started: the run takes its place among their processes."""
+
+    @field_validator("nproc")
+    @classmethod
+    def _positive(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("give auto or a positive number of processes")
+        return value

@@ -1,0 +1,557 @@
+"""What a user can get wrong, in tables: each is one line that names the setting, and exit code 2.
+
+Nothing here trains: a bad input is found before that, or this module would take long. In a row of
+:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint of
+which there is only its config.json.
+
+A row is what is given, the setting that the line names, and words that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moetrain.config import Config, ConfigError
+from moetrain.train import main
+
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+}
+
+# ---- the command line ---------------------------------------------------------------------------
+
+UNKNOWN = [  # words, field, what the hint says
+    ("--lr 3e-4", "lr", "did you mean --optim.lr?"),
+    ("lr=3e-4", "lr", "did you mean optim.lr?"),
+    ("--train.lr 1", "train.lr", "did you mean --optim.lr?"),
+    ("--learning-rate 1", "learning-rate", "did you mean --optim.lr?"),
+    ("--learning_rate=1", "learning_rate", "did you mean --optim.lr?"),
+    ("--optim.learning_rate 1", "optim.learning_rate", "--optim.lr?"),
+    ("--steps 5", "steps", "did you mean --train.steps?"),
+    ("--train.stepz 5", "train.stepz", "did you mean --train.steps?"),
+    ("--train_steps 5", "train_steps", "did you mean --train.steps?"),
+    ("--train-steps 5", "train-steps", "did you mean --train.steps?"),
+    ("--Train.Steps 5", "Train.Steps", "did you mean --train.steps?"),
+    ("--trian.steps 5", "trian.steps", "did you mean --train.steps?"),
+    ("--max_steps 5", "max_steps", "did you mean --train.steps?"),
+    ("--num_train_epochs 3", "num_train_epochs", "did you mean --train.epochs?"),
+    ("--batch_size 3", "batch_size", "did you mean --train.global_batch_size?"),
+    ("--micro-batch-size 3", "micro-batch-size", "did you mean --train.micro_batch_size?"),
+    ("--model_name_or_path x", "model_name_or_path", "did you mean --model.path?"),
+    ("--path x", "path", "did you mean --model.path or --data.path?"),
+    ("--modle.path x", "modle.path", "did you mean --model.path?"),
+    ("--max_seq_length 3", "max_seq_length", "did you mean --data.seq_len?"),
+    ("--output x", "output", "did you mean --output_dir?"),
+    ("--output-dir x", "output-dir", "did you mean --output_dir?"),
+    ("--dry-run", "dry-run", "did you mean --dry_run?"),
+    ("--dry_run=yes", "dry_run", "did you mean --dry_run?"),
+    ("--model.lora_rank 8", "model.lora_rank", "unknown setting; --help lists them all"),
+    ("--lora.rank 8", "lora.rank", "unknown setting; --help lists them all"),
+    ("--wandb_project x", "wandb_project", "unknown setting; --help lists them all"),
+    ("--parallel.dp 2", "parallel.dp", "unknown setting; --help lists them all"),
+    ("--train 3", "train", "unknown setting"),
+    ("--train. 3", "train.", "unknown setting"),
+    ("--.steps 3", ".steps", "did you mean --train.steps?"),
+    ("--", "--", "unknown setting"),
+    ("--=3", "--=3", "unknown setting"),
+    ("=3", "=3", "unknown setting"),
+    ("-v=3", "-v", "unknown setting"),
+    ("--a.b.c.d.e 3", "a.b.c.d.e", "unknown setting"),
+]
+
+VALUES = [
+    ("--train.steps many", "train.steps", "'many': Input should be a valid integer"),
+    ("--train.steps 0", "train.steps", "'0': Input should be greater than 0"),
+    ("--train.steps -5", "train.steps", "greater than 0"),
+    ("--train.steps 1.5", "train.steps", "'1.5'"),
+    ("--train.steps 1e3", "train.steps", "'1e3'"),
+    ("--train.steps 0x10", "train.steps", "'0x10'"),
+    (
+        "--train.steps 5 --train.epochs 2",
+        "train.epochs",
+        "contradicts train.steps 5",
+    ),
+    ("--train.steps none", "train.steps", "not set; give it, or train.epochs"),
+    ("--train.steps 9223372036854775808", "train.steps", "beyond 64 bits"),
+    (f"--train.steps {'9' * 5000}", "train.steps", r"'999+\.\.\.9+': Unable to parse"),
+    ("--train.epochs 0", "train.epochs", "greater than 0"),
+    ("--train.epochs -1", "train.epochs", "greater than 0"),
+    ("--train.epochs inf", "train.epochs", "finite"),
+    ("--train.seed -1", "train.seed", "greater than or equal to 0"),
+    ("--train.seed 18446744073709551616", "train.seed", "beyond 64 bits"),
+    ("--train.seed 1e400", "train.seed", "'1e400'"),
+    ("--train.seed none", "train.seed", "'none'"),
+    ("--train.micro_batch_size 0", "train.micro_batch_size", "greater than 0"),
+    ("--train.global_batch_size 17", "train.global_batch_size", "not a multiple of .* 16"),
+    ("--train.device tpu", "train.device", "'auto', 'cpu' or 'cuda'"),
+    ("--train.dtype fp8", "train.dtype", "'float32'"),
+    ("--train.deterministic maybe", "train.deterministic", "'maybe'"),
+    ("--train.deterministic 2", "train.deterministic", "'2'"),
+    ("--train.sample_tokens -1", "train.sample_tokens", "greater than or equal to 0"),
+    ("--train.sample_prompt=", "train.sample_prompt", "'': is empty"),
+    ("--train.max_bad_steps 0", "train.max_bad_steps", "greater than 0"),
+    ("--optim.lr inf", "optim.lr", "finite"),
+    ("--optim.lr nan", "optim.lr", "'nan'"),
+    ("--optim.lr 0", "optim.lr", "greater than 0"),
+    ("--optim.lr -1e-3", "optim.lr", "greater than 0"),
+    ("--optim.lr 1,5", "optim.lr", "'1,5': Input should be a valid number"),
+    ("--optim.lr 1e999", "optim.lr", "finite"),
+    ("--optim.lr=", "optim.lr", "''"),
+    ("--optim.lr", "optim.lr", "has no value on the command line"),
+    ("--optim.lr --train.steps 3", "optim.lr", "has no value on the command line"),
+    ("--optim.eps inf", "optim.eps", "finite"),
+    ("--optim.eps 0", "optim.eps", "greater than 0"),
+    ("--optim.beta1 1", "optim.beta1", "less than 1"),
+    ("--optim.beta2 1.1", "optim.beta2", "less than 1"),
+    ("--optim.beta2 -infinity", "optim.beta2", "finite"),
+    ("--optim.weight_decay -0.1", "optim.weight_decay", "greater than or equal to 0"),
+    ("--optim.weight_decay inf", "optim.weight_decay", "finite"),
+    ("--optim.max_grad_norm inf", "optim.max_grad_norm", "finite"),
+    ("--optim.min_lr_ratio 2", "optim.min_lr_ratio", "less than or equal to 1"),
+    ("--optim.schedule linear", "optim.schedule", "'cosine', 'wsd' or 'constant'"),
+    ("--optim.decay_fraction 0.5", "optim.decay_fraction", "contradicts optim.schedule 'cosine'"),
+    ("--optim.warmup_steps -1", "optim.warmup_steps", "greater than or equal to 0"),
+    ("--optim.warmup_fraction 1", "optim.warmup_fraction", "less than 1"),
+    (
+        "--optim.warmup_fraction 0.1 --optim.warmup_steps 3",
+        "optim.warmup_fraction",
+        r"0.1 \(command line\) contradicts optim.warmup_steps 3",
+    ),
+    ("--data.source web", "data.source", "'stdlib', 'text', 'jsonl' or 'synthetic'"),
+    ("--data.source text", "data.path", "not set, and data.source 'text' needs it"),
+    ("--data.source jsonl", "data.path", "not set, and data.source 'jsonl' needs it"),
+    ("--data.path x", "data.path", "contradicts data.source 'stdlib'"),
+    ("--data.eval_path x", "data.eval_path", "contradicts data.source 'stdlib'"),
+    ("--data.text_field body", "data.text_field", "contradicts data.source 'stdlib'"),
+    ("--data.chat_template x", "data.chat_template", "contradicts data.source 'stdlib'"),
+    ("--data.num_documents 3", "data.num_documents", "contradicts data.source 'stdlib'"),
+    ("--data.eval_fraction 1", "data.eval_fraction", "less than 1"),
+    ("--data.eval_fraction nan", "data.eval_fraction", "finite"),
+    ("--data.seq_len 1", "data.seq_len", "greater than 1"),
+    ("--data.seq_len -256", "data.seq_len", "greater than 1"),
+    ("--data.seq_len auto", "data.seq_len", "'auto'"),
+    ("--data.tokenizer=", "data.tokenizer", "is empty"),
+    ("--data.cache_dir=", "data.cache_dir", "is empty"),
+    ("--parallel.tp 0", "parallel.tp", "greater than 0"),
+    ("--parallel.tp two", "parallel.tp", "'two'"),
+    ("--parallel.dp_shard -2", "parallel.dp_shard", "greater than or equal to -1"),
+    ("--parallel.reduce fp16", "parallel.reduce", "'fp16'"),
+    ("--moe.deepep_num_sms 7", "moe.deepep_num_sms", "positive even number"),
+    ("--moe.deepep_num_sms 0", "moe.deepep_num_sms", "positive even number"),
+    ("--moe.deepep_num_sms many", "moe.deepep_num_sms", "'many'"),
+    ("--moe.deepep_num_sms 24", "moe.deepep_num_sms", "24 contradicts parallel.ep 1"),
+    ("--moe.overlap_chunks 2", "moe.overlap_chunks", "2 contradicts parallel.ep 1"),
+    ("--moe.dispatch_mode static", "moe.dispatch_mode", "contradicts parallel.ep 1"),
+    ("--moe.dispatcher deepep", "moe.dispatcher", "contradicts parallel.ep 1"),
+    ("--moe.dispatcher local --parallel.ep 2", "moe.dispatcher", "contradicts parallel.ep 2"),
+    ("--moe.dispatcher nccl", "moe.dispatcher", "'nccl'"),
+    ("--moe.static_capacity 3", "moe.static_capacity", "contradicts moe.dispatch_mode 'exact'"),
+    ("--moe.static_capacity 0.5", "moe.static_capacity", "greater than or equal to 1"),
+    ("--moe.static_capacity inf", "moe.static_capacity", "finite"),
+    ("--moe.aux_loss_coef inf", "moe.aux_loss_coef", "finite"),
+    ("--moe.aux_loss_coef -1", "moe.aux_loss_coef", "greater than or equal to 0"),
+    ("--moe.z_loss_coef inf", "moe.z_loss_coef", "finite"),
+    ("--moe.bias_update_rate nan", "moe.bias_update_rate", "finite"),
+    ("--activation.policy some", "activation.policy", "'some'"),
+    ("--activation.save linear", "activation.save", "contradicts activation.policy 'none'"),
+    ("--activation.policy selective --activation.save all", "activation.save", "'all'"),
+    ("--kernels.backend cuda", "kernels.backend", "'auto', 'triton' or 'reference'"),
+    ("--kernels.attention fast", "kernels.attention", "'fast'"),
+    ("--compile.enabled perhaps", "compile.enabled", "'perhaps'"),
+    ("--compile.enabled", "compile.enabled", "has no value"),
+    ("--checkpoint.keep 0", "checkpoint.keep", "greater than 0"),
+    ("--checkpoint.interval -1", "checkpoint.interval", "greater than or equal to 0"),
+    ("--checkpoint.resume=", "checkpoint.resume", "is empty"),
+    ("--log.interval 0", "log.interval", "greater than 0"),
+    ("--launch.nproc 0", "launch.nproc", "positive number of processes"),
+    ("--launch.nproc all", "launch.nproc", "'all'"),
+    ("--model.num_layers 0", "model.num_layers", "greater than 0"),
+    ("--model.init_std inf", "model.init_std", "finite"),
+    ("--model.preset=", "model.preset", "is empty"),
+    ("--model.path=", "model.path", "is empty"),
+    ("--model.preset none", "model.preset", "not set; name a preset"),
+    ("--model.path x --model.preset debug", "model.path", "contradicts model.preset 'debug'"),
+    ("--model.path x --data.path y --model.num_layers 2", "model.num_layers", "model.path 'x'"),
+    ("--model.path x --data.path y --model.init_std 1", "model.init_std", "model.path 'x'"),
+    ("--model.path x", "data.path", "not set, and data.source 'text' needs it"),
+    ("--output_dir=", "output_dir", "is empty"),
+    ("--output_dir none", "output_dir", "'none': a run needs a folder"),
+    ("--output_dir NULL", "output_dir", "'NULL': a run needs a folder"),
+    ("sft", "model.preset", "name a preset, or a checkpoint: model.path"),
+    ("debug mine.toml", "'mine.toml'", r"is not a setting; .* comes first"),
+    ("debug train.steps 3", "'train.steps'", "is not a setting; write --section.key value"),
+    ("--train.steps 3 4", "'4'", "is not a setting"),
+    ("debugg", "recipe", "did you mean debug?"),
+    ("DEBUG", "recipe", "did you mean debug?"),
+    ("outputs/debug/config.json", "recipe", "nor a .toml file"),
+    ("-x", "recipe", "'-x' is not one of"),
+]
+
+
+@pytest.mark.parametrize(("words", "field", "says"), UNKNOWN + VALUES)
+def test_words(words: str, field: str, says: str, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    says = re.escape(says) if (words, field, says) in UNKNOWN else says
+    assert_refused(words.split(), field, says.replace("?", r"\?"), tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "says"),
+    [
+        ([""], "recipe", "'' is not one of"),
+        (["--train.sample_prompt", "  "], "train.sample_prompt", "is empty"),
+        (["--output_dir", " "], "output_dir", "is empty"),
+        (["--output_dir", "a\0b"], "output_dir", "not text"),
+        (["--output_dir", "a\udcffb"], "output_dir", "not text"),
+        (["--data.source", "text", "--data.path", "\udcff"], "data.path", "not text"),
+        (["--optim.lr\nx", "3"], "optim.lr x", "unknown setting"),
+        (["--train.\x1b[31m", "3"], r"train.\x1b[31m", "unknown setting"),
+        (["two\nlines.toml"], "config file", r"'two\\nlines.toml' does not exist"),
+        (["\0.toml"], "config file", "null"),
+        (["x" * 300 + ".toml"], "config file", "cannot be read: File name too long"),
+        (["--" + "x" * 100_000, "3"], f"{'x' * 160}...{'x' * 20}", "unknown setting"),
+        (["--train.dtype", "y" * 100_000], "train.dtype", r"'y+\.\.\.y+'"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_words_with_odd_characters(words, field, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(words, field, says, tmp_path, capsys)
+
+
+# ---- the environment ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field", "says"),
+    [
+        ("MOETRAIN_TRAIN__LR", "1", "MOETRAIN_TRAIN__LR", "did you mean MOETRAIN_OPTIM__LR"),
+        ("MOETRAIN_LR", "1", "MOETRAIN_LR", "did you mean MOETRAIN_OPTIM__LR"),
+        ("MOETRAIN_TRAIN_STEPS", "1", "MOETRAIN_TRAIN_STEPS", "mean MOETRAIN_TRAIN__STEPS"),
+        ("MOETRAIN_TRAIN__STEPZ", "1", "MOETRAIN_TRAIN__STEPZ", "mean MOETRAIN_TRAIN__STEPS"),
+        ("MOETRAIN_", "1", "MOETRAIN_", "unknown setting"),
+        ("MOETRAIN_DEBUG", "1", "MOETRAIN_DEBUG", "--help lists them all"),
+        ("moetrain_optim__lr", "fast", "optim.lr", "'fast'"),
+        ("MOETRAIN_OPTIM__LR", "", "optim.lr", "''"),
+        ("MOETRAIN_OPTIM__EPS", "inf", "optim.eps", "finite"),
+        ("MOETRAIN_OUTPUT_DIR", "", "output_dir", "is empty"),
+        ("MOETRAIN_OUTPUT_DIR", "none", "output_dir", "needs a folder"),
+        ("MOETRAIN_TRAIN__SEED", str(2**64), "train.seed", "beyond 64 bits"),
+        ("MOETRAIN_COMPILE__ENABLED", "2", "compile.enabled", "'2'"),
+        ("MOETRAIN_MODEL__PATH", "x", "data.path", "not set"),
+    ],
+)
+def test_environment(variable, value, field, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    assert_refused([], field, says, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("variables", "field", "says"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "MASTER_ADDR", "not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT", "not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "http"},
+            "MASTER_PORT",
+            "'http' is not a number",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LAUNCH_NODE_IPADDR", "not set"),
+    ],
+    ids=repr,
+)
+def test_a_launchers_variables(variables, field, says, tmp_path, capsys, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert_refused([], field, says, tmp_path, capsys)
+
+
+# ---- TOML files ---------------------------------------------------------------------------------
+
+DEBUG = '[model]\npreset = "debug"\n'
+
+TOML = [
+    ("not TOML", "steps", "config file", "is not TOML"),
+    ("a tab that is no TOML", "[train\nsteps = 3", "config file", "is not TOML"),
+    ("twice", "[train]\nsteps = 3\nsteps = 4", "config file", "is not TOML"),
+    ("latin-1", b'[model]\npreset = "d\xe9bug"', "config file", "is not UTF-8: .* at byte 19"),
+    ("UTF-16", '[model]\npreset = "debug"'.encode("utf-16"), "config file", "is not UTF-8"),
+    ("binary", bytes(range(256)), "config file", "is not (TOML|UTF-8)"),
+    ("deep arrays", "a = " + "[" * 100_000, "config file", "is nested too deeply"),
+    ("deep tables", "a." * 20_000 + "b = 1", "config file", "is nested too deeply"),
+    ("a number of 5,000 digits", f"[train]\nsteps = {'9' * 5000}", "config file", "digits"),
+    ("a number of 65 bits", "[train]\nseed = 18446744073709551616", "train.seed", "64 bits"),
+    ("a huge hexadecimal", f"[train]\nseed = 0x{'f' * 9000}", "train.seed", "36000 bits"),
+    ("true for a number", "[train]\nsteps = true", "train.steps", "True: .* valid integer"),
+    ("true for a float", "[optim]\nlr = true", "optim.lr", "True: .* valid number"),
+    ("true in a union", "[launch]\nnproc = true", "launch.nproc", "True"),
+    ("1 for a truth value", "[compile]\nenabled = 1", "compile.enabled", "1: .* valid boolean"),
+    ("text for a truth value", '[compile]\nenabled = "yes"', "compile.enabled", "'yes'"),
+    ("text for a number", '[train]\nsteps = "10"', "train.steps", "'10'"),
+    ("text for a float", '[optim]\nlr = "1e-4"', "optim.lr", "'1e-4'"),
+    ("10.0 for an integer", "[train]\nsteps = 10.0", "train.steps", "10.0: .* valid integer"),
+    ("a number for text", "[data]\ntokenizer = 3", "data.tokenizer", "3: .* valid string"),
+    ("a date for text", "[data]\ntokenizer = 2026-01-01", "data.tokenizer", "date"),
+    ("a list for text", '[data]\ntokenizer = ["byte"]', "data.tokenizer", "valid string"),
+    ("a list for a number", "[train]\nsteps = [3]", "train.steps", r"\[3\]"),
+    ("a table for a number", "[train.steps]\na = 3", "train.steps.a", "unknown setting"),
+    ("inf", "[optim]\neps = inf", "optim.eps", "inf: .* finite"),
+    ("nan", "[moe]\nz_loss_coef = nan", "moe.z_loss_coef", "finite"),
+    ("NUL", '[data]\ntokenizer = "a\\u0000"', "data.tokenizer", "not text"),
+    ("NUL in the folder", 'output_dir = "a\\u0000"', "output_dir", "not text"),
+    ("an empty folder", 'output_dir = ""', "output_dir", "is empty"),
+    ("no folder", 'output_dir = "none"', "output_dir", "needs a folder"),
+    ("an unknown key", "[train]\nspeed = 3", "train.speed", "unknown setting"),
+    ("a key of elsewhere", "[train]\nlr = 3", "train.lr", "did you mean optim.lr"),
+    ("an unknown section", "[trian]\nsteps = 3", "trian.steps", "did you mean train.steps"),
+    ("an empty unknown section", "[lora]", "lora", "unknown setting"),
+    ("a section as a value", "train = 3", "train", r"3 is given for a section; .*\[train\]"),
+    ("a list of sections", "[[train]]\nsteps = 3", "train", "is given for a section"),
+    ("two that contradict", "[train]\nsteps = 3\nepochs = 1", "train.epochs", "train.steps 3"),
+    ("both models", DEBUG + 'path = "x"', "model.path", "contradicts model.preset 'debug'"),
+    ("no model", "[train]\nsteps = 3", "model.preset", "not set"),
+    ("what is saved", '[activation]\nsave = ["x"]', "activation.save", "'x'"),
+    ("numbers that are saved", "[activation]\nsave = [3]", "activation.save", "3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "says"), [row[1:] for row in TOML], ids=[row[0] for row in TOML]
+)
+def test_toml(text: str | bytes, field: str, says: str, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.chdir(tmp_path)
+    assert_refused([str(file)], field, says, tmp_path, capsys)
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "link.toml").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    (tmp_path / "file").write_text("")
+    for name, says in (
+        ("folder.toml", "cannot be read: Is a directory"),
+        ("link.toml", "does not exist"),
+        ("loop.toml", "cannot be read: Too many levels"),
+        ("no/such.toml", "does not exist"),
+        ("file/below.toml", "cannot be read: Not a directory"),
+    ):
+        assert_refused([name], "config file", says, tmp_path, capsys)
+
+
+def test_a_file_that_may_not_be_read(tmp_path, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read anything
+    assert_refused(["a.toml"], "config file", "cannot be read: Permission denied", tmp_path, capsys)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    file = tmp_path / "windows.toml"
+    file.write_bytes(b'\xef\xbb\xbf[model]\r\npreset = "debug"\r\n[train]\r\nsteps = 7\r\n')
+    assert Config.load(file, environ={}).train.steps == 7
+
+
+# ---- mappings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "message"),
+    [
+        ({"train": {"steps": True}}, [], r"train\.steps: True"),
+        ({"train": {"steps": "3"}}, [], r"train\.steps: '3'"),
+        ({"train": {"steps": 2**70}}, [], r"train\.steps: 1180\d+: is beyond 64 bits"),
+        ({"train": {"steps": None}}, [], r"train\.steps: not set"),
+        ({"train": {"seed": None}}, [], r"train\.seed: None"),
+        ({"train": None}, [], "train: None is given for a section"),
+        ({"train": 3}, [], "train: 3 is given for a section"),
+        ({"train": {"steps": {}}}, [], r"train\.steps: {}"),
+        ({"train.stepz": 3}, [], r"train\.stepz: unknown setting; did you mean train\.steps"),
+        ({3: 4}, [], "3: unknown setting"),
+        ({"optim": {"eps": float("inf")}}, [], r"optim\.eps: inf"),
+        ({"output_dir": ""}, [], "output_dir: '': is empty"),
+        (
+            {"train": {"steps": 3}},
+            ["train.epochs=1"],
+            r"epochs: 1\.0 \(command.*\(mapping\)",
+        ),
+        (
+            {"train": {"epochs": 3}},
+            ["train.steps=1"],
+            r"epochs: 3 \(mapping\) contra.*steps 1",
+        ),
+        ({}, ["model.path=x", "data.path=y"], r"path: 'x' \(command line\) .* 'debug' \(mapping\)"),
+    ],
+    ids=repr,
+)
+def test_mappings(source, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.load({"model": {"preset": "debug"}} | source, overrides, environ={})
+
+
+def test_a_mapping_that_contains_itself():
+    tree: dict = {"model": {"preset": "debug"}}
+    tree["train"] = tree
+    with pytest.raises(ConfigError, match="config file: 'mapping' is nested too deeply"):
+        Config.load(tree, environ={})
+
+
+# ---- what only looking at files, folders and the machine shows ----------------------------------
+
+HF = "--model.path {hf} --data.path {text}"
+
+FILES = [
+    # The output folder.
+    ("--output_dir {file}", "output_dir", "is not a folder; choose another"),
+    ("--output_dir {file}/below/it", "output_dir", "'.*/file' is not a folder"),
+    ("--output_dir {link}", "output_dir", "is a link to nothing"),
+    ("--output_dir {link}/below", "output_dir", "is a link to nothing"),
+    ("--output_dir {loop}", "output_dir", "link|Too many levels"),
+    ("--output_dir /proc/moetrain", "output_dir", "cannot be written to"),
+    ("--output_dir {tmp}/" + "n" * 300, "output_dir", "has a name of more than 255 bytes"),
+    ("--output_dir {tmp}/" + "é" * 130, "output_dir", "has a name of more than 255 bytes"),
+    ("--output_dir {tmp}" + "/n" * 2030, "output_dir", "of 4096 bytes for the names of its files"),
+    ("--output_dir {tmp}" + "/n" * 3000, "output_dir", "too long|of 4096 bytes"),
+    ("--output_dir {used}", "output_dir", "its metrics.jsonl is a folder"),
+    ("--output_dir {used2}", "output_dir", "its checkpoints is not a folder"),
+    # The model.
+    ("--model.preset gpt-5", "model.preset", "'gpt-5' is not one of debug"),
+    ("--model.num_heads 3", "model.num_heads", "not a multiple"),
+    ("--model.head_dim 7", "model.head_dim", "odd"),
+    ("--model.num_experts 1", "model.num_experts", "more than"),
+    ("--model.moe_intermediate_size 9", "model.moe_intermediate_size", "multiple of 8"),
+    ("--model.path {tmp} --data.path {text}", "model.path", "no config.json in it"),
+    ("--model.path {file} --data.path {text}", "model.path", ""),
+    # What the model decides.
+    (HF, "data.tokenizer", "not set, and model.path '.*hf' holds no tokenizer.json"),
+    (
+        HF + " --data.tokenizer byte --data.seq_len 65",
+        "data.seq_len",
+        r"65 is more than the 64 positions \(max_position_embeddings\) of model.path '.*hf'",
+    ),
+    ("--data.seq_len 4097", "data.seq_len", "more than the 4096 positions .* model.preset 'debug'"),
+    # The layout.
+    ("--parallel.pp 2", "parallel.pp", "2: this version has no pipeline parallelism; use 1"),
+    ("--parallel.cp 2", "parallel.cp", "2: this version has no context parallelism; use 1"),
+    ("--parallel.tp 2", "parallel.tp", "world of 1 process"),
+    ("--parallel.ep 2", "parallel.ep", "2 does not divide"),
+    ("--parallel.dp_replicate 2", "parallel.dp_replicate", "world of 1"),
+    ("--launch.nproc 2 --parallel.pp 2", "parallel.pp", "no pipeline parallelism"),
+    ("--launch.nproc 3", "train.global_batch_size", "3 ranks"),
+    (
+        "--launch.nproc 4 --parallel.tp 4 --model.vocab_size 5 --model.num_kv_heads 4",
+        "parallel.tp",
+        "too much for the model's vocab_size 5",
+    ),
+    ("--train.device cuda --launch.nproc 1", "train.device", "no CUDA device"),
+    # The kernels.
+    ("--kernels.attention flex", "kernels.attention", "no backward on a CPU"),
+    ("--kernels.attention cudnn", "kernels.attention", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """Where the rows above point."""
+    root = tmp_path_factory.mktemp("places")
+    places = {name: str(root / name) for name in ("tmp", "text", "hf", "used", "used2")}
+    for folder in places.values():
+        os.mkdir(folder)
+    (root / "used" / "metrics.jsonl").mkdir()
+    (root / "used2" / "checkpoints").write_text("")
+    (root / "text" / "a.txt").write_text("some text. " * 100)
+    (root / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
+    for name in ("file", "link", "loop"):
+        places[name] = str(root / name)
+    (root / "file").write_text("")
+    (root / "link").symlink_to(root / "nothing")
+    (root / "loop").symlink_to(root / "loop")
+    return places
+
+
+@pytest.mark.parametrize(("words", "field", "says"), FILES, ids=[row[0][:60] for row in FILES])
+def test_files_folders_and_layouts(words, field, says, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, place in places.items():
+        words = words.replace("{" + name + "}", place)
+    if "train.device" not in words:
+        words += " --train.device cpu"
+    if "output_dir" not in words:
+        words += " --output_dir out"
+    assert_refused(words.split(), field, says, tmp_path, capsys)
+
+
+def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, monkeypatch):
+    def refuse(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    words = [f"--output_dir={tmp_path / 'out'}"]
+    says = "cannot be written to: Read-only file system; choose another"
+    assert_refused(words, "output_dir", says, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "the run will write 0.02 GiB: 1 checkpoint of 0.02 GiB;"),
+        (["checkpoint.interval=100"], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),
+        (["checkpoint.interval=400"], "0.04 GiB: 2 checkpoints of 0.02 GiB;"),
+        (["checkpoint.at_end=no", "checkpoint.save_hf=yes"], "0.01 GiB: checkpoint.save_hf's"),
+    ],
+    ids=repr,
+)
+def test_no_room_for_what_will_be_written(words, says, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    words = [f"--output_dir={tmp_path / 'out'}", *words]
+    assert_refused(words, "output_dir", f"has room for 0.00 GiB, and .*{says}", tmp_path, capsys)
+
+
+def test_no_compiler(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    words = ["compile.enabled=yes", f"output_dir={tmp_path / 'out'}", "train.device=cpu"]
+    assert_refused(words, "compile.enabled", "on a CPU needs a C\\+\\+ compiler", tmp_path, capsys)
+
+
+def test_no_compiler_beside_a_gpu(monkeypatch):
+    import torch
+
+    from moetrain.preflight import _check_compilers
+
+    monkeypatch.setenv("CC", "no-such-compiler")
+    config = Config.load("debug", environ={})
+    with pytest.raises(ConfigError, match=r"kernels\.backend: Triton needs a C compiler"):
+        _check_compilers(config, torch.device("cuda"))
+
+
+def assert_refused(words: list[str], field: str, says: str, folder: Path, capsys) -> None:
+    """One line on standard error that begins and reads so, exit code 2, and no file was made."""
+    before = sorted(folder.rglob("*"))
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1, error
+    assert error.startswith(f"error: {field}: "), error
+    assert re.search(says, error), error
+    assert len(error) < 700, error
+    assert sorted(folder.rglob("*")) == before

@@ -1,0 +1,163 @@
+"""Fine-tuning as the README types it: a checkpoint and a tokenizer of transformers, and chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+from moetrain.config import Config, ConfigError
+from moetrain.metrics import read_metrics
+from moetrain.preflight import resolve_run
+from moetrain.train import main
+from moetrain.trainer import Trainer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+POSITIONS = 512
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A Qwen3-MoE of 40 k parameters with a byte-level tokenizer, as transformers writes them."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(fast),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        intermediate_size=32,
+        max_position_embeddings=POSITIONS,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """240 conversations with something to learn."""
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    with file.open("w") as lines:
+        for i in range(240):
+            messages = [
+                {"role": "user", "content": f"What is {i} plus {i + 1}?"},
+                {"role": "assistant", "content": f"{i} plus {i + 1} is {2 * i + 1}."},
+            ]
+            lines.write(json.dumps({"messages": messages}) + "\n")
+    return file
+
+
+@pytest.fixture
+def words(checkpoint, chats, tmp_path, monkeypatch):
+    """The README's command line, run in ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    typed = (
+        f"--model.path {checkpoint} --data.tokenizer {checkpoint} --data.source jsonl "
+        f"--data.path {chats} --data.seq_len 256 --checkpoint.save_hf yes"
+    )
+    return [*typed.split(), "--train.device", "cpu", "--log.tensorboard", "no"]
+
+
+def test_the_readmes_command(words, tmp_path, capsys):
+    assert main([*words, "--data.eval_fraction", "0.1", "--train.sample_tokens", "4"]) == 0
+    folder = tmp_path / "outputs" / "tiny-qwen-chats"
+    resolved = json.loads((folder / "config.json").read_text())
+    assert resolved["optim"]["lr"] == 1e-5
+    assert resolved["output_dir"] == "outputs/tiny-qwen-chats"
+    assert (resolved["train"]["epochs"], resolved["train"]["steps"]) == (3.0, None)
+    rows = read_metrics(folder / "metrics.jsonl")
+    said = capsys.readouterr().out
+    num_rows = int(said.split(" rows of 256 tokens")[0].split()[-1])
+    batch = resolved["train"]["global_batch_size"]
+    assert num_rows > batch  # so that three epochs are several steps
+    steps = -(-3 * num_rows // batch)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
+    held_out = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert held_out[-1] < held_out[0]
+    assert "recipe sft, as model.path is set, the data is jsonl and none is named" in said
+    assert f"{steps} steps, by train.epochs" in said
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+    before = transformers.AutoModelForCausalLM.from_pretrained(words[1])
+    changed = [
+        not torch.equal(a, b)
+        for a, b in zip(exported.parameters(), before.parameters(), strict=True)
+    ]
+    assert all(changed)
+    # The same again has nothing to do, and says so.
+    assert main([*words, "--data.eval_fraction", "0.1", "--train.sample_tokens", "4"]) == 0
+    assert "nothing is left to do: raise train.epochs to go on" in capsys.readouterr().out
+
+
+def test_the_checkpoint_decides_what_is_not_set(checkpoint, chats):
+    config = Config.load(None, [f"model.path={checkpoint}", f"data.path={chats}"], environ={})
+    resolved, arch = resolve_run(config)
+    assert resolved.data.tokenizer == str(checkpoint)
+    assert resolved.data.seq_len == arch.max_positions == POSITIONS
+    assert resolved.origins["data.seq_len"] == "model.path"
+    assert "data.seq_len = 512  (model.path)" in resolved.describe()
+    assert resolve_run(resolved)[0] == resolved
+    chosen = config.filled({"data.seq_len": 64, "data.tokenizer": "byte"}, "the test")
+    assert resolve_run(chosen)[0] == chosen
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 513 is more than the 512 positions"):
+        resolve_run(config.filled({"data.seq_len": 513}, "the test"))
+
+
+def test_scaled_rotary_embeddings_reach_further(checkpoint, chats, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": POSITIONS,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [f"model.path={tmp_path}", f"data.path={chats}", "data.tokenizer=byte"]
+    resolve_run(Config.load(None, [*words, "data.seq_len=2048"], environ={}))
+    with pytest.raises(ConfigError, match="2049 is more than the 2048 positions"):
+        resolve_run(Config.load(None, [*words, "data.seq_len=2049"], environ={}))
+
+
+def test_dry_run_shows_what_the_checkpoint_decides_and_writes_nothing(
+    checkpoint, chats, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model.path", str(checkpoint), "--data.path", str(chats), "--dry_run"]
+    assert main(words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["data"]["seq_len"], shown["data"]["tokenizer"]) == (POSITIONS, str(checkpoint))
+    assert Config.load(shown, environ={}).to_dict() == shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_replace_the_recipes_epochs(words):
+    overrides = [*words, "--train.steps", "2", "--train.sample_tokens", "0"]
+    trainer = Trainer(Config.load(None, overrides, environ={}))
+    assert trainer.total_steps == 2
+    half = [*words, "--train.epochs", "0.5", "--train.global_batch_size", "1"]
+    trainer = Trainer(Config.load(None, half, environ={}))
+    assert trainer.total_steps == -(-len(trainer.data.train) // 2)
