@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from moetrain.config_sources import (
     ConfigError,
     Place,
+    RunFailed,
     hint,
     leaves,
     nest,
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Place",
+    "RunFailed",
     "launched_place",
     "recipe_names",
     "user_cache_dir",
@@ -296,6 +298,8 @@ class LaunchSection(_Section):
     nproc: int | Literal["auto"] = 1
     """Processes to start on this machine; auto: one a GPU, or one on a CPU. Under torchrun or srun
     nothing is started: the run takes its place among their processes."""
+    join_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds in which all processes of a run must have come to where they meet."""
 
     @field_validator("nproc")
     @classmethod

@@ -6,6 +6,7 @@ Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, Place, launched_place
+from moetrain.config import Config, ConfigError, Place, RunFailed, launched_place
 from moetrain.config_help import format_help
 
 
@@ -49,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if place is None:
             raise
         return _end(place, 1, "".join(traceback.format_exception(error)).rstrip())
-    except KeyboardInterrupt:  # a second one: the first stops the run in good order
-        if place is None:
-            raise
+    except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
         return _end(place, 130, "interrupted")
 
 
@@ -70,13 +69,16 @@ def _launch(config: Config, words: Sequence[str]) -> int:
 
 
 def _fit(config: Config) -> int:
-    from moetrain.run_control import RunFailed
     from moetrain.trainer import Trainer
 
     try:
         Trainer(config).fit()
     except RunFailed as failure:
-        return _end(launched_place(), 1, f"failed: {failure}")
+        return _end(launched_place(), 1, f"failed: {' '.join(str(failure).split())}")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _end(launched_place(), 1, f"failed: {error}; make room, then start it again")
     return 0
 
 
