@@ -84,7 +84,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise _unreadable(path, f"it holds a {type(state).__name__}, not an object")
     for name, kind in _FIELDS.items():
         value = state.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+        is_negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
             what = "a number from 0" if kind is int else "an object"
             raise _unreadable(path, f"its {name!r} is {_short(value)}, not {what}")
     groups = state.get("groups", [])  # checkpoints of earlier versions do not name theirs

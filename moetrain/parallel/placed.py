@@ -56,7 +56,9 @@ class WholeModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: Mapping[str, torch.Tensor] = dict(model.named_parameters())
-        self.shapes = {name: part.shape for name, part in self.parts.items()}
+        self.shapes: Mapping[str, torch.Size] = {
+            name: part.shape for name, part in self.parts.items()
+        }
 
     def finish_backward(self) -> None:
         pass
@@ -83,7 +85,9 @@ class ShardedModel:
         names = {id(p): name for name, p in model.named_parameters()}
         self.members: dict[str, Member] = {names[id(m.parameter)]: m for m in fsdp.members}
         self.parts: Mapping[str, torch.Tensor] = {n: m.local for n, m in self.members.items()}
-        self.shapes = {name: m.parameter.shape for name, m in self.members.items()}
+        self.shapes: Mapping[str, torch.Size] = {
+            name: m.parameter.shape for name, m in self.members.items()
+        }
         self._fsdp = fsdp
         buckets = [bucket for unit in fsdp.units for bucket in unit.buckets]
         self._groups = {names[id(m.parameter)]: b.group for b in buckets for m in b.members}
