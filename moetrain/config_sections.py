@@ -325,6 +325,8 @@ class LaunchSection(Section):
     nproc: int | Literal["auto"] = 1
     """Processes to start on this machine; auto: one a GPU, or one on a CPU. Under torchrun or srun
     nothing is started: the run takes its place among their processes."""
+    join_timeout: float = Field(default=300.0, gt=0)
+    """Seconds in which all processes of a run must have come to where they meet."""
 
     @field_validator("nproc")
     @classmethod

@@ -31,6 +31,10 @@ class ConfigError(ValueError):
         super().__init__(f"{field}: {problem}")
 
 
+class RunFailed(RuntimeError):
+    """A run cannot go on, for reasons outside its settings; the message is the one line of it."""
+
+
 def recipe_names() -> list[str]:
     """Names of the recipes shipped with the package."""
     folder = resources.files("moetrain") / "recipes"
@@ -268,6 +272,14 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each setting that differs between two runs' nested values."""
+    before = dict(leaves(then))
+    for key, value in leaves(now):
+        if before.get(key) != value:
+            yield f"{key} {before.get(key)!r} -> {value!r}"
+
+
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by section: ``{"a.b": 1, "c": 2}`` to ``{"a": {"b": 1}, "c": 2}``."""
     tree: dict[str, Any] = {}
@@ -290,6 +302,8 @@ class Place(NamedTuple):
     """What torch's launchers call this rank's report, ``FOLDER/RANK/error.json``; None: others."""
     on_machine: int | None
     """Processes of this machine; None: the launcher does not say."""
+    store_is_served: bool = False
+    """Whether the launcher serves the store at ``address``; else rank 0 does."""
 
 
 SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
@@ -318,7 +332,14 @@ def read_place(variables: Mapping[str, str]) -> Place | None:
     rank, local_rank, world_size = (_number(variables, name) for name in names)
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
-    return Place(rank, local_rank, world_size, f"{host}:{port}", error_file, on_machine)
+    for name, value, of, count in (
+        (names[0], rank, names[2], world_size),
+        (names[1], local_rank, "LOCAL_WORLD_SIZE", on_machine),
+    ):
+        if count is not None and value >= count:
+            raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
+    is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, local_rank, world_size, f"{host}:{port}", error_file, on_machine, is_served)
 
 
 def _first_slurm_host(variables: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ How a run ends:
     SIGTERM, Ctrl-C          handed to every rank; they write a checkpoint: 143, 130
     a rank's error           printed by the first rank to fail alone; the others are killed: 1 or 2
     a rank is killed         one line that says by what signal; the others are killed: 1
+    this process is killed   so are the ranks (:mod:`moetrain.rank`)
 
 Left out on purpose: several machines (torchrun, srun), and starting over after a failure.
 """
@@ -63,13 +64,14 @@ def start_ranks(command: Sequence[str], nproc: int) -> int:
         "LOCAL_WORLD_SIZE": str(nproc),
         "OMP_NUM_THREADS": str(max(1, threads)),
     }
+    follower = ("-m", "moetrain.rank", str(os.getpid()), *command)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         try:
             ranks = start_processes(
                 "moetrain",
                 sys.executable,
-                args=dict.fromkeys(range(nproc), tuple(command)),
+                args=dict.fromkeys(range(nproc), follower),
                 envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nproc)},
                 logs_specs=DefaultLogsSpecs(folder),
             )
@@ -78,6 +80,7 @@ def start_ranks(command: Sequence[str], nproc: int) -> int:
             finally:
                 ranks.close(signal.SIGKILL)  # and whatever they started
         except SignalException as stop:  # before _watch took the signals over
+            print("interrupted", file=sys.stderr)
             return 128 + stop.sigval
         finally:
             for number, handler in handlers.items():

@@ -13,6 +13,10 @@ from collections.abc import Mapping
 import torch
 
 from moetrain.config import ConfigError, OptimSection
+from moetrain.parallel.placed import Placed, check_like
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's tensors beside its step, each like its parameter."""
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
@@ -90,27 +94,42 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def named_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's tensors by the name of the parameter, then of the moment."""
-    return {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
+def whole_optimizer_state(
+    optimizer: torch.optim.Optimizer, placed: Placed, *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """``{"<parameter>.<moment>": tensor}``, whole, in host memory where ``keep`` is set.
+
+    Collective. Empty before the first step.
+    """
+    state = {}
+    for name, part in placed.parts.items():
+        for key, value in optimizer.state.get(part, {}).items():
+            whole = placed.whole(name, value)  # by every rank
+            if keep:
+                state[f"{name}.{key}"] = whole.cpu()
+    return state
 
 
-def load_named_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    state: Mapping[str, Mapping[str, torch.Tensor]],
+def load_whole_optimizer_state(
+    optimizer: torch.optim.Optimizer, placed: Placed, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Inverse of :func:`named_optimizer_state`; no state at all: nothing was stepped yet.
+    """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
+
+    Moments get the very layout of their parameters: fused updates walk the two side by side.
 
     Raises:
-        ConfigError: state of other parameters than ``parameters``.
+        ConfigError: state of other parameters or another optimizer; another shape or dtype.
     """
-    if state and (odd := set(state) ^ set(parameters)):
+    wanted = {f"{name}.{key}" for name in placed.parts for key in ("step", *MOMENTS)}
+    if state and (odd := set(state) ^ wanted):
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
-    for name, moments in state.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in moments.items()}
+    for name, part in placed.parts.items() if state else ():
+        loaded = {"step": torch.empty((), device=part.device)}
+        loaded |= {key: torch.empty_like(part, requires_grad=False) for key in MOMENTS}
+        for key, value in loaded.items():
+            whole = state[f"{name}.{key}"]
+            check_like(f"{name}.{key}", whole, placed.shapes[name] if key in MOMENTS else ())
+            value.copy_(placed.part(name, whole))
+        optimizer.state[part] = loaded

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from moetrain.config import RunFailed
+
 logger = logging.getLogger("moetrain")
 
 
-class RunFailed(RuntimeError):
-    """Training cannot go on; a checkpoint of the last good state was written."""
+class BadSteps(RunFailed):
+    """Too many steps in a row were not finite; the state is what it was before them."""
 
 
 class LateNumbers:
@@ -42,8 +44,8 @@ class StepWatch:
     """Counts skipped steps and stop requests on the device, and reads them one step late.
 
     So the host never waits for the step under way. Since a skipped step changes nothing, the state
-    one step later is still the last good one; and since all ranks read the same sums of the same
-    step, they stop together.
+    one step later is still that before the first of them; and since all ranks read the same sums of
+    the same step, they stop together.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
@@ -55,7 +57,7 @@ class StepWatch:
         """Whether any rank was, as of the step before the last."""
 
     def update(self, skipped: torch.Tensor, stops: torch.Tensor) -> None:
-        """Count one step; raises :class:`RunFailed` for the steps before it.
+        """Count one step; raises :class:`BadSteps` for the steps before it.
 
         Args:
             skipped: 0-d bool, the same on every rank.
@@ -67,15 +69,18 @@ class StepWatch:
         self._late = LateNumbers(self._counts)
 
     def check(self) -> None:
-        """Raise :class:`RunFailed` if the limit was reached by the steps counted so far."""
+        """Raise :class:`BadSteps` if the limit was reached by the steps counted so far."""
         in_row, _, stops = self._late.read().tolist()  # of the step before: long done
         self.asked_to_stop = stops > 0
         if in_row >= self.limit:
-            raise RunFailed(
+            raise BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
-                "(train.max_bad_steps); the weights of the last good step were saved. "
-                "Lower optim.lr, or look at the data"
+                "(train.max_bad_steps); lower optim.lr, or look at the data"
             )
+
+    def in_row(self) -> int:
+        """Skipped steps since the last good one; waits for the device."""
+        return int(self._counts[0])
 
     def total(self) -> int:
         """Skipped steps so far; waits for the device."""

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, Place, launched_place
+from moetrain.config import Config, ConfigError, Place, RunFailed, launched_place
 from moetrain.config_help import format_help
 
 
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if place is None:
             raise
         return _end(place, 1, "".join(traceback.format_exception(error)).rstrip())
-    except KeyboardInterrupt:  # a second one: the first stops the run in good order
-        if place is None:
-            raise
+    except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
         return _end(place, 130, "interrupted")
 
 
@@ -76,13 +74,12 @@ def _launch(config: Config, words: Sequence[str]) -> int:
 def _fit(config: Config) -> int:
     from safetensors import SafetensorError
 
-    from moetrain.run_control import RunFailed
     from moetrain.trainer import Trainer
 
     try:
         Trainer(config).fit()
     except RunFailed as failure:
-        return _end(launched_place(), 1, f"failed: {failure}")
+        return _end(launched_place(), 1, one_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:
         reason = _why_no_disk(error)
         if reason is None:

@@ -12,15 +12,22 @@ import gc
 import json
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from moetrain.checkpoint import find_checkpoint, list_checkpoints, save_checkpoint
-from moetrain.config import Config, ConfigError
+from moetrain.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    list_checkpoints,
+    open_checkpoint,
+    save_checkpoint,
+)
+from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config_sources import changed_settings
 from moetrain.data import Batch, Loader, build_data, eval_batches
 from moetrain.generate import SampleError, generate
 from moetrain.loss import (
@@ -41,32 +48,25 @@ from moetrain.metrics import (
     routing_health,
 )
 from moetrain.models import RoutingStats, update_router_bias
-from moetrain.optim import (
-    build_optimizer,
-    guarded_step,
-    learning_rate,
-    load_named_optimizer_state,
-    named_optimizer_state,
-    set_learning_rate,
-)
+from moetrain.optim import build_optimizer, guarded_step, learning_rate, set_learning_rate
 from moetrain.parallel.apply import (
     compute_dtype,
-    load_whole_state,
     place_model,
     save_whole_model,
     static_transport,
-    whole_state,
 )
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare
 from moetrain.run_control import (
+    BadSteps,
     LateNumbers,
-    RunFailed,
     StepWatch,
     garbage_collector_off,
     make_deterministic,
     stop_signals,
 )
+from moetrain.run_folder import CHECKPOINTS, FolderLock, find_checkpoint, set_aside
+from moetrain.snapshot import restore_snapshot, take_snapshot
 
 logger = logging.getLogger("moetrain")
 
@@ -99,6 +99,8 @@ class Trainer:
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
+        self.lock = FolderLock.take(self.folder) if self.world.is_main else None
+        self.world.wait()  # a second run of this folder ends here
         if not self.world.is_first_on_machine:
             self.world.wait()  # for the first one's tokenising: its cache serves all
         self.data = build_data(config, arch.vocab_size)
@@ -135,7 +137,8 @@ class Trainer:
         """Train to ``train.steps``, or for ``train.epochs``.
 
         Raises:
-            RunFailed: too many non-finite steps in a row, after a checkpoint.
+            RunFailed: too many non-finite steps in a row (their checkpoint is marked, and not one
+                to go on from), or a checkpoint that cannot be written.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came, after a checkpoint.
         """
         config = self.config
@@ -157,8 +160,8 @@ class Trainer:
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
                         self.evaluate()
-                    if self.due(config.checkpoint.interval):
-                        self.save()
+                    if self.due(config.checkpoint.interval) and not self.watch.in_row():
+                        self.save()  # else of a run about to fail, in place of a good one
                     if self.due(config.train.gc_interval):
                         gc.collect()
                 self.watch.check()
@@ -170,11 +173,11 @@ class Trainer:
                     raise SystemExit(128 + number)
             self.finish()
             self.world.leave()
-        except RunFailed:
-            self.save()
-            raise
+        except BadSteps as failure:
+            raise RunFailed(f"{failure}; {self.save_failed()}") from None
         finally:
             self.log.close()
+            self.lock = None
 
     def due(self, interval: int) -> bool:
         """Whether something done every ``interval`` steps (0: never) is to be done now."""
@@ -365,6 +368,7 @@ class Trainer:
             self.save()
         if self.config.checkpoint.save_hf:
             save_whole_model(self.model, self.placed, self.folder / "hf", write=self.world.is_main)
+            self.world.wait()  # not in a collective, which gives up after a while
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
         if self.config.train.sample_tokens and self.config.data.source != "synthetic":
@@ -401,19 +405,20 @@ class Trainer:
 
     # ---- saving and resuming -------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write a checkpoint of the current step, unless there is one already."""
-        if self.saved_at == self.step:
-            return
+    def save(self, *, failed: bool = False) -> Path:
+        """Write a checkpoint of the current step, unless there is one already.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        root = self.folder / CHECKPOINTS
+        path = root / checkpoint_name(self.step, failed=failed)
+        if self.saved_at == self.step and not failed:
+            return path
         self.pause_clock()
-        rng = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        groups = {
-            "model": whole_state(self.model, self.placed, keep=self.world.is_main),
-            "optim": self.whole_optimizer_state(),
-            "rng": rng,
-        }
+        groups = take_snapshot(
+            self.model, self.placed, self.optimizer, self.device, keep=self.world.is_main
+        )
         state = {
             "step": self.step,
             "tokens": self.tokens,
@@ -423,32 +428,48 @@ class Trainer:
         }
         if self.world.is_main:
             keep = self.config.checkpoint.keep
-            path = save_checkpoint(self.folder / "checkpoints", self.step, groups, state, keep)
+            save_checkpoint(root, self.step, groups, state, keep, failed=failed)
             self.log.say(f"checkpoint: {path}")
         self.world.wait()
         self.saved_at = self.step
         self.clock.start()
+        return path
 
-    def whole_optimizer_state(self) -> dict[str, torch.Tensor]:
-        """``{"<parameter>.<moment>": tensor}``, gathered to the main rank's host memory."""
-        named = named_optimizer_state(self.optimizer, self.placed.parts)
-        state = {}
-        for name, moments in named.items():
-            for key, value in moments.items():
-                whole = self.placed.whole(name, value)  # by every rank
-                if self.world.is_main:
-                    state[f"{name}.{key}"] = whole.cpu()
-        return state
+    def save_failed(self) -> str:
+        """Save what a failed run has come to, apart from the good; returns what to say."""
+        try:
+            path = self.save(failed=True)
+        except RunFailed as failure:
+            return str(failure)
+        good = list_checkpoints(path.parent)[-1:]
+        start = good[0].name if good else "the start"
+        return (
+            f"its weights, which may have blown up, are in {path}, which only checkpoint.resume "
+            f"with that path takes; auto goes on from {start}"
+        )
 
     def resume(self) -> None:
         """Take up where ``checkpoint.resume`` says, if anywhere."""
-        root = self.folder / "checkpoints"
-        found = find_checkpoint(self.config.checkpoint.resume, root)
-        self.world.wait()  # until every rank has looked
-        if found is None:
-            if self.world.is_main:
-                _set_aside(self.folder, root)
-            return
+        chosen = None
+        if self.lock is not None:
+            chosen = find_checkpoint(self.config.checkpoint.resume, self.folder, self.lock)
+        chosen = self.world.share("" if chosen is None else str(chosen))
+        if chosen:
+            found = open_checkpoint(Path(chosen))
+            self.check_continues(found)
+            restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
+            self.step = self.saved_at = found.state["step"]
+            self.tokens = found.state["tokens"]
+            self.loader.sample_index = found.state["sample_index"]
+            logger.info("resuming from %s", chosen)
+            for line in changed_settings(found.state["config"], self.config.to_dict()):
+                logger.info("  changed since: %s", line)
+        self.world.wait()  # until every rank has read what may now be moved
+        if self.world.is_main:
+            set_aside(self.folder, Path(chosen) if chosen else None, self.step)
+
+    def check_continues(self, found: Checkpoint) -> None:
+        """Reject a checkpoint that this run is no continuation of."""
         mine = self.model.arch.model_dump(mode="json")
         theirs = found.state["architecture"]
         if mine != theirs:
@@ -458,22 +479,6 @@ class Trainer:
                 f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
                 f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
             )
-        load_whole_state(self.model, self.placed, found.tensors("model"))
-        moments: dict[str, dict[str, torch.Tensor]] = {}
-        for key, whole in found.tensors("optim").items():
-            name, _, moment = key.rpartition(".")
-            moments.setdefault(name, {})[moment] = self.placed.part(name, whole)
-        load_named_optimizer_state(self.optimizer, self.placed.parts, moments)
-        rng = found.tensors("rng")
-        torch.set_rng_state(rng["cpu"])
-        if self.device.type == "cuda" and "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"], self.device)
-        self.step = self.saved_at = found.state["step"]
-        self.tokens = found.state["tokens"]
-        self.loader.sample_index = found.state["sample_index"]
-        logger.info("resuming from %s", found.folder)
-        for line in _changed_settings(found.state["config"], self.config.to_dict()):
-            logger.info("  changed since: %s", line)
 
 
 def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
@@ -483,26 +488,3 @@ def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
         return None
     parts = zip(*(s[:5] for s in routed), strict=True)
     return RoutingStats(*(torch.stack(part).sum(0) for part in parts))
-
-
-def _set_aside(folder: Path, root: Path) -> None:
-    """Move an earlier run's checkpoints and metrics out of a fresh run's way; delete nothing."""
-    if not list_checkpoints(root):
-        return
-    number = 1
-    while (old := folder / f"earlier-{number}").exists():
-        number += 1
-    old.mkdir()
-    for path in (root, folder / "metrics.jsonl", folder / "tensorboard"):
-        if path.exists():
-            path.rename(old / path.name)
-    logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
-
-
-def _changed_settings(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    for section, values in now.items():
-        if isinstance(values, dict):
-            for key, value in values.items():
-                before = then.get(section, {}).get(key)
-                if before != value:
-                    yield f"{section}.{key} {before!r} -> {value!r}"

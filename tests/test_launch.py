@@ -21,13 +21,10 @@ sys.exit(launch.start_ranks(sys.argv[1:], 3))
 """
 RANK = """
 import glob, os, signal, sys, time, types
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, RunFailed
 from moetrain.train import main
 
 rank, folder = int(os.environ["RANK"]), sys.argv[2]
-
-
-class RunFailed(RuntimeError): ...
 
 
 class Trainer:
@@ -73,10 +70,9 @@ class Trainer:
         raise SystemExit(128 + got[0])
 
 
-for name, value in (("run_control", RunFailed), ("trainer", Trainer)):
-    module = types.ModuleType(f"moetrain.{name}")
-    setattr(module, value.__name__, value)
-    sys.modules[module.__name__] = module
+module = types.ModuleType("moetrain.trainer")
+module.Trainer = Trainer
+sys.modules["moetrain.trainer"] = module
 sys.exit(main([]))
 """
 

@@ -36,7 +36,7 @@ from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.overlap import OverlappedExperts
-from moetrain.parallel.placed import Placed, ShardedModel, WholeModel
+from moetrain.parallel.placed import Placed, ShardedModel, WholeModel, check_like
 from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, gather_after, split_layers
 from moetrain.parallel.vocabulary import ShardedVocabulary
@@ -160,11 +160,13 @@ def load_whole_state(model: nn.Module, placed: Placed, state: Mapping[str, torch
     """Copy this rank's part of everything in ``state``, the inverse of :func:`whole_state`.
 
     Raises:
-        ConfigError: names other than the model's.
+        ConfigError: names other than the model's, or another shape or dtype.
     """
     buffers = dict(model.named_buffers())
     if odd := set(state) ^ (set(placed.parts) | set(buffers)):
         raise ConfigError("checkpoint.resume", f"it is of another model: {sorted(odd)[:3]}")
+    for name, shape in {**placed.shapes, **{n: b.shape for n, b in buffers.items()}}.items():
+        check_like(name, state[name], shape)
     for name, part in placed.parts.items():
         part.copy_(placed.part(name, state[name]))
     for name, buffer in buffers.items():

@@ -7,13 +7,14 @@ own ``part`` of a parameter (or of its optimizer state), and the ``whole`` that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from moetrain.config import ConfigError
 from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.fsdp import FSDP, Member
 
@@ -23,6 +24,8 @@ class Placed(Protocol):
 
     parts: Mapping[str, torch.Tensor]
     """This rank's fp32 part of every parameter: what the optimizer updates."""
+    shapes: Mapping[str, torch.Size]
+    """Of every parameter, whole."""
 
     def finish_backward(self) -> None:
         """To be called after every backward, and after a forward without one."""
@@ -44,7 +47,7 @@ class Placed(Protocol):
         ...
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``whole``: the inverse."""
+        """This rank's part of ``whole``: the inverse, as a view."""
         ...
 
 
@@ -53,6 +56,9 @@ class WholeModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+        self.shapes: Mapping[str, torch.Size] = {
+            name: part.shape for name, part in self.parts.items()
+        }
 
     def finish_backward(self) -> None:
         pass
@@ -79,6 +85,9 @@ class ShardedModel:
         names = {id(p): name for name, p in model.named_parameters()}
         self.members: dict[str, Member] = {names[id(m.parameter)]: m for m in fsdp.members}
         self.parts: Mapping[str, torch.Tensor] = {n: m.local for n, m in self.members.items()}
+        self.shapes: Mapping[str, torch.Size] = {
+            name: m.parameter.shape for name, m in self.members.items()
+        }
         self._fsdp = fsdp
         buckets = [bucket for unit in fsdp.units for bucket in unit.buckets]
         self._groups = {names[id(m.parameter)]: b.group for b in buckets for m in b.members}
@@ -138,3 +147,17 @@ def _gather(x_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered_WN, work = all_gather_start(x_N.contiguous(), group)
     work.wait()
     return gathered_WN.flatten()
+
+
+def check_like(name: str, saved: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raise :class:`ConfigError` unless ``saved``, a checkpoint's ``name``, is fp32 of ``shape``.
+
+    Copies would otherwise broadcast, cut or round it in silence.
+    """
+    if saved.shape != torch.Size(shape) or saved.dtype != torch.float32:
+        dtype = str(saved.dtype).removeprefix("torch.")
+        raise ConfigError(
+            "checkpoint.resume",
+            f"its {name!r} is {dtype} of shape {list(saved.shape)}, "
+            f"where this run has float32 of shape {list(shape)}",
+        )

@@ -9,20 +9,16 @@ Left out on purpose: starting processes (:mod:`moetrain.launch`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from moetrain.config import Config, ConfigError, allocator_is_set, launched_place
 from moetrain.models import Architecture
 from moetrain.parallel.deepep_ops import disconnect
+from moetrain.parallel.meeting import TIMEOUT, Meeting, find_ranks
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
-
-TIMEOUT = timedelta(minutes=30)
-"""Of a collective: longer than what one rank may do alone (compile, read or write a checkpoint).
-
-A rank that dies is noticed by the launcher, not by this."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,8 @@ class World:
     """None: a world of one, with no process group."""
     owns_group: bool
     """Whether :meth:`leave` ends the default process group; not if the caller made it."""
+    meeting: Meeting | None
+    """None: as ``meshes``."""
 
     @property
     def data_rank(self) -> int:
@@ -63,9 +61,17 @@ class World:
         return x if self.meshes is None else _sum(x, self.meshes.data)
 
     def wait(self) -> None:
-        """Return when every rank has come here."""
-        if self.meshes is not None:
-            dist.barrier()
+        """Return when every rank has come here, however long what it does before may take.
+
+        Raises:
+            RunFailed: a rank is gone.
+        """
+        if self.meeting is not None:
+            self.meeting.wait()
+
+    def share(self, text: str) -> str:
+        """The main rank's ``text``, on every rank; waits as :meth:`wait` does."""
+        return text if self.meeting is None else self.meeting.share(text)
 
     def leave(self) -> None:
         """End the process group, collectively, after work that went well.
@@ -73,6 +79,9 @@ class World:
         After an error, don't: it would wait for ranks that will not come, or pull the connection
         from under them before this rank's error was reported.
         """
+        self.wait()  # what the main rank leaves behind takes its time
+        if self.meeting is not None:
+            self.meeting.end()
         if self.owns_group:
             disconnect()
             dist.barrier()  # gloo's connections end at once, even if others still read from them
@@ -91,7 +100,9 @@ def join_world(config: Config, arch: Architecture) -> World:
     Collective over the world. A default process group that exists already is used as it is.
 
     Raises:
-        ConfigError: the layout does not fit, or there is no GPU for this rank.
+        ConfigError: the layout does not fit, there is no GPU for this rank, or a launcher's
+            variables are wrong.
+        RunFailed: other ranks did not come within ``launch.join_timeout``.
     """
     place = launched_place()
     if dist.is_initialized():
@@ -123,13 +134,13 @@ def join_world(config: Config, arch: Architecture) -> World:
             # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if size == 1:
-        return World(rank, gpu, size, device, dims, meshes=None, owns_group=False)
+        return World(rank, gpu, size, device, dims, meshes=None, owns_group=False, meeting=None)
     owns_group = not dist.is_initialized()
     if owns_group:
         assert place is not None  # else the size is one
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{place.address}",
+            store=find_ranks(place, config.launch.join_timeout),
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,
@@ -138,7 +149,8 @@ def join_world(config: Config, arch: Architecture) -> World:
         )
     meshes = build_meshes(dims, device.type)
     warm_up(meshes, device)
-    return World(rank, gpu, size, device, dims, meshes, owns_group)
+    meeting = Meeting(_get_default_store(), rank, size)
+    return World(rank, gpu, size, device, dims, meshes, owns_group, meeting)
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:

@@ -1,0 +1,59 @@
+"""What of a run's state goes into a checkpoint, and back: weights, optimizer, random numbers.
+
+Everything is whole in the file and in parts on the ranks, so a checkpoint goes on on any mesh.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moetrain.checkpoint import Checkpoint
+from moetrain.config import ConfigError
+from moetrain.optim import load_whole_optimizer_state, whole_optimizer_state
+from moetrain.parallel.apply import load_whole_state, whole_state
+from moetrain.parallel.placed import Placed
+
+
+def take_snapshot(
+    model: nn.Module,
+    placed: Placed,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    keep: bool,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The groups of a checkpoint, in host memory where ``keep`` is set. Collective."""
+    rng = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(device)
+    return {
+        "model": whole_state(model, placed, keep=keep),
+        "optim": whole_optimizer_state(optimizer, placed, keep=keep),
+        "rng": rng,
+    }
+
+
+def restore_snapshot(
+    found: Checkpoint,
+    model: nn.Module,
+    placed: Placed,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Inverse of :func:`take_snapshot`, each rank for itself.
+
+    Raises:
+        ConfigError: files missing or damaged; tensors of other names, shapes, dtypes.
+    """
+    load_whole_state(model, placed, found.tensors("model"))
+    load_whole_optimizer_state(optimizer, placed, found.tensors("optim"))
+    rng = found.tensors("rng")
+    try:
+        torch.set_rng_state(rng["cpu"])
+        if device.type == "cuda" and "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"], device)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            "checkpoint.resume", f"{str(found.folder)!r} has no state of random numbers: {error}"
+        ) from None

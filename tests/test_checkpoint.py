@@ -1,0 +1,419 @@
+"""Checkpoints and the folder they lie in: kills at any instant, damage, branches, two runs at once.
+
+Most cases save tiny groups of tensors directly; what a user sees is asked of real (tiny) runs.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetrain import checkpoint, run_folder
+from moetrain.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
+from moetrain.config import Config, ConfigError
+from moetrain.metrics import read_metrics
+from moetrain.run_folder import FolderLock, find_checkpoint
+from moetrain.train import main
+from moetrain.trainer import Trainer
+
+
+def state_of(step):
+    return {"step": step, "tokens": 0, "sample_index": 0, "architecture": {}, "config": {}}
+
+
+def save(root, step, value=0.0, keep=2, failed=False):
+    groups = {name: {"x": torch.full((3,), value)} for name in ("model", "optim", "rng")}
+    return save_checkpoint(root, step, groups, state_of(step), keep, failed=failed)
+
+
+def newest(folder):
+    """What the next run's ``auto`` finds: its step and value; None: nothing."""
+    found = find_checkpoint("auto", folder, FolderLock.take(folder))
+    if found is None:
+        return None
+    opened = open_checkpoint(found)
+    values = {opened.tensors(group)["x"][0].item() for group in ("model", "optim", "rng")}
+    assert len(values) == 1
+    return opened.state["step"], values.pop()
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+# ---- killed at any instant ----------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def kill_after(monkeypatch):
+    """``kill_after(n)``: this process's file operations number n and later do not happen."""
+    calls = {"left": None}
+
+    def guard(owner, name, before=None):
+        original = getattr(owner, name)
+
+        def guarded(*args, **kwargs):
+            if calls["left"] is not None:
+                calls["left"] -= 1
+                if calls["left"] < 0:
+                    if before is not None and calls["left"] == -1:
+                        before(*args)
+                    raise Killed
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, guarded)
+
+    for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
+        guard(os, name)
+    guard(checkpoint, "save_file", lambda tensors, path: Path(path).write_bytes(b"half"))
+    guard(Path, "write_text", lambda path, text, *rest: path.write_bytes(text[:20].encode()))
+
+    def set_left(number):
+        calls["left"] = number
+
+    return set_left
+
+
+CASES = {
+    # steps saved before, the step whose save is killed, what auto may find then
+    "first": ([], 1, {None, (1, 1.0)}),
+    "next": ([1, 2], 3, {(2, 0.0), (3, 1.0)}),
+    "same": ([1, 2], 2, {(2, 0.0), (2, 1.0)}),
+    "only": ([2], 2, {(2, 0.0), (2, 1.0)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_save_killed_between_any_two_file_operations_loses_nothing(case, tmp_path, kill_after):
+    before, step, allowed = CASES[case]
+    seen = set()
+    for operation in range(200):
+        folder = tmp_path / str(operation)
+        root = folder / "checkpoints"
+        for earlier in before:
+            save(root, earlier)
+        kill_after(operation)
+        try:
+            save(root, step, 1.0)
+            killed = False
+        except Killed:
+            killed = True
+        kill_after(None)
+        # Who looks without the lock finds whole checkpoints too, and nothing else.
+        complete = [open_checkpoint(path).state["step"] for path in list_checkpoints(root)]
+        assert complete[-1:] == ([step] if step in complete else before[-1:])
+        found = newest(folder)
+        assert found in allowed, f"killed at operation {operation}"
+        seen.add(found)
+        hidden = [name for name in (names(root) if root.exists() else []) if name[0] == "."]
+        assert hidden == [], f"killed at operation {operation}"
+        for value in (2.0, 3.0):  # later saves of that very step work
+            save(root, step, value)
+            assert newest(folder) == (step, value)
+        assert names(root) == [path.name for path in list_checkpoints(root)]
+        if not killed:
+            break
+    assert operation > 10
+    assert seen == allowed  # it was killed before and after the instant that matters
+
+
+def test_a_failing_disk_leaves_the_good_checkpoint_and_one_line(tiny, tiny_words, tmp_path):
+    words = ["train.steps=2", "train.sample_tokens=0"]
+    Trainer(tiny(*words)).fit()
+    root = tmp_path / "out" / "checkpoints"
+    limited = (
+        "import resource, sys; from moetrain.train import main;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000)); sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *tiny_words, *words, "train.steps=4"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"failed: cannot write the checkpoint {root / 'step-00000004'}: ")
+    assert "File too large" in line
+    assert "Traceback" not in done.stderr
+    assert names(root) == ["step-00000002"]
+    assert Trainer(tiny(*words)).step == 2
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+def damage_state(**changes):
+    def damage(folder):
+        (folder / "state.json").write_text(json.dumps(state_of(2) | changes))
+
+    return damage
+
+
+DAMAGES = {
+    "cut weights": lambda f: (f / "model.safetensors").write_bytes(
+        (f / "model.safetensors").read_bytes()[:-1]
+    ),
+    "no optimizer": lambda f: (f / "optim.safetensors").unlink(),
+    "empty file": lambda f: (f / "rng.safetensors").write_bytes(b""),
+    "no state": lambda f: (f / "state.json").unlink(),
+    "cut state": lambda f: (f / "state.json").write_text('{"step": 2'),
+    "not UTF-8": lambda f: (f / "state.json").write_bytes(b"\xff\xfe"),
+    "deep state": lambda f: (f / "state.json").write_text("[" * 100_000),
+    "a list": lambda f: (f / "state.json").write_text("[]"),
+    "huge": lambda f: (f / "state.json").write_text('{"step": ' + "9" * 5000 + "}"),
+    "step": damage_state(step="two"),
+    "true": damage_state(step=True),
+    "negative": damage_state(tokens=-1),
+    "fraction": damage_state(sample_index=1.5),
+    "architecture": damage_state(architecture=None),
+    "config": damage_state(config=[]),
+    "groups": damage_state(groups=3),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_auto_passes_over_a_damaged_checkpoint_and_says_so(name, tmp_path, caplog):
+    root = tmp_path / "checkpoints"
+    save(root, 1)
+    damaged = save(root, 2)
+    DAMAGES[name](damaged)
+    assert newest(tmp_path) == (1, 0.0)
+    assert "damaged checkpoint is passed over" in caplog.text
+    assert str(damaged) in caplog.text
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: ") as caught:
+        find_checkpoint(str(damaged), tmp_path, FolderLock.take(tmp_path))
+    assert str(damaged) in caught.value.problem
+    assert len(caught.value.problem.splitlines()) == 1
+    # It is neither counted nor removed by later saves.
+    for step in (3, 4, 5):
+        save(root, step)
+    assert [path.name for path in list_checkpoints(root)] == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def test_where_all_are_damaged_nothing_starts_afresh(tmp_path):
+    for step in (1, 2):
+        DAMAGES["cut state"](save(tmp_path / "checkpoints", step))
+    with pytest.raises(ConfigError, match=r"every checkpoint .*step-00000002.*step-00000001"):
+        newest(tmp_path)
+
+
+def test_a_run_goes_on_past_a_damaged_checkpoint_and_keeps_it(tiny, caplog):
+    fit(tiny("checkpoint.interval=2", "train.steps=4"))
+    root = Path(tiny().output_dir) / "checkpoints"
+    weights = root / "step-00000004" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    trainer = fit(tiny("train.steps=6"))
+    assert "model.safetensors" in caplog.text
+    assert names(root) == ["step-00000002", "step-00000006"]
+    assert names(root.parent / "earlier-1" / "checkpoints") == ["step-00000004"]
+    assert [row["step"] for row in read_metrics(trainer.log.path) if "loss" in row] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def change(name, make):
+    return lambda tensors: tensors.update({name: make(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("group", "edit", "named"),
+    [
+        ("model", change("norm.weight", lambda x: x[:1]), "norm.weight"),  # copies would broadcast
+        ("model", change("norm.weight", lambda x: x.long()), "int64"),
+        ("optim", change("norm.weight.exp_avg", lambda x: x[:1]), r"exp_avg"),
+        ("optim", change("norm.weight.exp_avg_sq", lambda x: x.sum()), r"exp_avg_sq"),
+        ("optim", change("norm.weight.exp_avg", lambda x: x.bfloat16()), "bfloat16"),
+        ("optim", change("norm.weight.step", lambda x: x[None]), "step"),
+        ("optim", drop("norm.weight.exp_avg"), "exp_avg"),
+        ("optim", change("norm.weight.exp_avg", lambda x: torch.cat([x, x])), r"\[32\]"),
+        ("rng", drop("cpu"), "random"),
+        ("rng", change("cpu", lambda x: x[:10]), "random"),
+        ("rng", change("cpu", lambda x: x.float()), "random"),
+    ],
+)
+def test_tensors_of_another_shape_or_type_are_refused(group, edit, named, tiny):
+    config = tiny("train.steps=1", "train.sample_tokens=0")
+    trainer = fit(config)
+    file = trainer.folder / "checkpoints" / "step-00000001" / f"{group}.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=named) as caught:
+        Trainer(config)
+    assert caught.value.field == "checkpoint.resume"
+
+
+# ---- branches -----------------------------------------------------------------------------------
+
+
+def fit(config):
+    trainer = Trainer(config)
+    trainer.fit()
+    return trainer
+
+
+def test_a_run_from_an_older_checkpoint_keeps_both_branches(tiny):
+    every = ["checkpoint.interval=2", "train.sample_tokens=0"]
+    first = fit(tiny(*every, "train.steps=6", "checkpoint.keep=3"))
+    root = first.folder / "checkpoints"
+    older = f"checkpoint.resume={root / 'step-00000002'}"
+    fit(tiny(*every, older, "train.steps=4", "optim.lr=1e-5"))
+    assert names(root) == ["step-00000002", "step-00000004"]
+    again = Trainer(tiny("train.steps=4"))  # auto: the new branch
+    new = load_file(root / "step-00000004" / "model.safetensors")
+    assert again.step == 4
+    assert torch.equal(again.model.norm.weight, new["norm.weight"])
+    earlier = first.folder / "earlier-1"
+    assert names(earlier / "checkpoints") == ["step-00000004", "step-00000006"]
+    old = load_file(earlier / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert not torch.equal(old["norm.weight"], new["norm.weight"])
+    assert read_metrics(earlier / "metrics.jsonl")[-1]["step"] == 6
+    assert read_metrics(first.log.path)[-1]["step"] == 4
+
+
+def test_a_run_from_another_folders_checkpoint_keeps_what_it_saves(tiny, tmp_path):
+    quiet = ["checkpoint.interval=1", "checkpoint.keep=1", "train.sample_tokens=0"]
+    fit(tiny(*quiet, "train.steps=2", f"output_dir={tmp_path / 'source'}"))
+    source = tmp_path / "source" / "checkpoints" / "step-00000002"
+    fit(tiny(*quiet, "train.steps=6"))  # an unrelated run, further on
+    fit(tiny(*quiet, "train.steps=3", f"checkpoint.resume={source}"))
+    root = tmp_path / "out" / "checkpoints"
+    assert names(root) == ["step-00000003"]
+    assert Trainer(tiny("train.steps=9")).step == 3
+    assert names(tmp_path / "out" / "earlier-1" / "checkpoints") == ["step-00000006"]
+    assert names(source.parent) == ["step-00000002"]
+
+
+def test_failed_runs_are_no_checkpoints_to_go_on_from(tmp_path):
+    root = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save(root, step)
+    for step in (5, 3):
+        save(root, step, failed=True)
+    assert newest(tmp_path) == (2, 0.0)
+    assert names(root) == ["failed-step-00000003", "step-00000001", "step-00000002"]
+    save(root, 3)  # counted by themselves
+    assert names(root) == ["failed-step-00000003", "step-00000002", "step-00000003"]
+    marked = str(root / "failed-step-00000003")
+    assert find_checkpoint(marked, tmp_path, FolderLock.take(tmp_path)) == Path(marked)
+
+
+# ---- two runs -----------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_and_told_of_the_first(tiny_words, tmp_path, capsys):
+    words = [*tiny_words, "train.steps=100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "moetrain.train", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as first:
+        deadline = time.monotonic() + 60
+        while not read_metrics(tmp_path / "out" / "metrics.jsonl"):
+            assert first.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        before = set((tmp_path / "out").iterdir())
+        assert main([*words, "checkpoint.resume=never", "data.path=nowhere"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: output_dir: ")
+        assert f"process {first.pid} on " in error
+        assert set((tmp_path / "out").iterdir()) == before
+        first.kill()
+    assert Trainer(Config.load(None, words, environ={})).step == 0  # the lock went with it
+
+
+def test_trainers_of_one_process_share_its_lock_until_the_last_is_done(tiny):
+    first = Trainer(tiny())
+    second = Trainer(tiny())  # the first is still there, as in a notebook
+    assert first.lock is second.lock
+    second.fit()
+    assert is_locked(second.folder)
+    first.fit()
+    assert not is_locked(first.folder)
+
+
+def is_locked(folder):
+    """Whether another process is refused."""
+    code = "import sys; from moetrain.run_folder import *; FolderLock.take(Path(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
+    )
+    assert ("ConfigError: output_dir" in done.stderr) == (done.returncode != 0), done.stderr
+    return done.returncode != 0
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor, how):
+        raise OSError(run_folder.errno.ENOLCK, "No locks available")
+
+    save(tmp_path / "checkpoints", 1)
+    half = tmp_path / "checkpoints" / ".step-00000002.1"
+    half.mkdir()
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    lock = FolderLock.take(tmp_path)
+    assert "nothing keeps a second run out" in caplog.text
+    find_checkpoint("auto", tmp_path, lock)
+    assert half.exists()  # it may be a live process's
+
+
+LOADING = """
+import sys, time
+import moetrain.trainer
+from moetrain.train import main
+
+def build_data(*args):
+    open(sys.argv[1], "w").close()
+    time.sleep(600)
+
+moetrain.trainer.build_data = build_data
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
+    (tmp_path / "loading.py").write_text(LOADING)
+    words = [str(tmp_path / "loading.py"), str(tmp_path / "reached"), *tiny_words]
+    start = (
+        f"import sys; from moetrain.launch import *; sys.exit(start_ranks(sys.argv[1:], {ranks}))"
+    )
+    with subprocess.Popen(
+        [sys.executable, *(["-c", start] if ranks > 1 else []), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "reached").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)  # to one rank that works, and one that waits for it
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "interrupted\n")

@@ -1,0 +1,144 @@
+"""A checkpoint goes on on any mesh: random moves, most of them into tensor parallelism.
+
+One process trains straight on; every move has to give its losses. Each world is spawned once to
+save and once to go on, whatever the number of moves.
+"""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from safetensors.torch import load_file
+from test_parallel import TOLERANCE, words_of
+
+from moetrain import trainer as trainer_module
+from moetrain.config import Config
+from moetrain.metrics import SilentLog
+from moetrain.optim import build_optimizer
+from moetrain.trainer import Trainer
+
+LAYOUTS = {
+    "one": (1, []),
+    "dp2": (2, ["parallel.dp_shard=2"]),
+    "ep2": (2, ["parallel.ep=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "tp2+ep2": (2, ["parallel.tp=2", "parallel.ep=2"]),
+    "dp2+tp2": (4, ["parallel.tp=2"]),
+    "ddp2+tp2+ep2": (4, ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.ep=2"]),
+    "dp2+ep4": (4, ["parallel.ep=4"]),
+}
+BEFORE, AFTER = 3, 3
+ALWAYS = [("one", "tp2"), ("tp2", "tp2"), ("dp2", "tp2"), ("ep2", "tp2"), ("tp2", "dp2+tp2")]
+
+
+def draw_moves(number):
+    """The moves that are always made, and others at random, all with tensor parallel ranks."""
+    others = [
+        move
+        for move in itertools.product(LAYOUTS, LAYOUTS)
+        if move not in ALWAYS and any("tp" in layout for layout in move)
+    ]
+    return ALWAYS + random.Random(0).sample(others, number - len(ALWAYS))
+
+
+def unfused(parameters, config):
+    """AdamW in plain torch operations, which takes the scale and the skip as the fused one does."""
+    optimizer = build_optimizer(parameters, config)
+    for group in optimizer.param_groups:
+        group |= {"fused": False, "foreach": False}
+    plain_step = optimizer.step
+
+    def step():
+        scale, skipped = optimizer.grad_scale, optimizer.found_inf
+        optimizer.grad_scale = optimizer.found_inf = None
+        if not skipped:
+            for parameter in parameters.values():
+                parameter.grad.div_(scale)
+            plain_step()
+
+    optimizer.step = step
+    return optimizer
+
+
+def train(words, steps, is_fused):
+    """A trainer that has made ``steps`` steps, and their losses."""
+    trainer_module.build_optimizer = build_optimizer if is_fused else unfused
+    trainer = Trainer(Config.load(None, words, environ={}))
+    if trainer.step:
+        check_moments(trainer, trainer.config.checkpoint.resume)
+    return trainer, [trainer.train_step().loss.item() for _ in range(steps)]
+
+
+def check_moments(trainer, source):
+    """They lie in memory as their parameters do, in memory of their own, and are what was saved."""
+    saved = load_file(Path(source) / "optim.safetensors")
+    for name, part in trainer.placed.parts.items():
+        for key, moment in trainer.optimizer.state[part].items():
+            if moment.ndim:
+                assert (moment.shape, moment.stride()) == (part.shape, part.stride()), name
+                assert moment.untyped_storage().nbytes() == 4 * moment.numel(), name
+            assert torch.equal(trainer.placed.whole(name, moment), saved.pop(f"{name}.{key}")), name
+    assert not saved
+
+
+def save_all(jobs):
+    """Train and save every (words, is_fused)."""
+    for words, is_fused in jobs:
+        trainer, _ = train(words, BEFORE, is_fused)
+        trainer.log = SilentLog()
+        trainer.save()
+
+
+def go_on_all(jobs):
+    """The losses after every move, by its name."""
+    return {name: train(words, AFTER, is_fused)[1] for name, (words, is_fused) in jobs.items()}
+
+
+def everywhere(jobs_of_world, function):
+    """``function`` of each world's jobs, in that world; rank 0's answers."""
+    answers = []
+    for world, jobs in jobs_of_world.items():
+        if world == 1:
+            answers.append(function(jobs))
+        else:
+            answers.append(spawn(world, function, jobs, timeout=300)[0])
+    return answers
+
+
+def test_random_moves_between_meshes_go_on_exactly(tiny_words, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "build_optimizer", build_optimizer)  # put back at the end
+    moves = [(*move, True) for move in draw_moves(10)] + [(*move, False) for move in ALWAYS[:2]]
+    base = words_of(tiny_words, "optim.schedule=constant", "train.steps=100", "optim.lr=0.01")
+    base = [*base, "train.micro_batch_size=2"]
+    straight = {}
+    for is_fused in (True, False):
+        words = [*base, f"output_dir={tmp_path / f'straight{is_fused}'}"]
+        straight[is_fused] = train(words, BEFORE + AFTER, is_fused)[1][BEFORE:]
+
+    def folder(layout, is_fused):
+        return tmp_path / f"{layout}-{is_fused}"
+
+    sources: dict[int, list] = {1: [], 2: [], 4: []}
+    for layout, is_fused in sorted({(source, fused) for source, _, fused in moves}):
+        world, words = LAYOUTS[layout]
+        words = [*base, *words, f"output_dir={folder(layout, is_fused)}"]
+        sources[world].append((words, is_fused))
+    everywhere(sources, save_all)
+    targets: dict[int, dict] = {1: {}, 2: {}, 4: {}}
+    for number, (source, target, is_fused) in enumerate(moves):
+        world, words = LAYOUTS[target]
+        checkpoint = folder(source, is_fused) / "checkpoints" / f"step-{BEFORE:08d}"
+        words = [*base, *words, f"checkpoint.resume={checkpoint}"]
+        words.append(f"output_dir={tmp_path / f'moved{number}'}")
+        name = f"{source} -> {target}, {'fused' if is_fused else 'unfused'}"
+        targets[world][name] = (words, is_fused)
+    losses = {k: v for answer in everywhere(targets, go_on_all) for k, v in answer.items()}
+    assert len(losses) == len(moves)
+    for name, found in losses.items():
+        expected = straight["unfused" not in name]
+        assert found == pytest.approx(expected, rel=TOLERANCE), name
+    assert not dist.is_initialized()
