@@ -56,7 +56,7 @@ def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
 
 def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     data = config(tmp_path).data
-    train, held_out = sources.open_sources(data, ByteTokenizer())
+    train, held_out, _ = sources.open_sources(data, ByteTokenizer())
     assert isinstance(train, sources.TextSource)
     assert isinstance(held_out, sources.TextSource)
     assert not set(train.files) & set(held_out.files)
@@ -103,7 +103,7 @@ def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
     settings = {"source": "jsonl", "path": str(path), "text_field": "body", "eval_fraction": 0.2}
 
     def texts(c: Config) -> list[set[str]]:
-        pair = sources.open_sources(c.data, ByteTokenizer())
+        pair = sources.open_sources(c.data, ByteTokenizer())[:2]
         return [{piece.text for piece in source.pieces()} for source in pair if source]
 
     train, held_out = texts(config(tmp_path, **settings))
@@ -228,13 +228,16 @@ def test_links_to_nothing_and_files_of_other_kinds_are_left_out(
 ):
     folder = write_files(tmp_path / "text", a="first")
     (folder / "gone").symlink_to(tmp_path / "nowhere")
+    (folder / "elsewhere").symlink_to(tmp_path)
     os.mkfifo(folder / "fifo")
     (folder / "image").write_bytes(b"\x89PNG\0\0")
     Path(os.fsdecode(bytes(folder) + b"/caf\xe9")).write_text("last")
     c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=11)
-    data = build_data(c, BYTE_VOCAB)
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(c, BYTE_VOCAB)
     assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "firstlast"
-    assert "gone is no file, or a link to none; skipped" in caplog.text
+    assert caplog.text.count("gone is no file, or a link to none; skipped") == 1
+    assert "elsewhere is a link to a folder; not followed" in caplog.text
     assert "fifo is no file" in caplog.text
     assert "image is not text; skipped" in caplog.text
 
@@ -307,7 +310,7 @@ def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
     settings = {"source": "jsonl", "path": str(path), "text_field": "a", "eval_fraction": 0.5}
     tokens = []
     for data in (settings, settings | change):
-        source, _ = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer())
+        source = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer()).train
         tokens.append(open_cache(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
     assert tokens[0] != tokens[1]
 

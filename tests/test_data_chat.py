@@ -326,9 +326,11 @@ def test_a_few_conversations_hold_out_the_last_ones(
     ]
     assert ["question 4" in text for text in texts] == [False, True]
     assert ["question 3" in text for text in texts] == [True, False]
-    assert "held out are the last 1 of all 5 conversations instead" in caplog.text
+    assert "held out are the last 1 of all 5 documents instead" in caplog.text
     one = config.model_copy(
         update={"data": config.data.model_copy(update={"path": str(write_chats(tmp_path, 1))})}
     )
-    with pytest.raises(ConfigError, match=r"data\.seq_len: 512 is too long .* 1 conversations"):
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_fraction: 1e-09: of the 1 documents .* none can"
+    ):
         build_data(one, 257)

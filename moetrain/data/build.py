@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moetrain.config import Config, ConfigError, DataSection, user_cache_dir
 from moetrain.data.cache import TokenCache, open_cache
 from moetrain.data.packing import Dataset, StreamDataset, SyntheticDataset
-from moetrain.data.sources import Source, open_sources, open_undivided
+from moetrain.data.sources import Source, open_sources
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.data.whole import WholeDataset
 
@@ -89,23 +89,23 @@ def _from_text(data: DataSection, tokenizer: Tokenizer) -> tuple[Dataset, Datase
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
 
     def read(source: Source) -> TokenCache:
-        cache = open_cache(source, tokenizer, cache_dir)
-        _check_targets(cache, source)
-        return cache
+        return open_cache(source, tokenizer, cache_dir)
 
-    train_source, eval_source = open_sources(data, tokenizer)
-    train = read(train_source)
-    if eval_source is None:
-        return _all_rows(train, train_source, data), None
-    held_out = read(eval_source)
+    sources = open_sources(data, tokenizer)
+    train = read(sources.train)
+    if sources.eval is None:
+        return _all_rows(train, sources.train, data), None
+    held_out = read(sources.eval)
     if data.eval_path is not None:
-        return _all_rows(train, train_source, data), _all_rows(held_out, eval_source, data)
-    sides = _rows(train, data), _rows(held_out, data)
-    if all(len(side) for side in sides):
-        return sides
-    if 0 in (train.num_documents, held_out.num_documents):  # then the other is everything
-        return _divided(train if train.num_documents else held_out, train_source, data)
-    return _divided(read(open_undivided(data, tokenizer)), train_source, data)
+        return _all_rows(train, sources.train, data), _all_rows(held_out, sources.eval, data)
+    rows = _rows(train, data), _rows(held_out, data)
+    if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
+        return rows
+    if train.num_documents == 0 or held_out.num_documents == 0:  # then the other is everything
+        whole = train if train.num_documents else held_out
+    else:
+        whole = read(sources.undivided)
+    return _divided(whole, sources.undivided, data)
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
@@ -118,8 +118,7 @@ def _packing(cache: TokenCache, data: DataSection) -> type[WholeDataset] | type[
 
 
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
-    if cache.num_documents == 0:
-        raise source.if_empty
+    _check(cache, source)
     rows = _rows(cache, data)
     if len(rows) == 0:
         raise ConfigError(
@@ -135,11 +134,10 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
     """The rows of all the data but its end, and those of its end."""
-    if cache.num_documents == 0:
-        raise source.if_empty
+    _check(cache, source)
     is_stream = _packing(cache, data) is StreamDataset
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
-    what = f"rows of {data.seq_len} tokens" if is_stream else "conversations"
+    what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
         train, held_out = _rows(cache, data, 0, border), _rows(cache, data, border)
@@ -153,22 +151,30 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
                 what,
             )
             return train, held_out
-    how_much = f"{len(cache.tokens)} tokens" if is_stream else f"{total} conversations"
+    where = source.if_empty.field
+    if is_stream:
+        raise ConfigError(
+            "data.seq_len",
+            f"{data.seq_len} is too long to make two rows of the {len(cache.tokens)} tokens of "
+            f"{where}, one of them held out; lower it, add text, or set data.eval_fraction 0",
+        )
     raise ConfigError(
-        "data.seq_len",
-        f"{data.seq_len} is too long to make two rows of the {how_much} of "
-        f"{source.if_empty.field}, one of them held out; lower it, add text, or set "
-        "data.eval_fraction 0",
+        "data.eval_fraction",
+        f"{data.eval_fraction}: of the {total} documents of {where} none can be held out that "
+        "leaves both sides something to learn in rows of data.seq_len; add documents, name some in "
+        "data.eval_path, or set it to 0",
     )
 
 
-def _check_targets(cache: TokenCache, source: Source) -> None:
-    """There is something to learn, if there is anything.
+def _check(cache: TokenCache, source: Source) -> None:
+    """There is something to learn.
 
     Raises:
-        ConfigError: no token of any document has a loss.
+        ConfigError: there is no text, or no token of it has a loss.
     """
-    if cache.num_documents == 0 or cache.targets.any():
+    if cache.num_documents == 0:
+        raise source.if_empty
+    if cache.targets.any():
         return
     where = source.if_empty.field
     if cache.masked is None:

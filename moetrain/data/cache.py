@@ -155,7 +155,10 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             progress.advance(task, piece.num_bytes)
         meta = writer.finish()
     (folder / "meta.json").write_text(json.dumps(meta))
-    logger.info("tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"])
+    if meta["num_documents"]:
+        logger.info(
+            "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
+        )
 
 
 class _Writer:

@@ -158,31 +158,34 @@ class JsonlSource:
 Source = TextSource | JsonlSource
 
 
-def open_sources(data: DataSection, tokenizer: Tokenizer) -> tuple[Source, Source | None]:
-    """The training and the held-out source (None: no evaluation) that the settings ask for.
+class Sources(NamedTuple):
+    """What the settings ask for."""
+
+    train: Source
+    eval: Source | None
+    """None: no evaluation."""
+    undivided: Source
+    """All of ``data.path``; that is both of them, but for an ``eval`` from elsewhere."""
+
+
+def open_sources(data: DataSection, tokenizer: Tokenizer) -> Sources:
+    """The sources of a run, their files listed and nothing read yet.
 
     Raises:
         ConfigError: a path or template file that is missing or cannot be read, a template that is
             malformed, or a folder without files.
     """
+    shares = EVERYTHING, Share(data.eval_fraction, 1.0), Share(0.0, data.eval_fraction)
+    undivided, train, held_out = _open(data, "data.path", data.path, tokenizer, *shares)
     if data.eval_path is not None:
-        train = _open(data, "data.path", data.path, EVERYTHING, tokenizer)
-        return train, _open(data, "data.eval_path", data.eval_path, EVERYTHING, tokenizer)
-    if data.eval_fraction == 0:
-        return open_undivided(data, tokenizer), None
-    shares = Share(data.eval_fraction, 1.0), Share(0.0, data.eval_fraction)
-    train, held_out = (_open(data, "data.path", data.path, s, tokenizer) for s in shares)
-    return train, held_out
-
-
-def open_undivided(data: DataSection, tokenizer: Tokenizer) -> Source:
-    """All of the text, nothing held out; raises as :func:`open_sources`."""
-    return _open(data, "data.path", data.path, EVERYTHING, tokenizer)
+        (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, EVERYTHING)
+        return Sources(undivided, other, undivided)
+    return Sources(train, held_out if data.eval_fraction else None, undivided)
 
 
 def _open(
-    data: DataSection, field: str, path: str | None, share: Share, tokenizer: Tokenizer
-) -> Source:
+    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: Share
+) -> list[Source]:
     if data.source == "stdlib":
         field, path = "data.source", sysconfig.get_path("stdlib")
     if path is None:
@@ -193,9 +196,12 @@ def _open(
     if_empty = ConfigError(field, f"{path!r} holds no text")
     if data.source == "jsonl":
         template = _chat_template(data.chat_template, tokenizer)
-        return JsonlSource(files, if_empty, share, field, data.text_field, template)
-    root = Path(path)
-    return TextSource([f for f in files if share.holds(os.fsencode(_name(f, root)))], if_empty)
+        return [JsonlSource(files, if_empty, s, field, data.text_field, template) for s in shares]
+    names = [os.fsencode(_name(file, Path(path))) for file in files]
+    return [
+        TextSource([f for f, n in zip(files, names, strict=True) if share.holds(n)], if_empty)
+        for share in shares
+    ]
 
 
 def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[Path]:
@@ -218,12 +224,14 @@ def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[P
     found = []
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
+        for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
+            logger.info("%s is a link to a folder; not followed", link)
         for name in names:
             if name.endswith(suffix) and not name.startswith("."):
                 if os.path.isfile(file := Path(folder, name)):
                     found.append(file)
                 else:
-                    logger.warning("%s is no file, or a link to none; skipped", file)
+                    logger.info("%s is no file, or a link to none; skipped", file)
     if not found:
         raise ConfigError(field, f"{path!r} holds no {suffix or 'text'} files")
     return sorted(found, key=lambda file: _name(file, root))
