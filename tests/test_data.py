@@ -358,11 +358,11 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-META = {"num_tokens": 4, "num_documents": 1, "dtype": "uint16", "content": "x"}
+META = {"num_tokens": 4, "num_documents": 1, "dtype": "uint16", "content": "x", "checksums": {}}
 DAMAGE = {
-    "tokens.bin": [b"123", b"", None],
+    "tokens.bin": [b"123", b"\xff" * 8, b"", None],
     "documents.bin": [b"", b"\x01" * 16, None],
-    "targets.bin": [b"", b"\0" * 16, None],
+    "targets.bin": [b"", b"\0" * 16, b"\xff" * 8, None],
     "masked.bin": [b"\0", None],
     "meta.json": [b"", b"{", b"[]", b"\xff", b"{}", None]
     + [

@@ -236,7 +236,7 @@ def test_templates_that_fail(template: str, error: type[Exception], message: str
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a folder", None, "cannot be read: Is a directory"),
+        ("a folder", None, "is not a file"),
         ("latin.jinja", b"caf\xe9", "is no text file: .*utf-8"),
         ("no such file", b"", "does not exist"),
         ("x" * 300, b"", "cannot be read: File name too long"),
@@ -304,7 +304,7 @@ def test_conversations_are_packed_whole(
             begins |= set(row.tokens_S[np.cumsum(row.lengths) - row.lengths].tolist())
             assert (row.is_pad_S is None) == cut
         assert (begins != {ord("<")}) == cut
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("packed")]
+    lines = [r.getMessage() for r in caplog.records if "packed" in r.getMessage()]
     assert len(lines) == 2 * (not cut)
     if not cut:
         assert "conversations into" in lines[0]

@@ -149,12 +149,13 @@ def added(**fields: object) -> list[dict[str, object]]:
     return [token | {"normalized": False, "special": True} | fields]
 
 
-def replace_by(folder: Path, name: str, *, link: bool) -> None:
+def replace_by(folder: Path, name: str, target: str | None = None) -> None:
+    """A link to ``target`` in the place of a file; None: a folder."""
     (folder / name).unlink(missing_ok=True)
-    if link:
-        (folder / name).symlink_to(folder / "gone")
-    else:
+    if target is None:
         (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(target)
 
 
 EMPTY = {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}
@@ -178,10 +179,11 @@ WRONG = {
     "a panic in the library": lambda f: change(
         f, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     ),
-    "a folder": lambda f: replace_by(f, "tokenizer.json", link=False),
-    "a dangling link": lambda f: replace_by(f, "tokenizer.json", link=True),
-    "config is a dangling link": lambda f: replace_by(f, "tokenizer_config.json", link=True),
-    "config is a folder": lambda f: replace_by(f, "tokenizer_config.json", link=False),
+    "a folder": lambda f: replace_by(f, "tokenizer.json"),
+    "a device": lambda f: replace_by(f, "tokenizer.json", target="/dev/zero"),
+    "a dangling link": lambda f: replace_by(f, "tokenizer.json", "gone"),
+    "config is a dangling link": lambda f: replace_by(f, "tokenizer_config.json", "gone"),
+    "config is a folder": lambda f: replace_by(f, "tokenizer_config.json"),
     "config is cut": lambda f: write(f, "tokenizer_config.json", '{"eos_token": "<'),
     "config is binary": lambda f: write(f, "tokenizer_config.json", b"\xff\xfe\x00"),
     "config is deep": lambda f: write(f, "tokenizer_config.json", DEEP),
@@ -198,8 +200,8 @@ WRONG = {
     "templates are texts": lambda f: save(f, chat_template=["x"]),
     "template has no text": lambda f: save(f, chat_template=[{"name": "default"}]),
     "template is binary": lambda f: write(f, "chat_template.jinja", b"\xff\xfe"),
-    "template is a folder": lambda f: replace_by(f, "chat_template.jinja", link=False),
-    "template is a dangling link": lambda f: replace_by(f, "chat_template.jinja", link=True),
+    "template is a folder": lambda f: replace_by(f, "chat_template.jinja"),
+    "template is a dangling link": lambda f: replace_by(f, "chat_template.jinja", "gone"),
 }
 
 

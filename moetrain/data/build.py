@@ -66,9 +66,9 @@ def build_data(config: Config, vocab_size: int) -> Data:
         train, held_out = _synthetic(config, vocab_size)
     else:
         train, held_out = _from_text(data, tokenizer)
-        for dataset in (train, held_out):
+        for side, dataset in (("", train), ("held out: ", held_out)):
             if isinstance(dataset, WholeDataset):
-                logger.info("%s", dataset.describe())
+                logger.info("%s%s", side, dataset.describe())
     identity = [train.identity, None if held_out is None else held_out.identity]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Data(train, held_out, tokenizer, fingerprint)

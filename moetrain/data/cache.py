@@ -9,7 +9,8 @@ one wins and the others use its result. Neither building nor reading holds the c
     documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
     targets.bin    [num_documents] int64: tokens of each document that may be learned
     masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
-    meta.json      the sizes, the type of the tokens and a hash of all that is in the files
+    meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
+                   checksums of their beginnings
 
 Every document ends with EOS, and one of plain text begins as the tokenizer has texts begin (BOS;
 a conversation begins as its template does). A source without any text has a cache without
@@ -27,6 +28,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -44,6 +46,12 @@ logger = logging.getLogger("moetrain")
 
 FORMAT = 2
 """Part of every key: raise it when the files or the way tokens are made change."""
+
+_FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
+
+CHECKED_BYTES = 1 << 26
+"""How much of each file is read to tell damage when a cache is opened: all of a small corpus, and a
+tenth of a second of a large one."""
 
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
@@ -105,6 +113,9 @@ def _open(folder: Path) -> TokenCache:
 
     if meta["dtype"] not in ("uint16", "uint32"):
         raise ValueError(f"tokens of type {meta['dtype']!r}")
+    for name in _FILES:
+        if _checksum(folder / name) != meta["checksums"][name]:
+            raise ValueError(f"{name} is not what was written")
     documents = mapped("documents.bin", "int64", num_documents + 1)
     if documents[0] != 0 or documents[-1] != num_tokens:
         raise ValueError("documents.bin does not end with the tokens")
@@ -116,6 +127,11 @@ def _open(folder: Path) -> TokenCache:
         mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
         str(meta["content"]),
     )
+
+
+def _checksum(file: Path) -> int:
+    with file.open("rb") as opened:
+        return zlib.crc32(opened.read(CHECKED_BYTES))
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
@@ -154,6 +170,10 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             writer.add(ids_T, masked_T, piece.ends_document)
             progress.advance(task, piece.num_bytes)
         meta = writer.finish()
+        for file in (tokens, documents, targets, masked):
+            file.flush()
+            os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
+    meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
     (folder / "meta.json").write_text(json.dumps(meta))
     if meta["num_documents"]:
         logger.info(

@@ -134,6 +134,8 @@ class ChatTemplate:
             return template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
+                tools=None,  # as Hugging Face has them where none are given
+                documents=None,
                 **self._special_tokens,
             )
         except _TEMPLATE_ERRORS as error:

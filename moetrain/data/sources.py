@@ -269,7 +269,9 @@ def _chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _read_template(file_name: str) -> str:
     try:
-        return Path(file_name).read_text(encoding="utf-8")
+        if stat.S_ISREG(os.stat(file_name).st_mode):
+            return Path(file_name).read_text(encoding="utf-8")
+        problem = "is not a file"
     except FileNotFoundError:
         problem = "does not exist"
     except OSError as error:

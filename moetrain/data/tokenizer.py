@@ -231,6 +231,8 @@ def _hf_offsets(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _read(path: Path) -> bytes:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError("data.tokenizer", f"{path} is not a file")
     try:
         return path.read_bytes()
     except OSError as error:
