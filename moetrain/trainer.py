@@ -285,25 +285,28 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Log the mean held-out loss, nats a token."""
+        """Log the mean loss of ``train.eval_rows`` held-out rows, nats a token."""
         if self.data.eval is None or self.evaluated_at == self.step:
             return
         self.pause_clock()
         self.model.eval()
         t, world = self.config.train, self.world
-        batches = list(eval_batches(self.data.eval, t.micro_batch_size, t.eval_batches))
-        sum_loss, targets = torch.zeros(2, device=self.device).unbind()
-        for first in range(0, len(batches), world.dims.data_ranks):
-            index = first + world.data_rank
-            # Every rank takes part in every forward; the last ones may have nothing to count.
-            batch = self.to_device(batches[min(index, len(batches) - 1)])
+        batches = eval_batches(
+            self.data.eval,
+            t.eval_rows,
+            t.micro_batch_size,
+            world.data_rank,
+            world.dims.data_ranks,
+        )
+        # In fp64, which counts exactly; a few numbers cost nothing.
+        sum_loss, targets = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
+        for batch in batches:
+            batch = self.to_device(batch)
             with self.exact_sizes():
-                loss, _ = cross_entropy_sum(self.model, batch)
+                sum_loss += cross_entropy_sum(self.model, batch)[0]
             self.placed.finish_backward()
-            if index < len(batches):
-                sum_loss += loss
-                targets += (batch.targets_BS >= 0).sum()
-        loss = world.sum(sum_loss) / world.sum_rows(targets).clamp(min=1)
+            targets += (batch.targets_BS >= 0).sum()
+        loss = world.sum(sum_loss) / world.sum_rows(targets)
         self.evaluated_at = self.step
         self.log.log(self.step, {"eval_loss": loss.item()})  # evaluation may wait for the device
         self.clock.start()
@@ -400,7 +403,7 @@ class Trainer:
         """The tokens that the sample continues."""
         text = self.config.train.sample_prompt
         if text is not None:
-            return self.data.tokenizer.encode_batch([text])[0].ids.tolist()
+            return self.data.tokenizer.encode_prompt(text)
         return (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
 
     # ---- saving and resuming -------------------------------------------------------------------

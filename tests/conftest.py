@@ -59,7 +59,7 @@ def tiny_words(corpus, token_cache, tmp_path):
         "train.micro_batch_size": 2,
         "train.global_batch_size": 4,
         "train.eval_interval": 0,
-        "train.eval_batches": 2,
+        "train.eval_rows": 4,
         "train.sample_tokens": 4,
         "train.device": "cpu",
         "optim.warmup_steps": 2,

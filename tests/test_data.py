@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
 
 def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     data = config(tmp_path).data
-    train, held_out = sources.open_sources(data, ByteTokenizer())
+    train, held_out, _ = sources.open_sources(data, ByteTokenizer())
     assert isinstance(train, sources.TextSource)
     assert isinstance(held_out, sources.TextSource)
     assert not set(train.files) & set(held_out.files)
@@ -102,7 +103,7 @@ def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
     settings = {"source": "jsonl", "path": str(path), "text_field": "body", "eval_fraction": 0.2}
 
     def texts(c: Config) -> list[set[str]]:
-        pair = sources.open_sources(c.data, ByteTokenizer())
+        pair = sources.open_sources(c.data, ByteTokenizer())[:2]
         return [{piece.text for piece in source.pieces()} for source in pair if source]
 
     train, held_out = texts(config(tmp_path, **settings))
@@ -154,6 +155,116 @@ def test_synthetic_rows(tmp_path: Path):
     assert not (tmp_path / "cache").exists()
 
 
+# Where the hash of documents holds out too little
+
+
+@pytest.mark.parametrize("eval_fraction", [0.02, 1e-9, 0.5, 0.999999])
+def test_one_file_is_divided_inside(
+    tmp_path: Path, eval_fraction: float, caplog: pytest.LogCaptureFixture
+):
+    """``--data.source text --data.path one.txt``, everybody's first try."""
+    text = "".join(chr(ord("a") + i // 16) for i in range(16 * 26))
+    (tmp_path / "one.txt").write_text(text)
+    settings = {"source": "text", "path": str(tmp_path / "one.txt"), "seq_len": 16}
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(config(tmp_path, eval_fraction=eval_fraction, **settings), BYTE_VOCAB)
+    assert data.eval is not None
+    train, held_out = (
+        "".join(data.tokenizer.decode(rows.row(i).tokens_S.tolist()) for i in range(len(rows)))
+        for rows in (data.train, data.eval)
+    )
+    assert train + held_out == text
+    assert len(data.eval) == {0.02: 1, 1e-9: 1, 0.5: 13, 0.999999: 25}[eval_fraction]
+    targets = {t for i in range(len(data.train)) for t in data.train.row(i).targets_S.tolist()}
+    assert targets - {IGNORE_INDEX} == set(train.encode())  # none is of the held-out rows
+    assert caplog.text.count("of all 26 rows of 16 tokens instead") == 1
+
+
+def test_held_out_documents_shorter_than_a_row_are_divided_inside_too(tmp_path: Path):
+    lines = [{"text": f"{i} " * 3} for i in range(60)]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    c = config(tmp_path, source="jsonl", path=str(path), eval_fraction=0.1, seq_len=128)
+    data = build_data(c, BYTE_VOCAB)
+    assert data.eval is not None
+    assert (len(data.train), len(data.eval)) == (3, 1)
+    assert data.train.identity[1] == data.eval.identity[1]
+
+
+def test_the_fingerprint_is_of_all_that_decides_the_rows(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", *({"text": f"line {i}", "b": "x"} for i in range(99)))
+    base = {"source": "jsonl", "path": str(path), "eval_fraction": 0.2, "seq_len": 16}
+
+    def fingerprint(seed: int = 0, **data: object) -> str:
+        c = config(tmp_path, **base | data)
+        train = c.train.model_copy(update={"seed": seed})
+        return build_data(c.model_copy(update={"train": train}), 300).fingerprint
+
+    words = word_tokenizer(tmp_path / "t", "<unk>", "</s>", "line")
+    changes = [
+        {},
+        {"seq_len": 17},
+        {"eval_fraction": 0.3},
+        {"eval_fraction": 0},
+        {"eval_fraction": 1e-9},
+        {"packing": "whole"},
+        {"text_field": "b"},
+        {"tokenizer": str(words)},
+        {"eval_path": str(path)},
+        {"source": "synthetic", "path": None},
+        {"source": "synthetic", "path": None, "num_documents": 7},
+        {"source": "synthetic", "path": None, "seed": 1},
+    ]
+    fingerprints = [fingerprint(**change) for change in changes]
+    assert len(set(fingerprints)) == len(changes)
+    moved = tmp_path / "b.jsonl"
+    moved.write_bytes(path.read_bytes())
+    assert fingerprint(path=str(moved)) == fingerprint() == fingerprint(seed=1)
+    write_lines(path, *({"text": f"line {i + (i == 50)}"} for i in range(99)))
+    assert fingerprint() != fingerprints[0]
+
+
+def test_links_to_nothing_and_files_of_other_kinds_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = write_files(tmp_path / "text", a="first")
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    (folder / "elsewhere").symlink_to(tmp_path)
+    os.mkfifo(folder / "fifo")
+    (folder / "image").write_bytes(b"\x89PNG\0\0")
+    Path(os.fsdecode(bytes(folder) + b"/caf\xe9")).write_text("last")
+    c = config(tmp_path, source="text", path=str(folder), eval_fraction=0.0, seq_len=11)
+    with caplog.at_level(logging.INFO, logger="moetrain"):
+        data = build_data(c, BYTE_VOCAB)
+    assert data.tokenizer.decode(data.train.row(0).tokens_S.tolist()) == "firstlast"
+    assert caplog.text.count("gone is no file, or a link to none; skipped") == 1
+    assert "elsewhere is a link to a folder; not followed" in caplog.text
+    assert "fifo is no file" in caplog.text
+    assert "image is not text; skipped" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_file_that_cannot_be_read(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "x"})
+    opened = Path.open
+
+    def refuse(self: Path, *args: object, **settings: object) -> object:
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *args, **settings)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=rf"data\.path: '{path}' cannot be read: Permission"):
+        build_data(config(tmp_path, source=source, path=str(path), eval_fraction=0), BYTE_VOCAB)
+
+
+def test_texts_of_one_token_have_nothing_to_predict(tmp_path: Path):
+    words = word_tokenizer(tmp_path / "t", "</s>", eos_token="</s>")
+    text = write_files(tmp_path / "text", a="</s>", b="</s>")
+    c = config(tmp_path, source="text", path=str(text), tokenizer=str(words), seq_len=2)
+    with pytest.raises(ConfigError, match=r"data\.path: no document has two tokens"):
+        build_data(c, BYTE_VOCAB)
+
+
 # Cache
 
 
@@ -199,7 +310,7 @@ def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
     settings = {"source": "jsonl", "path": str(path), "text_field": "a", "eval_fraction": 0.5}
     tokens = []
     for data in (settings, settings | change):
-        source, _ = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer())
+        source = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer()).train
         tokens.append(open_cache(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
     assert tokens[0] != tokens[1]
 
@@ -247,13 +358,49 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_damaged_cache_is_named(tmp_path: Path):
+META = {"num_tokens": 4, "num_documents": 1, "dtype": "uint16", "content": "x", "checksums": {}}
+DAMAGE = {
+    "tokens.bin": [b"123", b"\xff" * 8, b"", None],
+    "documents.bin": [b"", b"\x01" * 16, None],
+    "targets.bin": [b"", b"\0" * 16, b"\xff" * 8, None],
+    "masked.bin": [b"\0", None],
+    "meta.json": [b"", b"{", b"[]", b"\xff", b"{}", None]
+    + [
+        json.dumps(META | change).encode()
+        for change in (
+            {"num_tokens": 5},
+            {"num_tokens": "4"},
+            {"num_tokens": -4},
+            {"num_documents": None},
+            {"dtype": "float32"},
+            {"dtype": []},
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, c) for n, all in DAMAGE.items() for c in all])
+def test_a_damaged_cache_is_named(tmp_path: Path, name: str, content: bytes | None):
     folder = write_files(tmp_path / "text", a="one")
     open_cache(text_source(folder), ByteTokenizer(), tmp_path / "cache")
     (entry,) = (tmp_path / "cache").iterdir()
-    (entry / "tokens.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match=rf"data\.cache_dir: .*{entry.name}.* is damaged"):
+    (entry / name).unlink()
+    if content is not None:
+        (entry / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"data\.cache_dir: .*{entry.name} is damaged .*delete"):
         open_cache(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache._Writer, "add", full)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written: .*No space left"):
+        open_cache(
+            text_source(write_files(tmp_path / "text", a="one")), ByteTokenizer(), tmp_path / "c"
+        )
+    assert list((tmp_path / "c").iterdir()) == []
 
 
 def test_encoding_goes_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -355,20 +502,36 @@ def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogC
             r"data\.path: .*blank' holds no text",
         ),
         (
-            {"source": "text", "path": "{}/text", "eval_fraction": 1e-9, "seq_len": 4},
-            r"data\.eval_fraction: 1e-09 .* holds out none; raise it",
+            {"source": "text", "path": "{}/text", "eval_fraction": 1e-9, "seq_len": 7},
+            r"data\.seq_len: 7 is too long to make two rows of the 12 tokens of data\.path, one of "
+            r"them held out; lower it, add text, or set data\.eval_fraction 0",
         ),
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 0.999999},
-            r"data\.path: .* holds no text, or data\.eval_fraction 0\.999999 holds out all",
+            r"data\.seq_len: 256 is too long to make two rows of the 12 tokens",
         ),
+        ({"source": "text", "path": "{}/blank"}, r"data\.path: .*blank' holds no text"),
+        (
+            {"source": "text", "path": "{}/text", "eval_path": "{}/blank", "seq_len": 4},
+            r"data\.eval_path: .*blank' holds no text",
+        ),
+        (
+            {"source": "text", "path": "{}/text", "eval_path": "{}/text", "seq_len": 13},
+            r"data\.seq_len: 13 is more than the 12 tokens of data\.path",
+        ),
+        ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .* cannot be read: .*null"),
+        ({"source": "text", "path": "{}/" + "x" * 300}, r"data\.path: .* cannot be read: .*long"),
+        ({"source": "text", "path": "{}/fifo"}, r"data\.path: .* neither a file nor a folder"),
+        ({"source": "jsonl", "path": "{}/links"}, r"data\.path: .*links' holds no \.jsonl files"),
+        ({"cache_dir": "{}/nul\0"}, r"data\.cache_dir: .* cannot be written: .*null"),
+        ({"cache_dir": "{}/" + "x" * 300}, r"data\.cache_dir: .* cannot be written: .*long"),
         (
             {"source": "text", "path": "{}/text", "eval_path": "{}/missing"},
             r"data\.eval_path: .*missing' does not exist",
         ),
         (
             {"source": "text", "path": "{}/text", "eval_fraction": 0, "seq_len": 99},
-            r"data\.seq_len: 99 is more than the 12 tokens there are; lower it or add text",
+            r"data\.seq_len: 99 is more than the 12 tokens of data\.path; lower it or add text",
         ),
         ({"tokenizer": "{}/text"}, r"data\.tokenizer: .*text' holds no tokenizer\.json"),
         ({"tokenizer": "{}/text/one.txt"}, r"data\.tokenizer: .*one\.txt is not a tokenizer"),
@@ -384,6 +547,9 @@ def test_mistakes_name_the_setting(tmp_path: Path, settings: dict, message: str)
     (tmp_path / "empty").mkdir()
     write_files(tmp_path / "text", one="first", two="other")
     write_files(tmp_path / "blank", one="", two=" \n")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "gone")
     write_lines(tmp_path / "a.jsonl", {"text": "x"})
     settings = {
         k: v.replace("{}", str(tmp_path)) if isinstance(v, str) else v for k, v in settings.items()
@@ -420,6 +586,11 @@ def test_tokenizer_without_eos(tmp_path: Path, words: list[str], settings: dict,
         (b"[1]", "not a JSON object"),
         (b'{"body": "x"}', "no 'text' and no 'messages'; name the field in data.text_field"),
         (b'{"text": 3}', "'text' is not text"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "not JSON that can be read: .*4300 digits"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"text": "x", "y": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"text": NaN}', "'text' is not text"),
+        (b"\x1f\x8b\x08\x00", "not JSON|not UTF-8"),
         (b'{"messages": "hi"}', "`messages` is not a list of turns"),
         (b'{"messages": []}', "`messages` is not a list of turns"),
         (b'{"messages": ["hi"]}', r"messages\[0\] is not an object"),

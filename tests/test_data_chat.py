@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -131,7 +132,7 @@ def test_where_the_template_comes_from(tmp_path: Path, where: str):
     if where == "setting":
         (tmp_path / "mine.jinja").write_text(template)
         data["chat_template"] = str(tmp_path / "mine.jinja")
-    built = build(tmp_path, CONVERSATION[1:3], 4, tokenizer=str(folder), **data)
+    built = build(tmp_path, CONVERSATION[1:3], 32, tokenizer=str(folder), **data)
     assert built.train.row(0).tokens_S[0] == 0  # <|im_start|>, the template's bos_token
     text = "".join(
         built.tokenizer.decode(built.train.row(i).tokens_S.tolist())
@@ -144,7 +145,7 @@ def test_a_changed_template_is_another_cache(tmp_path: Path):
     (tmp_path / "a.jinja").write_text(CHATML)
     (tmp_path / "b.jinja").write_text(FORGETFUL)
     rows = [
-        build(tmp_path, CONVERSATION, 8, chat_template=str(tmp_path / name)).train.row(0)
+        build(tmp_path, CONVERSATION, 256, chat_template=str(tmp_path / name)).train.row(0)
         for name in ("a.jinja", "b.jinja")
     ]
     assert rows[0].tokens_S.tolist() != rows[1].tokens_S.tolist()
@@ -198,15 +199,138 @@ def test_plain_text_lines_beside_conversations_keep_their_loss(tmp_path: Path):
     ("template", "error", "message"),
     [
         ("{% for %}", ConfigError, r"data\.chat_template: line 1 of the template"),
+        ("{{ x | no_such_filter }}", ConfigError, r"data\.chat_template: line 1 of the template"),
+        ("{{ " + "9" * 5000 + " }}", ConfigError, r"data\.chat_template: the template cannot be"),
+        ("{{ " + "(" * 5000 + " }}", ConfigError, r"data\.chat_template: "),
+        (
+            "{% for a in x %}" * 25 + "{% endfor %}" * 25,
+            ConfigError,
+            r"data\.chat_template: the template cannot be compiled: SyntaxError: too many",
+        ),
         ("{{ raise_exception('roles must alternate') }}", BadLineError, "roles must alternate"),
         ("{{ messages.append(1) }}", BadLineError, "fails: .*unsafe"),
+        ("{{ messages[9].role }}", BadLineError, "fails: .*has no element 9"),
+        ("{{ messages[0].role + 1 }}", BadLineError, "fails: TypeError: "),
+        ("{{ 1 // (messages | length - 1) }}", BadLineError, "fails: ZeroDivisionError: "),
+        ("{{ messages | sort }}", BadLineError, "fails: TypeError: "),
+        ("{{ '%d' | format(messages[0].role) }}", BadLineError, "fails: TypeError: "),
+        ("{{ messages | map(attribute='role') | join | from_json }}", ConfigError, "line 1"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", BadLineError, "fails: RecursionError"),
+        ("{% for i in range(10**9) %}{% endfor %}", BadLineError, "fails: OverflowError"),
+        ("{% include 'x' %}", BadLineError, "fails: "),
+        ("{{ messages | tojson(indent=messages) }}", BadLineError, "fails: "),
         (
             "{{ messages | length }}{{ add_generation_prompt }}",
             BadLineError,
             r"does not begin its rendering of messages\[1\]",
         ),
+        ("", BadLineError, r"renders no text for messages\[1\], an assistant's turn"),
+        ("{{ messages[0].content }}", BadLineError, r"renders no text for messages\[1\]"),
     ],
 )
 def test_templates_that_fail(template: str, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         ChatTemplate(template, {}).documents(CONVERSATION[1:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a folder", None, "is not a file"),
+        ("latin.jinja", b"caf\xe9", "is no text file: .*utf-8"),
+        ("no such file", b"", "does not exist"),
+        ("x" * 300, b"", "cannot be read: File name too long"),
+        ("nul\0", b"", "is no text file: .*null"),
+        ("bad.jinja", b"a\n{% if %}", "line 2 of the template: "),
+    ],
+)
+def test_template_files_are_checked_before_any_text(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+):
+    if content is None:
+        (tmp_path / name).mkdir()
+    elif content:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"data\.chat_template: .*{message}"):
+        build(tmp_path, "this is not reached", 8, chat_template=str(tmp_path / name))
+
+
+def test_a_template_that_renders_nothing_is_named_with_the_line(tmp_path: Path):
+    """It trained on nothing, with a loss of 0.0000 and exit code 0."""
+    (tmp_path / "t.jinja").write_text("{{ bos_token }}")
+    with pytest.raises(ConfigError, match=r"data\.chat_template: .*chat\.jsonl:1: .* no text for"):
+        build(tmp_path, CONVERSATION, 8, chat_template=str(tmp_path / "t.jinja"))
+
+
+def test_conversations_without_anything_to_learn(tmp_path: Path):
+    silent = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    settings = {"chat_template": str(tmp_path / "t.jinja")}
+    with pytest.raises(ConfigError, match=r"data\.chat_template: .*data\.path.* renders nothing"):
+        build(tmp_path, silent, 8, **settings)
+    with pytest.raises(ConfigError, match=r"data\.chat_template: .* renders nothing"):
+        build(tmp_path, silent, 2, packing="stream", **settings)
+    with pytest.raises(ConfigError, match=r"data\.seq_len: in their first 4 tokens, .* nothing"):
+        build(tmp_path, CONVERSATION, 4)
+
+
+def write_chats(tmp_path: Path, count: int) -> Path:
+    """``count`` conversations of a few to a few hundred bytes."""
+    path = tmp_path / "chats.jsonl"
+    turns = (
+        [
+            {"role": "user", "content": f"question {i} " + "why " * (i % 23)},
+            {"role": "assistant", "content": f"answer {i} " + "so " * (i * 7 % 41)},
+        ]
+        for i in range(count)
+    )
+    path.write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
+    return path
+
+
+@pytest.mark.parametrize(("packing", "cut"), [("auto", False), ("whole", False), ("stream", True)])
+def test_conversations_are_packed_whole(
+    tmp_path: Path, packing: str, cut: bool, caplog: pytest.LogCaptureFixture
+):
+    settings = {"source": "jsonl", "path": str(write_chats(tmp_path, 400)), "packing": packing}
+    settings |= {"eval_fraction": 0.1, "seq_len": 2048, "cache_dir": str(tmp_path / "cache")}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings})
+    with caplog.at_level("INFO", logger="moetrain"):
+        data = build_data(config, 257)
+    assert data.eval is not None
+    for rows in (data.train, data.eval):
+        begins = set()
+        for row in (rows.row(i) for i in range(len(rows))):
+            begins |= set(row.tokens_S[np.cumsum(row.lengths) - row.lengths].tolist())
+            assert (row.is_pad_S is None) == cut
+        assert (begins != {ord("<")}) == cut
+    lines = [r.getMessage() for r in caplog.records if "packed" in r.getMessage()]
+    assert len(lines) == 2 * (not cut)
+    if not cut:
+        assert "conversations into" in lines[0]
+        assert float(lines[0].split("(")[1].split("%")[0]) > 95
+        assert "cut" not in lines[0]
+
+
+def test_a_few_conversations_hold_out_the_last_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    settings = {"source": "jsonl", "path": str(write_chats(tmp_path, 5)), "eval_fraction": 1e-9}
+    settings |= {"seq_len": 512, "cache_dir": str(tmp_path / "cache")}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings})
+    with caplog.at_level("INFO", logger="moetrain"):
+        data = build_data(config, 257)
+    assert data.eval is not None
+    texts = [
+        data.tokenizer.decode(rows.row(0).tokens_S.tolist()) for rows in (data.train, data.eval)
+    ]
+    assert ["question 4" in text for text in texts] == [False, True]
+    assert ["question 3" in text for text in texts] == [True, False]
+    assert "held out are the last 1 of all 5 documents instead" in caplog.text
+    one = config.model_copy(
+        update={"data": config.data.model_copy(update={"path": str(write_chats(tmp_path, 1))})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_fraction: 1e-09: of the 1 documents .* none can"
+    ):
+        build_data(one, 257)

@@ -5,6 +5,7 @@ over packed documents of uneven length.
 """
 
 import functools
+import json
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import moetrain
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.loss import routing_losses
-from moetrain.metrics import read_metrics
+from moetrain.metrics import SilentLog, read_metrics
 from moetrain.parallel import apply
 from moetrain.trainer import Trainer
 
@@ -195,6 +196,47 @@ def test_pads_on_every_mesh(tiny_words):
     words = words_of(tiny_words)
     runs = plan_runs(2, words, ["dp", "ep", "tp+ep"], ["plain", "compile", "accumulate"])
     check(2, words, {f"{name} pads": w for name, w in runs.items()}, TOLERANCE, pads=True)
+
+
+def held_out_losses(runs):
+    """The held-out loss before training and the first step's loss, of every run."""
+    answers = {}
+    for name, words in runs.items():
+        trainer = Trainer(Config.load(None, words, environ={}))
+        logged = {}
+        trainer.log = SilentLog()
+        trainer.log.log = lambda step, row, logged=logged: logged.update(row)
+        trainer.evaluate()
+        answers[name] = [logged["eval_loss"], trainer.train_step().loss.item()]
+    return answers
+
+
+def test_held_out_loss_on_every_mesh(tiny_words, tmp_path):
+    """The same rows whatever the layout, fewer than a micro-batch too (which crashed under tp), of
+    texts and of conversations, whose rows end in pads."""
+    lines = []
+    for i in range(60):
+        turns = [("user", f"Say {'go ' * (i % 5)}{i}"), ("assistant", f"{'gone ' * (i % 7)}{i}")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    base = words_of(tiny_words, "model.vocab_size=300")
+    chats = ["data.source=jsonl", f"data.path={tmp_path / 'chats.jsonl'}", "data.seq_len=160"]
+    sources = {
+        "text": [*base, "train.eval_rows=7"],
+        "few": [*base, "train.eval_rows=1"],
+        "chats": [*base, *chats],
+    }
+    expected = held_out_losses({k: [*w, "train.micro_batch_size=8"] for k, w in sources.items()})
+    layouts = ["dp", "tp", "tp+ep"]
+    runs = {
+        f"{kind} {layout}": [*words, *LAYOUTS[2][layout], "train.micro_batch_size=4"]
+        for kind, words in sources.items()
+        for layout in layouts
+    }
+    for answers in spawn(2, held_out_losses, runs, timeout=200):
+        for name, losses in answers.items():
+            assert losses == pytest.approx(expected[name.split()[0]], rel=TOLERANCE), name
 
 
 @pytest.mark.gpu

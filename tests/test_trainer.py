@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from moetrain.checkpoint import list_checkpoints
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
-from moetrain.loss import LossCoefficients, routing_losses
+from moetrain.loss import LossCoefficients, cross_entropy_sum, routing_losses
 from moetrain.metrics import MetricsLog, read_metrics
+from moetrain.parallel import apply
 from moetrain.train import main
 from moetrain.trainer import Trainer
 
@@ -200,6 +202,61 @@ def test_what_a_run_leaves_behind(tiny):
     kept = [p.name for p in list_checkpoints(folder / "checkpoints")]
     assert kept == ["step-00000003", "step-00000004"]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("eval_rows", [3, 7, 10_000])
+def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
+    """Five rows by file order and as many as the micro-batch made whole: it was another number."""
+    answers = []
+    for micro in (1, 2, 8):
+        words = [f"train.eval_rows={eval_rows}", "train.global_batch_size=8"]
+        trainer = Trainer(tiny(*words, f"train.micro_batch_size={micro}"))
+        trainer.log = MetricsLog(trainer.folder, trainer.config.log, 1)
+        trainer.evaluate()
+        answers.append(losses(trainer, "eval_loss")[0])
+    rows = [trainer.data.eval.row(i) for i in range(len(trainer.data.eval))]
+    assert answers == pytest.approx([answers[0]] * 3, rel=1e-6)
+    if eval_rows > len(rows):  # all of them, each token once
+        with torch.no_grad():
+            tokens_BS = torch.tensor(np.stack([row.tokens_S for row in rows]))
+            positions_BS = torch.tensor(np.stack([row.positions_S for row in rows]))
+            logits = trainer.model(tokens_BS, positions_BS).flatten(0, 1)
+            targets_T = torch.tensor(np.concatenate([row.targets_S for row in rows]))
+            expected = torch.nn.functional.cross_entropy(logits, targets_T)
+        assert answers[0] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def chats(path, count):
+    """``count`` short conversations as jsonl."""
+    turns = [
+        [
+            {"role": "user", "content": f"Say {'go ' * (i % 5)}{i}"},
+            {"role": "assistant", "content": f"{'gone ' * (i % 7)}{i}"},
+        ]
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
+    return path
+
+
+@pytest.mark.parametrize("words", [[], ["compile.enabled=yes", "activation.policy=selective"]])
+def test_conversations_train_on_whole_rows(tiny, tmp_path, words, monkeypatch):
+    monkeypatch.setattr(
+        apply, "compile_blocks", functools.partial(apply.compile_blocks, backend="aot_eager")
+    )
+    torch.compiler.reset()
+    words = [*words, "data.source=jsonl", f"data.path={chats(tmp_path / 'a.jsonl', 60)}"]
+    words += ["data.seq_len=160", "train.steps=30", "optim.lr=0.01", "train.eval_interval=15"]
+    trainer = fit(tiny(*words, "model.vocab_size=300"))
+    row = trainer.data.train.row(0)
+    assert row.is_pad_S is not None
+    curve = losses(trainer, "eval_loss")
+    assert curve[30] < 0.9 * curve[0]
+    # The router saw no pads: its counts are of the real tokens alone.
+    batches = trainer.loader.next_step()
+    assert sum(b.num_tokens for b in batches) < sum(b.tokens_BS.numel() for b in batches)
+    _, routing = cross_entropy_sum(trainer.model, batches[0])
+    assert routing.num_tokens == batches[0].num_tokens
 
 
 def test_learning_happens(tiny):

@@ -7,11 +7,16 @@ one wins and the others use its result. Neither building nor reading holds the c
 
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
     documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
+    targets.bin    [num_documents] int64: tokens of each document that may be learned
     masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
-    meta.json      the sizes and the type of the tokens
+    meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
+                   checksums of their beginnings
 
-Every document ends with EOS. Left out on purpose: removing caches that are no longer used (delete
-the folder), and content hashes (a file's path, size and time of change stand for its content).
+Every document ends with EOS, and one of plain text begins as the tokenizer has texts begin (BOS;
+a conversation begins as its template does). A source without any text has a cache without
+documents. Left out on purpose: removing caches that are no longer used (delete the folder), and
+reading sources only to see whether they changed (a file's path, size and time of change stand for
+its content).
 """
 
 from __future__ import annotations
@@ -19,12 +24,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -37,8 +44,14 @@ from moetrain.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("moetrain")
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raise it when the files or the way tokens are made change."""
+
+_FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
+
+CHECKED_BYTES = 1 << 26
+"""How much of each file is read to tell damage when a cache is opened: all of a small corpus, and a
+tenth of a second of a large one."""
 
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
@@ -51,95 +64,182 @@ class TokenCache(NamedTuple):
     """[num_tokens] uint16 or uint32."""
     documents: np.ndarray
     """[num_documents + 1] int64: document d is ``tokens[documents[d]:documents[d + 1]]``."""
+    targets: np.ndarray
+    """[num_documents] int64: tokens with loss of each document, but for its first."""
     masked: np.ndarray | None
-    """[num_tokens] uint8, 1 where a token carries no loss; None: all carry loss."""
+    """[num_tokens] uint8, 1 where a token carries no loss; None: there are no conversations, and
+    all carry loss."""
+    content: str
+    """Hash of all of this."""
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self.targets)
 
 
 def open_cache(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCache:
     """The tokens of ``source``, built now if no earlier run did.
 
     Raises:
-        ConfigError: the source is wrong or has no text, ``cache_dir`` cannot be written, or a
+        ConfigError: the source or the tokenizer is wrong, ``cache_dir`` cannot be written, or a
             cache in it is damaged.
     """
     identity = [FORMAT, tokenizer.fingerprint, source.identity()]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     folder = cache_dir / key
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         _build(source, tokenizer, folder)
-    return _open(folder)
+    try:
+        return _open(folder)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ConfigError(
+            "data.cache_dir", f"{folder} is damaged ({reason}); delete it to tokenise again"
+        ) from None
 
 
 def _open(folder: Path) -> TokenCache:
-    meta = json.loads((folder / "meta.json").read_text())
+    """The cache in ``folder``; a ValueError or whatever reading it raises means damage."""
+    meta = json.loads((folder / "meta.json").read_bytes())
+    num_tokens, num_documents = meta["num_tokens"], meta["num_documents"]
 
     def mapped(name: str, dtype: str, length: int) -> np.ndarray:
         file = folder / name
         if file.stat().st_size != length * np.dtype(dtype).itemsize:
-            raise ConfigError("data.cache_dir", f"{file} is damaged; delete {folder}")
-        return np.memmap(file, dtype=dtype, mode="r")
+            raise ValueError(f"{name} has {file.stat().st_size} bytes")
+        # An empty file cannot be mapped.
+        return np.memmap(file, dtype=dtype, mode="r") if length else np.empty(0, dtype)
 
+    if meta["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"tokens of type {meta['dtype']!r}")
+    for name in _FILES:
+        if _checksum(folder / name) != meta["checksums"][name]:
+            raise ValueError(f"{name} is not what was written")
+    documents = mapped("documents.bin", "int64", num_documents + 1)
+    if documents[0] != 0 or documents[-1] != num_tokens:
+        raise ValueError("documents.bin does not end with the tokens")
     has_mask = (folder / "masked.bin").stat().st_size > 0
     return TokenCache(
-        mapped("tokens.bin", meta["dtype"], meta["num_tokens"]),
-        mapped("documents.bin", "int64", meta["num_documents"] + 1),
-        mapped("masked.bin", "uint8", meta["num_tokens"]) if has_mask else None,
+        mapped("tokens.bin", meta["dtype"], num_tokens),
+        documents,
+        mapped("targets.bin", "int64", num_documents),
+        mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
+        str(meta["content"]),
     )
+
+
+def _checksum(file: Path) -> int:
+    with file.open("rb") as opened:
+        return zlib.crc32(opened.read(CHECKED_BYTES))
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError("data.cache_dir", f"{folder.parent} cannot be written: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
+        raise _not_writable(folder, error) from None
     try:
         _write(source, tokenizer, temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first, with the same content
-                raise
+        temporary.rename(folder)
+    except OSError as error:  # about this folder: sources report what is wrong with their files
+        if not folder.is_dir():  # else another process was first, with the same content
+            raise _not_writable(folder, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _not_writable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError("data.cache_dir", f"{str(folder.parent)!r} cannot be written: {error}")
+
+
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    num_tokens = num_documents = 0
     with (
         Progress(
             console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
         ) as progress,
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "documents.bin").open("wb") as documents,
+        (folder / "targets.bin").open("wb") as targets,
         (folder / "masked.bin").open("wb") as masked,
     ):
         task = progress.add_task("Tokenising", total=source.total_bytes())
-        documents.write(np.int64(0).tobytes())
+        writer = _Writer(tokenizer.vocab_size, tokens, documents, targets, masked)
         for piece, ids_T, masked_T in _encoded(source.pieces(), tokenizer):
-            tokens.write(ids_T.astype(dtype).tobytes())
-            if masked_T is not None:
-                masked.seek(num_tokens)  # what is skipped reads as 0: with loss
-                masked.write(masked_T.tobytes())
-            num_tokens += len(ids_T)
-            if piece.ends_document:
-                num_documents += 1
-                documents.write(np.int64(num_tokens).tobytes())
+            writer.add(ids_T, masked_T, piece.ends_document)
             progress.advance(task, piece.num_bytes)
-        if masked.tell() > 0:
-            masked.truncate(num_tokens)
-    if num_documents == 0:
-        raise source.if_empty
-    meta = {"num_tokens": num_tokens, "num_documents": num_documents, "dtype": dtype.name}
+        meta = writer.finish()
+        for file in (tokens, documents, targets, masked):
+            file.flush()
+            os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
+    meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
     (folder / "meta.json").write_text(json.dumps(meta))
-    logger.info("tokenised %d documents into %d tokens", num_documents, num_tokens)
+    if meta["num_documents"]:
+        logger.info(
+            "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
+        )
+
+
+class _Writer:
+    """Tokens, a piece of a document at a time, to a cache's files."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        tokens: BinaryIO,
+        documents: BinaryIO,
+        targets: BinaryIO,
+        masked: BinaryIO,
+    ) -> None:
+        self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self._tokens, self._documents, self._targets = tokens, documents, targets
+        self._masked = masked
+        self._num_tokens = self._num_documents = self._document_start = self._num_targets = 0
+        self._content = hashlib.blake2b(digest_size=16)
+        documents.write(np.int64(0).tobytes())
+
+    def add(self, ids_T: np.ndarray, masked_T: np.ndarray | None, ends_document: bool) -> None:
+        """The next piece: its tokens and which of them have no loss (uint8; None: all have)."""
+        data = ids_T.astype(self._dtype).tobytes()
+        self._tokens.write(data)
+        self._content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, ends_document))
+        self._content.update(data)
+        learned_T = np.ones(len(ids_T), bool) if masked_T is None else masked_T == 0
+        if masked_T is not None:
+            self._masked.seek(self._num_tokens)  # what is skipped reads as 0: with loss
+            self._masked.write(masked_T.tobytes())
+            self._content.update(masked_T.tobytes())
+        if self._num_tokens == self._document_start:
+            learned_T = learned_T[1:]  # no token predicts a document's first
+        self._num_targets += int(learned_T.sum())
+        self._num_tokens += len(ids_T)
+        if ends_document:
+            self._documents.write(np.int64(self._num_tokens).tobytes())
+            self._targets.write(np.int64(self._num_targets).tobytes())
+            self._num_documents += 1
+            self._document_start, self._num_targets = self._num_tokens, 0
+
+    def finish(self) -> dict[str, Any]:
+        """The content of meta.json."""
+        if self._masked.tell() > 0:
+            self._masked.truncate(self._num_tokens)
+        return {
+            "num_tokens": self._num_tokens,
+            "num_documents": self._num_documents,
+            "dtype": self._dtype.name,
+            "content": self._content.hexdigest(),
+        }
 
 
 def _encoded(
     pieces: Iterable[Piece], tokenizer: Tokenizer
 ) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None]]:
-    """Each piece with its ids [T], documents ended by EOS, and [T] whether a token has no loss."""
+    """Each piece with its ids [T] and [T] whether a token has no loss.
+
+    Documents of plain text get what the tokenizer puts before a text, all documents end with EOS.
+    """
+    starts_document = True
     for batch in _batches(pieces):
         for piece, encoded in zip(
             batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
@@ -147,11 +247,15 @@ def _encoded(
             ids_T, masked_T = encoded.ids, None
             if piece.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), piece.loss_spans)
+            elif starts_document and tokenizer.bos_ids:
+                ids_T = np.concatenate([np.array(tokenizer.bos_ids, np.uint32), ids_T])
             has_eos = len(ids_T) > 0 and ids_T[-1] == tokenizer.eos_id
             if piece.ends_document and not has_eos:
                 ids_T = np.append(ids_T.astype(np.uint32), np.uint32(tokenizer.eos_id))
-                # It ends the assistant's turn, or a text without any mask: it has loss.
-                masked_T = None if masked_T is None else np.append(masked_T, np.uint8(0))
+                # It has the loss of the text or of the assistant's turn that it ends, if any.
+                if masked_T is not None:
+                    masked_T = np.append(masked_T, masked_T.min(initial=1))
+            starts_document = piece.ends_document
             yield piece, ids_T, masked_T
 
 

@@ -35,21 +35,46 @@ Span = tuple[int, int]
 """Characters ``start:end`` of a text."""
 
 
+# What templates raise: programs, if small ones. MemoryError is not theirs alone.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,  # RecursionError too
+    TypeError,
+    ValueError,
+)
+
+
 class BadLineError(Exception):
     """A line's content is wrong; whoever knows the file and line number reports both."""
+
+    def __init__(self, problem: str, field: str | None = None) -> None:
+        """``field`` is the setting at fault, if that is not the one that named the file."""
+        super().__init__(problem)
+        self.field = field
 
 
 class ChatTemplate:
     """A Jinja chat template, run in a sandbox: it comes with checkpoints from strangers."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens`` (``bos_token``, ...) become variables of the template."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, check: bool = False
+    ) -> None:
+        """``special_tokens`` (``bos_token``, ...) become variables of the template.
+
+        Raises:
+            ConfigError: with ``check``, the template is malformed. Without, that is found at the
+                first conversation: a corpus without any needs no valid template.
+        """
         self.source = source
         self._special_tokens = special_tokens
+        if check:
+            _ = self._template
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        # Compiled at the first conversation: a corpus without any needs no valid template.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -60,6 +85,10 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 "data.chat_template", f"line {error.lineno} of the template: {error.message}"
+            ) from None
+        except (SyntaxError, *_TEMPLATE_ERRORS) as error:  # of the Python that it becomes
+            raise ConfigError(
+                "data.chat_template", f"the template cannot be compiled: {_say(error)}"
             ) from None
 
     def documents(self, messages: object) -> list[tuple[str, list[Span]]]:
@@ -85,6 +114,12 @@ class ChatTemplate:
                     f"messages[{i}]; give another template in data.chat_template"
                 )
             text = prompt + text[len(prompt) :].rstrip()
+            if len(text) == len(prompt) and message["content"].strip():
+                raise BadLineError(
+                    f"the chat template renders no text for messages[{i}], an assistant's turn; "
+                    "give another one",
+                    "data.chat_template",
+                )
             spans: list[Span] = []
             if documents and text.startswith(documents[-1][0]):
                 spans = documents.pop()[1]
@@ -94,14 +129,17 @@ class ChatTemplate:
         return documents
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        template = self._template  # its own error is no line's
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
+                tools=None,  # as Hugging Face has them where none are given
+                documents=None,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
-            raise BadLineError(f"the chat template fails: {error}") from None
+        except _TEMPLATE_ERRORS as error:
+            raise BadLineError(f"the chat template fails: {_say(error)}") from None
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:
@@ -114,6 +152,13 @@ def _checked(messages: object) -> list[dict[str, Any]]:
             if not isinstance(message.get(key), str):
                 raise BadLineError(f"messages[{i}].{key} is missing or not text")
     return messages
+
+
+def _say(error: Exception) -> str:
+    """Jinja's messages speak for themselves; Python's need their class."""
+    if isinstance(error, jinja2.TemplateError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _raise_exception(message: str) -> None:

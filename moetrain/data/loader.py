@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.data.packing import Dataset, Row
+from moetrain.data.packing import IGNORE_INDEX, Dataset, Row
 
 
 class Batch(NamedTuple):
@@ -36,8 +36,8 @@ class Batch(NamedTuple):
     max_seqlen: int
     """Length of the longest segment."""
     is_pad_BS: torch.Tensor | None = None
-    """bool, what only fills up a row; None: nothing does, as in all batches of :class:`Loader`. A
-    pad lies in the segment before it and has no target."""
+    """bool, what only fills up a row; None: nothing does, in any batch of this dataset. A pad lies
+    in the segment before it and has no target."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,27 +96,40 @@ class Loader:
         return self._dataset.row(int(self._order[index]))
 
 
-def eval_batches(dataset: Dataset, micro_batch_size: int, count: int) -> Iterator[Batch]:
-    """The first rows of ``dataset``, in order: the same at every evaluation.
+EVAL_SEED = 0
+"""Draws the rows of an evaluation. A constant: runs that differ in train.seed are compared by their
+held-out loss, so all of them are evaluated on the same rows."""
 
-    Args:
-        micro_batch_size: rows of a batch; all have the same size, so that nothing recompiles: the
-            rows left over by the last whole batch are not used, and a smaller dataset is one batch.
-        count: the most batches.
+
+def eval_batches(
+    dataset: Dataset, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """One data-parallel rank's share of ``num_rows`` rows drawn at random over all of ``dataset``.
+
+    The rows are the same at every call and however they are shared out (all of them, if there are
+    no more). Every batch is whole and every rank has as many, since all take part in each forward
+    pass and nothing should compile again: what is missing are rows without targets.
     """
-    size = min(micro_batch_size, len(dataset))
-    for i in range(min(count, len(dataset) // size)):
-        yield _collate([dataset.row(i * size + j) for j in range(size)])
+    generator = np.random.Generator(np.random.PCG64(EVAL_SEED))
+    drawn = generator.choice(len(dataset), min(num_rows, len(dataset)), replace=False)
+    filler = dataset.row(int(drawn[0]))
+    filler = filler._replace(targets_S=np.full_like(filler.targets_S, IGNORE_INDEX))
+    for first in range(0, len(drawn), world_size * micro_batch_size):
+        mine = drawn[first + rank * micro_batch_size :][:micro_batch_size]
+        rows = [dataset.row(int(index)) for index in mine]
+        yield _collate(rows + [filler] * (micro_batch_size - len(rows)))
 
 
 def _collate(rows: Sequence[Row]) -> Batch:
     lengths = np.concatenate([row.lengths for row in rows])
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = [row.positions_S for row in rows if row.positions_S is not None]
+    is_pad = [row.is_pad_S for row in rows if row.is_pad_S is not None]
     return Batch(
         torch.from_numpy(np.stack([row.tokens_S for row in rows])),
         torch.from_numpy(np.stack([row.targets_S for row in rows])),
         torch.from_numpy(np.stack(positions)) if positions else None,
         torch.from_numpy(cu_seqlens),
         int(lengths.max()),
+        torch.from_numpy(np.stack(is_pad)) if is_pad else None,
     )

@@ -11,17 +11,16 @@ as a segment of its own: segments attend only to themselves, and no target cross
 (each letter's target is the next token of its document, ``.`` is IGNORE_INDEX). The two tokens of
 c are less than a row and are dropped.
 
-Left out on purpose: best-fit packing (it needs the corpus sorted; cutting costs only context).
+This is for texts, where cutting costs only context; conversations are kept whole (whole.py).
 Shapes: S tokens of a row.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from moetrain.config import ConfigError
 from moetrain.data.cache import TokenCache
 
 IGNORE_INDEX = -100
@@ -29,7 +28,7 @@ IGNORE_INDEX = -100
 
 
 class Row(NamedTuple):
-    """One row of S tokens; all arrays are int64."""
+    """One row of S tokens; all arrays are int64 but the last."""
 
     tokens_S: np.ndarray
     targets_S: np.ndarray
@@ -40,10 +39,16 @@ class Row(NamedTuple):
     dataset, so attention needs no mask."""
     lengths: np.ndarray
     """Tokens of each segment, in order; they sum to S."""
+    is_pad_S: np.ndarray | None = None
+    """bool: what only fills up the row, at its end and in its last segment; None: nothing does, in
+    every row of this dataset."""
 
 
 class Dataset(Protocol):
     """Rows by index: all that the loader asks for."""
+
+    identity: list[Any]
+    """What decides the rows, as JSON."""
 
     def __len__(self) -> int: ...
 
@@ -52,36 +57,35 @@ class Dataset(Protocol):
         ...
 
 
-class PackedDataset:
-    """Rows of ``seq_len`` tokens over a token cache."""
+class StreamDataset:
+    """Rows of ``seq_len`` tokens over a token cache, documents end to end."""
 
-    def __init__(self, cache: TokenCache, seq_len: int, remedy: str) -> None:
-        """``remedy`` ends the message if there are too few tokens.
-
-        Raises:
-            ConfigError: fewer tokens than one row.
-        """
-        if len(cache.tokens) < seq_len:
-            raise ConfigError(
-                "data.seq_len",
-                f"{seq_len} is more than the {len(cache.tokens)} tokens there are; {remedy}",
-            )
-        self._cache = cache
-        self._seq_len = seq_len
+    def __init__(
+        self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
+    ) -> None:
+        """Rows ``first:stop`` of all there are (None: to the last). There may be none."""
+        stop = len(cache.tokens) // seq_len if stop is None else stop
+        self.identity: list[Any] = ["stream", cache.content, seq_len, first, stop]
+        self._cache, self._seq_len = cache, seq_len
+        self._first, self._num_rows = first, stop - first
+        # No target lies in another's rows; the corpus may also end right at a row.
+        self._end = len(cache.tokens) if stop == len(cache.tokens) // seq_len else stop * seq_len
 
     def __len__(self) -> int:
-        return len(self._cache.tokens) // self._seq_len
+        return self._num_rows
 
     def row(self, index: int) -> Row:
         """See :class:`Dataset`."""
         cache, size = self._cache, self._seq_len
-        start, stop = index * size, (index + 1) * size
-        # One token more than the row, for its last target; the corpus may end right at the row.
-        window = cache.tokens[start : stop + 1].astype(np.int64)
+        start = (self._first + index) * size
+        stop = start + size
+        # One token more than the row, for its last target, if there is one.
+        window = cache.tokens[start : min(stop + 1, self._end)].astype(np.int64)
         targets_S = np.full(size, IGNORE_INDEX)
         targets_S[: len(window) - 1] = window[1:]
         if cache.masked is not None:
-            targets_S[: len(window) - 1][cache.masked[start + 1 : stop + 1] == 1] = IGNORE_INDEX
+            masked = cache.masked[start + 1 : start + len(window)]
+            targets_S[: len(window) - 1][masked == 1] = IGNORE_INDEX
         # Documents that end in this row: their ends e lie in start < e <= stop.
         first, last = np.searchsorted(cache.documents, (start, stop), side="right")
         ends = cache.documents[first:last] - start
@@ -101,6 +105,7 @@ class SyntheticDataset:
         """Rows ``first:first + num_rows`` of the endless sequence that ``seed`` gives."""
         self._num_rows, self._seq_len, self._vocab_size = num_rows, seq_len, vocab_size
         self._seed, self._first = seed, first
+        self.identity: list[Any] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
 
     def __len__(self) -> int:
         return self._num_rows

@@ -17,8 +17,10 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +83,8 @@ class TextSource:
     def pieces(self) -> Iterator[Piece]:
         """The documents, in order."""
         for path in self.files:
-            yield from _text_pieces(path)
+            with _reading(path, self.if_empty.field):
+                yield from _text_pieces(path)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class JsonlSource:
         """
         num_bytes = 0
         for path in self.files:
-            with path.open("rb") as file:
+            with _reading(path, self.field), path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     num_bytes += len(line)
                     if not line.strip() or not self.share.holds(line.strip()):
@@ -121,7 +124,8 @@ class JsonlSource:
                     try:
                         documents = self._documents(line)
                     except BadLineError as error:
-                        raise ConfigError(self.field, f"{path}:{number}: {error}") from None
+                        field = error.field or self.field
+                        raise ConfigError(field, f"{path}:{number}: {error}") from None
                     for text, spans in documents:
                         yield Piece(text, spans, True, num_bytes)
                         num_bytes = 0
@@ -133,6 +137,10 @@ class JsonlSource:
             raise BadLineError(f"not JSON: {error.msg} at column {error.colno}") from None
         except UnicodeDecodeError as error:
             raise BadLineError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+        except ValueError as error:  # an integer of thousands of digits
+            raise BadLineError(f"not JSON that can be read: {error}") from None
+        except RecursionError:
+            raise BadLineError("nested too deeply") from None
         if not isinstance(entry, dict):
             raise BadLineError("not a JSON object")
         if "messages" in entry:
@@ -150,54 +158,92 @@ class JsonlSource:
 Source = TextSource | JsonlSource
 
 
-def open_sources(data: DataSection, tokenizer: Tokenizer) -> tuple[Source, Source | None]:
-    """The training and the held-out source (None: no evaluation) that the settings ask for.
+class Sources(NamedTuple):
+    """What the settings ask for."""
+
+    train: Source
+    eval: Source | None
+    """None: no evaluation."""
+    undivided: Source
+    """All of ``data.path``; that is both of them, but for an ``eval`` from elsewhere."""
+
+
+def open_sources(data: DataSection, tokenizer: Tokenizer) -> Sources:
+    """The sources of a run, their files listed and nothing read yet.
 
     Raises:
-        ConfigError: a path or template file that is missing, or a folder without files.
+        ConfigError: a path or template file that is missing or cannot be read, a template that is
+            malformed, or a folder without files.
     """
+    shares = EVERYTHING, Share(data.eval_fraction, 1.0), Share(0.0, data.eval_fraction)
+    undivided, train, held_out = _open(data, "data.path", data.path, tokenizer, *shares)
     if data.eval_path is not None:
-        train = _open(data, "data.path", data.path, EVERYTHING, tokenizer)
-        return train, _open(data, "data.eval_path", data.eval_path, EVERYTHING, tokenizer)
-    train = _open(data, "data.path", data.path, Share(data.eval_fraction, 1.0), tokenizer)
-    if data.eval_fraction == 0:
-        return train, None
-    return train, _open(data, "data.path", data.path, Share(0.0, data.eval_fraction), tokenizer)
+        (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, EVERYTHING)
+        return Sources(undivided, other, undivided)
+    return Sources(train, held_out if data.eval_fraction else None, undivided)
 
 
 def _open(
-    data: DataSection, field: str, path: str | None, share: Share, tokenizer: Tokenizer
-) -> Source:
+    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: Share
+) -> list[Source]:
     if data.source == "stdlib":
         field, path = "data.source", sysconfig.get_path("stdlib")
     if path is None:
         raise ConfigError(field, f"not set, and data.source {data.source!r} needs it")
-    root = Path(path)
     suffix = {"stdlib": ".py", "jsonl": ".jsonl"}.get(data.source, "")
-    files = _list_files(root, suffix, _NOT_STDLIB if data.source == "stdlib" else frozenset())
-    if not files:
-        missing = f"holds no {suffix or 'text'} files" if root.is_dir() else "does not exist"
-        raise ConfigError(field, f"{path!r} {missing}")
-    if_empty = _empty_error(field, path, share, data.eval_fraction)
+    skipped = _NOT_STDLIB if data.source == "stdlib" else frozenset()
+    files = _list_files(field, path, suffix, skipped)
+    if_empty = ConfigError(field, f"{path!r} holds no text")
     if data.source == "jsonl":
         template = _chat_template(data.chat_template, tokenizer)
-        return JsonlSource(files, if_empty, share, field, data.text_field, template)
-    return TextSource([f for f in files if share.holds(_name(f, root).encode())], if_empty)
+        return [JsonlSource(files, if_empty, s, field, data.text_field, template) for s in shares]
+    names = [os.fsencode(_name(file, Path(path))) for file in files]
+    return [
+        TextSource([f for f, n in zip(files, names, strict=True) if share.holds(n)], if_empty)
+        for share in shares
+    ]
 
 
-def _list_files(root: Path, suffix: str, skipped: Set[str]) -> list[Path]:
-    """Visible files under ``root`` (or ``root`` itself, if a file), in the order of their names."""
-    if root.is_file():
+def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[Path]:
+    """Visible files under ``path`` (or ``path`` itself, if a file), in the order of their names."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(field, f"{error.filename!r} cannot be read: {error.strerror}")
+
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise ConfigError(field, f"{path!r} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
+        raise ConfigError(field, f"{path!r} cannot be read: {error}") from None
+    root = Path(path)
+    if stat.S_ISREG(mode):
         return [root]
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(field, f"{path!r} is neither a file nor a folder")
     found = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
-        found += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(suffix) and not name.startswith(".")
-        ]
-    return sorted(found, key=lambda path: _name(path, root))
+        for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
+            logger.info("%s is a link to a folder; not followed", link)
+        for name in names:
+            if name.endswith(suffix) and not name.startswith("."):
+                if os.path.isfile(file := Path(folder, name)):
+                    found.append(file)
+                else:
+                    logger.info("%s is no file, or a link to none; skipped", file)
+    if not found:
+        raise ConfigError(field, f"{path!r} holds no {suffix or 'text'} files")
+    return sorted(found, key=lambda file: _name(file, root))
+
+
+@contextmanager
+def _reading(path: Path, field: str) -> Iterator[None]:
+    """A file that cannot be read is the fault of ``field``, which named it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(field, f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def _name(path: Path, root: Path) -> str:
@@ -209,27 +255,30 @@ def _stat(files: list[Path]) -> list[Any]:
     return [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
-def _empty_error(field: str, path: str, share: Share, eval_fraction: float) -> ConfigError:
-    if share == EVERYTHING:
-        return ConfigError(field, f"{path!r} holds no text")
-    if share.low > 0:
-        return ConfigError(
-            field, f"{path!r} holds no text, or data.eval_fraction {eval_fraction} holds out all"
-        )
-    return ConfigError(
-        "data.eval_fraction",
-        f"{eval_fraction} of the documents of {path!r} holds out none; raise it, name held-out "
-        "text in data.eval_path, or set it to 0 for no evaluation",
-    )
-
-
 def _chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    source = tokenizer.chat_template or CHATML
+    """The template of ``data.chat_template``, else the tokenizer's, else ChatML."""
+    special = tokenizer.special_tokens
     if file_name is not None:
-        if not Path(file_name).is_file():
-            raise ConfigError("data.chat_template", f"{file_name!r} does not exist")
-        source = Path(file_name).read_text(encoding="utf-8")
-    return ChatTemplate(source, tokenizer.special_tokens)
+        return ChatTemplate(_read_template(file_name), special, check=True)
+    if tokenizer.chat_template is not None:
+        return ChatTemplate(tokenizer.chat_template, special)
+    # Templates write their own BOS: so does this one, where the model knows texts to begin with it.
+    has_bos = tokenizer.bos_ids and "bos_token" in special
+    return ChatTemplate("{{- bos_token }}" * bool(has_bos) + CHATML, special)
+
+
+def _read_template(file_name: str) -> str:
+    try:
+        if stat.S_ISREG(os.stat(file_name).st_mode):
+            return Path(file_name).read_text(encoding="utf-8")
+        problem = "is not a file"
+    except FileNotFoundError:
+        problem = "does not exist"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except ValueError as error:  # not UTF-8; or no path at all, with a NUL in it
+        problem = f"is no text file: {error}"
+    raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
 
 
 def _text_pieces(path: Path) -> Iterator[Piece]:

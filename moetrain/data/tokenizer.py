@@ -3,9 +3,12 @@
 The byte tokenizer needs no files, so a fresh machine can train at once. Everything else of this
 package sees only the :class:`Tokenizer` protocol.
 
-Left out on purpose: padding (rows are packed), truncation (documents are kept whole), and the
-special tokens a post-processor would add (the packer ends documents, chat templates write the
-rest). Shapes: T tokens.
+What Hugging Face's tokenizer call puts before a plain text (BOS, where a model has one) is
+``bos_ids``: the cache puts it before documents, :meth:`Tokenizer.encode_prompt` before prompts.
+Rendered conversations get nothing, there as here: their template writes it.
+
+Left out on purpose: padding and truncation (rows are packed), and the special tokens a
+post-processor would put behind a text (documents end with EOS, once). Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -47,6 +52,8 @@ class Tokenizer(Protocol):
     """Largest id + 1."""
     eos_id: int
     """The token that ends every document."""
+    bos_ids: tuple[int, ...]
+    """What comes before every plain text: BOS, or nothing."""
     fingerprint: str
     """Hash of all that decides the ids a text or a conversation gets, but for its template."""
     chat_template: str | None
@@ -62,12 +69,29 @@ class Tokenizer(Protocol):
         """Text of ``ids``, without special tokens; bytes that are no UTF-8 become U+FFFD."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens that a model continues to continue ``text``: ``bos_ids`` and the text's.
 
-class ByteTokenizer:
+        Raises:
+            ValueError: there are none, or ``text`` has characters that are none (surrogates, which
+                is what bytes of a command line that are no UTF-8 become).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{text!r} is not text") from None
+        ids = [*self.bos_ids, *self.encode_batch([text])[0].ids.tolist()]
+        if not ids:
+            raise ValueError(f"{text!r} has no tokens to go on from")
+        return ids
+
+
+class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, and 256 for the end of a document."""
 
     vocab_size = 257
     eos_id = 256
+    bos_ids = ()
     fingerprint = "byte"
 
     def __init__(self) -> None:
@@ -86,36 +110,39 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < self.eos_id).decode(errors="replace")
 
 
-class HFTokenizer:
-    """A ``tokenizer.json``, with what the files beside it say of EOS, PAD and conversations."""
+class HFTokenizer(Tokenizer):
+    """A ``tokenizer.json``, and what the files beside it say of BOS, EOS, PAD, conversations."""
 
     def __init__(self, folder: Path, file_name: str = "tokenizer.json") -> None:
         """Read ``folder/file_name`` and, where they exist, the files beside it.
 
         Raises:
-            ConfigError: not a tokenizer, or its end-of-text token cannot be told.
+            ConfigError: a file that cannot be read or is malformed, no tokens, or no telling which
+                one ends a text.
         """
         file = folder / file_name
         config = _read_json(folder / "tokenizer_config.json")
-        content = file.read_bytes()
-        try:
+        content = _read(file)
+        with _library_errors(f"{file} is not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # noqa: BLE001  the library raises nothing narrower
-            raise ConfigError("data.tokenizer", f"{file} is not a tokenizer: {error}") from None
-        padding = self._tokenizer.padding
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            padding = self._tokenizer.padding
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError("data.tokenizer", f"{file} has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
-        self.special_tokens = _special_tokens(config)
+        self.special_tokens = _special_tokens(config, folder)
         if "eos_token" not in self.special_tokens:
             self.special_tokens["eos_token"] = _guess_eos(vocabulary, file)
         eos = self.special_tokens["eos_token"]
-        if eos not in vocabulary:
-            raise ConfigError("data.tokenizer", f"{file} has no token {eos!r}, its eos_token")
-        self.eos_id = vocabulary[eos]
+        self.eos_id = _id_of("eos_token", eos, vocabulary, file)
+        self.bos_ids = self._find_bos(vocabulary)
+        if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
+            bos = self.special_tokens["bos_token"]
+            self.bos_ids = (_id_of("bos_token", bos, vocabulary, file),)
         self.chat_template = _chat_template(folder, config)
-        special = json.dumps(self.special_tokens, sort_keys=True)
+        special = json.dumps([self.special_tokens, self.bos_ids], sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
         if eos in (self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")):
             logger.warning(
@@ -125,9 +152,22 @@ class HFTokenizer:
                 self.eos_id,
             )
 
+    def _find_bos(self, vocabulary: Iterable[str]) -> tuple[int, ...]:
+        """What the post-processor puts before a text: asked of the first text that has tokens."""
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
+            return ()
+        for text in ("a", *vocabulary):
+            with _library_errors(f"the tokenizer cannot encode {text!r}"):
+                encoding = self._tokenizer.encode(text)
+            own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+            if own:
+                return tuple(encoding.ids[: own[0]])
+        return ()
+
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """See :class:`Tokenizer`; ids are uint32. Uses every core."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with _library_errors("the tokenizer cannot encode a text"):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
             Encoded(np.array(encoding.ids, dtype=np.uint32), partial(_hf_offsets, encoding))
             for encoding in encodings
@@ -150,20 +190,32 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
+    if os.path.isfile(name):
+        return HFTokenizer(Path(name).parent, Path(name).name)
     path = Path(name)
-    if path.is_file():
-        return HFTokenizer(path.parent, path.name)
-    if not path.is_dir():
+    if not os.path.isdir(name):
         try:
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES)))
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = (str(error) or repr(error)).splitlines()[0]
             raise ConfigError(
                 "data.tokenizer", f"{name!r} is no file or folder, nor a hub id in reach: {reason}"
             ) from None
-    if not (path / "tokenizer.json").is_file():
+    if not os.path.lexists(path / "tokenizer.json"):
         raise ConfigError("data.tokenizer", f"{name!r} holds no tokenizer.json")
     return HFTokenizer(path)
+
+
+@contextmanager
+def _library_errors(doing: str) -> Iterator[None]:
+    """What the library raises, which is nothing narrower than Exception, as a ConfigError."""
+    try:
+        yield
+    except BaseException as error:
+        # A failed assertion in its Rust is no Exception, and its class has no importable name.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError("data.tokenizer", f"{doing}: {error}") from None
 
 
 def _byte_offsets(text: str) -> np.ndarray:
@@ -178,19 +230,30 @@ def _hf_offsets(encoding: tokenizers.Encoding) -> np.ndarray:
     return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read(path: Path) -> bytes:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError("data.tokenizer", f"{path} is not a file")
     try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError("data.tokenizer", f"{path} cannot be read: {error.strerror}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``; empty if there is no such file."""
+    if not os.path.lexists(path):
+        return {}
+    content = _read(path)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise ConfigError("data.tokenizer", f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError("data.tokenizer", f"{path} is not a JSON object")
     return value
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
     """``{"eos_token": "</s>", ...}``; the file has plain strings or objects with ``content``."""
     tokens = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -198,10 +261,20 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
             tokens[key] = text
+        elif value is not None:
+            raise ConfigError(
+                "data.tokenizer", f"{folder}/tokenizer_config.json: {key} {value!r} is no token"
+            )
     return tokens
 
 
-def _guess_eos(vocabulary: dict[str, int], file: Path) -> str:
+def _id_of(key: str, token: str, vocabulary: Mapping[str, int], file: Path) -> int:
+    if token not in vocabulary:
+        raise ConfigError("data.tokenizer", f"{file} has no token {token!r}, its {key}")
+    return vocabulary[token]
+
+
+def _guess_eos(vocabulary: Mapping[str, int], file: Path) -> str:
     for name in _EOS_NAMES:
         if name in vocabulary:
             logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
@@ -215,9 +288,19 @@ def _guess_eos(vocabulary: dict[str, int], file: Path) -> str:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if os.path.lexists(file):
+        try:
+            return _read(file).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError("data.tokenizer", f"{file} is not UTF-8: {error.reason}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template", 0) for e in named if e.get("name") == "default"), 0)
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(
+            "data.tokenizer",
+            f"{folder}/tokenizer_config.json: chat_template is neither a text nor a list of "
+            '{"name": ..., "template": ...} with one named default',
+        )
     return template

@@ -1,0 +1,232 @@
+"""Tokenizers beside Hugging Face's: what begins a text; and files that are wrong in any way."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from tokenizers import models, pre_tokenizers, processors
+
+from moetrain.config import Config, ConfigError
+from moetrain.data import build_data, cache, sources
+from moetrain.data.cache import open_cache
+from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+
+WORDS = ["<unk>", "</s>", "<s>", "[SEP]", "a", "b", "c", "user", "assistant"]
+BOS, EOS = WORDS.index("<s>"), WORDS.index("</s>")
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def save(folder: Path, post: object = None, **settings: object) -> Path:
+    """A whitespace tokenizer over WORDS with a post-processor, as Hugging Face files."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<unk>", "</s>", "<s>", "[SEP]"])
+    if post is not None:
+        tokenizer.post_processor = post
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def template(single: str) -> processors.TemplateProcessing:
+    specials = [(word, WORDS.index(word)) for word in ("<s>", "</s>", "[SEP]") if word in single]
+    return processors.TemplateProcessing(single=single, special_tokens=specials)
+
+
+POST_PROCESSORS = {
+    "bos": (template("<s> $A"), (BOS,)),  # as Llama's
+    "bos and eos": (template("<s> $A </s>"), (BOS,)),
+    "two": (template("<s> [SEP] $A"), (BOS, 3)),
+    "eos": (template("$A </s>"), ()),
+    "none": (None, ()),
+    "roberta": (processors.RobertaProcessing(("</s>", EOS), ("<s>", BOS)), (BOS,)),
+    "sequence": (processors.Sequence([processors.ByteLevel(), template("<s> $A")]), (BOS,)),
+}
+
+
+@pytest.mark.parametrize("name", POST_PROCESSORS)
+def test_texts_begin_as_hugging_faces_call_has_them_begin(tmp_path: Path, name: str):
+    post, bos_ids = POST_PROCESSORS[name]
+    folder = save(tmp_path / "t", post)
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.bos_ids == bos_ids
+    peer = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("a b", "<s> a", ""):
+        theirs = peer(text)["input_ids"]
+        if text or bos_ids:
+            ours = tokenizer.encode_prompt(text)
+            assert ours == theirs[: len(ours)]
+    text = tmp_path / "one.txt"
+    text.write_text("a b c")
+    source = sources.TextSource([text], ConfigError("data.path", "empty"))
+    built = open_cache(source, tokenizer, tmp_path / "cache")
+    theirs = peer("a b c")["input_ids"]
+    assert built.tokens.tolist() == theirs + [EOS] * (theirs[-1] != EOS)
+    assert built.targets.tolist() == [len(built.tokens) - 1]
+
+
+def test_bos_that_only_the_config_asks_for(tmp_path: Path):
+    asked = load_tokenizer(str(save(tmp_path / "t", add_bos_token=True)))
+    assert asked.bos_ids == (BOS,)
+    other = load_tokenizer(str(save(tmp_path / "u", add_bos_token=False)))
+    assert other.bos_ids == ()
+    assert asked.fingerprint != other.fingerprint  # other tokens: another cache
+    with pytest.raises(ConfigError, match=r"has no token '<bos>', its bos_token"):
+        load_tokenizer(str(save(tmp_path / "v", add_bos_token=True, bos_token="<bos>")))
+
+
+def test_a_text_read_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 40)
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / name).write_text("a b c a b c\n" * 20)
+    source = sources.TextSource(sorted(tmp_path.iterdir()), ConfigError("data.path", "empty"))
+    tokenizer = load_tokenizer(str(save(tmp_path / "t", template("<s> $A"))))
+    tokens = open_cache(source, tokenizer, tmp_path / "cache").tokens
+    assert np.flatnonzero(tokens == BOS).tolist() == [0, 122]
+    assert np.flatnonzero(tokens == EOS).tolist() == [121, 243]
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "begins"),
+    [
+        ("{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}", [BOS, 4]),
+        ("{% for m in messages %}{{ m.content }} {% endfor %}", [4, 5]),
+        (None, [BOS, 0]),  # the built-in ChatML, whose markers these words lack
+    ],
+)
+def test_conversations_begin_as_their_template_says(
+    tmp_path: Path, chat_template: str | None, begins: list[int]
+):
+    folder = save(tmp_path / "t", template("<s> $A"), chat_template=chat_template)
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}) + "\n")
+    settings = {"source": "jsonl", "path": str(path), "eval_fraction": 0, "seq_len": 8}
+    settings |= {"cache_dir": str(tmp_path / "cache"), "tokenizer": str(folder)}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings})
+    row = build_data(config, 20).train.row(0)
+    assert row.tokens_S[:2].tolist() == begins
+    if chat_template is not None:
+        peer = transformers.AutoTokenizer.from_pretrained(folder)
+        theirs = peer.apply_chat_template(TURNS, return_dict=False)
+        assert row.tokens_S[: row.is_pad_S.argmax()].tolist() == [*theirs, EOS]
+    assert row.targets_S[row.targets_S >= 0].tolist()[-1] == EOS
+
+
+@pytest.mark.parametrize(("text", "problem"), [("", "has no tokens"), ("\udcff", "is not text")])
+def test_prompts_that_nothing_can_be_sampled_from(tmp_path: Path, text: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        ByteTokenizer().encode_prompt(text)
+    values = {"model": {"preset": "debug"}, "train": {"sample_prompt": text}}
+    config = Config.load(values | {"data": {"source": "synthetic"}})
+    with pytest.raises(ConfigError, match=rf"train\.sample_prompt: .*{problem}"):
+        build_data(config, 300)
+    assert load_tokenizer(str(save(tmp_path / "t", template("<s> $A")))).encode_prompt("") == [BOS]
+
+
+# Files that are wrong
+
+
+def write(folder: Path, name: str, content: str | bytes) -> None:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def change(folder: Path, **fields: object) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def added(**fields: object) -> list[dict[str, object]]:
+    token = {"id": 3, "content": "[SEP]", "single_word": False, "lstrip": False, "rstrip": False}
+    return [token | {"normalized": False, "special": True} | fields]
+
+
+def replace_by(folder: Path, name: str, target: str | None = None) -> None:
+    """A link to ``target`` in the place of a file; None: a folder."""
+    (folder / name).unlink(missing_ok=True)
+    if target is None:
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(target)
+
+
+EMPTY = {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}
+NO_UNK = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "<unk>"}
+DEEP = "[" * 100_000 + "]" * 100_000
+WRONG = {
+    "truncated": lambda f: write(f, "tokenizer.json", (f / "tokenizer.json").read_bytes()[:200]),
+    "empty file": lambda f: write(f, "tokenizer.json", ""),
+    "binary": lambda f: write(f, "tokenizer.json", os.urandom(1000)),
+    "list": lambda f: write(f, "tokenizer.json", "[]"),
+    "number": lambda f: write(f, "tokenizer.json", "1"),
+    "deep": lambda f: write(f, "tokenizer.json", DEEP),
+    "no model": lambda f: write(f, "tokenizer.json", "{}"),
+    "model of no known type": lambda f: change(f, model={"type": "Magic"}),
+    "model is a list": lambda f: change(f, model=[]),
+    "no tokens": lambda f: change(f, model=EMPTY, added_tokens=[]),
+    "id is negative": lambda f: change(f, added_tokens=added(id=-1)),
+    "id is huge": lambda f: change(f, added_tokens=added(id=2**40, content="[NEW]")),
+    "id is text": lambda f: change(f, added_tokens=added(id="3")),
+    "vocabulary id is negative": lambda f: change(f, model=EMPTY | {"vocab": {"</s>": -2}}),
+    "a panic in the library": lambda f: change(
+        f, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    ),
+    "a folder": lambda f: replace_by(f, "tokenizer.json"),
+    "a device": lambda f: replace_by(f, "tokenizer.json", target="/dev/zero"),
+    "a dangling link": lambda f: replace_by(f, "tokenizer.json", "gone"),
+    "config is a dangling link": lambda f: replace_by(f, "tokenizer_config.json", "gone"),
+    "config is a folder": lambda f: replace_by(f, "tokenizer_config.json"),
+    "config is cut": lambda f: write(f, "tokenizer_config.json", '{"eos_token": "<'),
+    "config is binary": lambda f: write(f, "tokenizer_config.json", b"\xff\xfe\x00"),
+    "config is deep": lambda f: write(f, "tokenizer_config.json", DEEP),
+    "config is a list": lambda f: write(f, "tokenizer_config.json", "[]"),
+    "eos is a number": lambda f: save(f, eos_token=3),
+    "eos is a list": lambda f: save(f, eos_token=["</s>"]),
+    "eos is unknown": lambda f: save(f, eos_token="<stop>"),
+    "bos has no content": lambda f: save(f, bos_token={"text": "<s>"}),
+    "template is a number": lambda f: save(f, chat_template=3),
+    "template is an object": lambda f: save(f, chat_template={"default": "x"}),
+    "templates without default": lambda f: save(
+        f, chat_template=[{"name": "rag", "template": "x"}]
+    ),
+    "templates are texts": lambda f: save(f, chat_template=["x"]),
+    "template has no text": lambda f: save(f, chat_template=[{"name": "default"}]),
+    "template is binary": lambda f: write(f, "chat_template.jinja", b"\xff\xfe"),
+    "template is a folder": lambda f: replace_by(f, "chat_template.jinja"),
+    "template is a dangling link": lambda f: replace_by(f, "chat_template.jinja", "gone"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files_are_one_line(tmp_path: Path, case: str):
+    folder = save(tmp_path / "t")
+    HFTokenizer(folder)  # it was fine
+    WRONG[case](folder)
+    settings = {"model": {"preset": "debug"}, "data": {"tokenizer": str(folder)}}
+    settings["data"]["cache_dir"] = str(tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: ") as raised:
+        build_data(Config.load(settings), 1000)
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["", "\0", "x" * 5000, "a/b/c", "no such thing!"])
+def test_names_of_no_tokenizer(name: str):
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: "):
+        load_tokenizer(name)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path):
+    """A word level model raises at the first unknown word if it has no token for that."""
+    folder = save(tmp_path / "t")
+    change(folder, model=NO_UNK, added_tokens=[])
+    tokenizer = load_tokenizer(str(folder))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: the tokenizer cannot encode a text: "):
+        tokenizer.encode_batch(["a"])
