@@ -22,6 +22,7 @@ import torch
 from moetrain.checkpoint import find_checkpoint, list_checkpoints, save_checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.data import Batch, Loader, build_data, eval_batches
+from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.generate import generate
 from moetrain.loss import (
     GlobalBatch,
@@ -351,7 +352,14 @@ class Trainer:
         if self.config.checkpoint.at_end:
             self.save()
         if self.config.checkpoint.save_hf:
-            save_whole_model(self.model, self.placed, self.folder / "hf", write=self.world.is_main)
+            save_whole_model(
+                self.model,
+                self.placed,
+                self.folder / "hf",
+                write=self.world.is_main,
+                dtype=self.config.checkpoint.hf_dtype,
+                tokenizer=tokenizer_files(self.data.tokenizer, self.config.data),
+            )
         text = None
         if self.config.train.sample_tokens and self.config.data.source != "synthetic":
             text = self.sample()

@@ -151,7 +151,7 @@ BAD_CONFIGS = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "rope type": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     "rope key": ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq"),
-    "rope value": ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor: "),
+    "rope value": ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor is 'two'"),
     "rope list": ({"rope_scaling": [1]}, "expected an object"),
     "rope by layer": ({"rope_parameters": {"full_attention": {}}}, "between layer types"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -95,7 +95,7 @@ class HFTokenizer:
         Raises:
             ConfigError: not a tokenizer, or its end-of-text token cannot be told.
         """
-        file = folder / file_name
+        self.file = file = folder / file_name
         config = _read_json(folder / "tokenizer_config.json")
         content = file.read_bytes()
         try:
@@ -114,6 +114,7 @@ class HFTokenizer:
         if eos not in vocabulary:
             raise ConfigError("data.tokenizer", f"{file} has no token {eos!r}, its eos_token")
         self.eos_id = vocabulary[eos]
+        self.special_ids = {k: vocabulary.get(text) for k, text in self.special_tokens.items()}
         self.chat_template = _chat_template(folder, config)
         special = json.dumps(self.special_tokens, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
