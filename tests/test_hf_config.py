@@ -158,7 +158,7 @@ BAD_CONFIGS = {
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     "text for a number": ({"hidden_size": "big"}, "hidden_size is 'big'"),
     "bool for a number": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-    "heads": ({"num_key_value_heads": 4}, "num_heads 6 is not a multiple of num_kv_heads 4"),
+    "heads": ({"num_key_value_heads": 4}, "heads 6 is not a multiple of num_key_value_heads 4"),
     "layer type": ({"layer_types": ["full_attention", "x", "y"]}, "layer_types x, y"),
     "too few layer types": ({"layer_types": ["full_attention"]}, "names 1 layers"),
     "no window": ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window is in use"),

@@ -15,6 +15,7 @@ describes text instead of the network (token ids, generation settings).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,6 +75,8 @@ def _first_problem(error: ValidationError, family: HFFamily) -> str:
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
+        for ours, theirs in family.all_fields.items():
+            message = re.sub(rf"\b{ours}\b", theirs, message)
         return message
     field = str(problem["loc"][0])
     return f"{family.all_fields.get(field, field)} is {problem['input']!r:.80}: {message}"
@@ -146,8 +149,8 @@ def _check_types(given: HFConfig, defaults: HFConfig) -> None:
         if value is None and key in _NULLABLE:
             continue
         if is_bool_for_number or not isinstance(value, expected):
-            like = kind.__name__ if default is None else f"value like {default!r}"
-            raise config_error(f"{key} is {value!r:.80}, expected a {like}")
+            like = f"of type {kind.__name__}" if default is None else f"like {default!r}"
+            raise config_error(f"{key} is {value!r:.80}, expected a value {like}")
 
 
 def _canonical(arch: Architecture) -> Architecture:

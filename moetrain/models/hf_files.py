@@ -162,8 +162,13 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def error(what: str | os.PathLike[str], problem: str) -> ConfigError:
-    """A fault of the checkpoint at ``what``, in one line."""
-    return ConfigError("model.path", " ".join(f"{os.fspath(what)}: {problem}".split()))
+    """A fault of the checkpoint at ``what``, in one line of a length that can be read."""
+    return ConfigError("model.path", f"{_short(os.fspath(what))}: {_short(problem)}")
+
+
+def _short(text: str, most: int = 500) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def listing(names: Sequence[str], shown: int = 5) -> str:
@@ -219,7 +224,8 @@ def _find_local(name: str) -> Path | None:
             kind = "a file" if folder.is_file() else "a link to nothing or no folder"
             raise error(name, f"{kind}; give the folder that holds {CONFIG} and the weights")
     except (OSError, RuntimeError) as failure:  # too long, not permitted, a user without a home
-        raise error(name, f"cannot be opened: {failure}") from None
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise error(name, f"cannot be opened: {reason}") from None
     try:
         snapshot = snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
@@ -253,6 +259,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: no file, or not JSON, or something other than an object.
     """
     if not path.is_file():
+        if os.path.lexists(path):
+            raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
         raise error(path.parent, f"no {path.name} in it")
     try:
         num_bytes = path.stat().st_size
