@@ -249,13 +249,25 @@ def test_a_source_that_is_no_longer_there(how, checkpoint, tmp_path):
         shutil.rmtree(source)
     else:
         save_file(tensors_in(checkpoint), source / hf.SINGLE, {"format": "np"})
-    with pytest.raises(ConfigError, match=r"gone or changed since it was loaded: .*mtp") as caught:
+    with pytest.raises(ConfigError, match=r"gone or changed since it was read; .*mtp") as caught:
         moetrain.save_hf(model, out)
     assert caught.value.field == "model.path"
     assert str(source) in caught.value.problem
     own = {k: v for k, v in tensors_in(checkpoint).items() if k not in EXTRA}
     assert_same_bits(tensors_in(out), own)  # what was trained is safe
     assert read(out / hf.CONFIG) == read(checkpoint / hf.CONFIG)
+
+
+def test_a_tokenizer_that_is_no_longer_there(checkpoint, tmp_path):
+    make_tokenizer(tmp_path / "tokenizer")
+    files = tokenizer_files(load_tokenizer(str(tmp_path / "tokenizer")), DataSection())
+    shutil.rmtree(tmp_path / "tokenizer")
+    model = moetrain.load_hf(checkpoint)
+    model.source = None
+    with pytest.raises(ConfigError, match=r"gone .* all but .*tokenizer\.json") as caught:
+        moetrain.save_hf(model, tmp_path / "out", tokenizer=files)
+    assert caught.value.field == "data.tokenizer"
+    assert moetrain.load_hf(tmp_path / "out").arch == model.arch
 
 
 def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):

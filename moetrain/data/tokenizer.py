@@ -95,7 +95,7 @@ class HFTokenizer:
         Raises:
             ConfigError: not a tokenizer, or its end-of-text token cannot be told.
         """
-        self.file = file = folder / file_name
+        file = folder / file_name
         config = _read_json(folder / "tokenizer_config.json")
         content = file.read_bytes()
         try:
@@ -114,10 +114,11 @@ class HFTokenizer:
         if eos not in vocabulary:
             raise ConfigError("data.tokenizer", f"{file} has no token {eos!r}, its eos_token")
         self.eos_id = vocabulary[eos]
-        self.special_ids = {k: vocabulary.get(text) for k, text in self.special_tokens.items()}
         self.chat_template = _chat_template(folder, config)
         special = json.dumps(self.special_tokens, sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
+        self.file = file  # for exports, as are the ids
+        self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
         if eos in (self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")):
             logger.warning(
                 "data.tokenizer: PAD is EOS (%r, id %d). Loss is masked by position, not by id, "

@@ -29,16 +29,14 @@ def tokenizer_files(tokenizer: Tokenizer, data: DataSection) -> TokenizerFiles |
     if data.source == "synthetic":
         return None
     if isinstance(tokenizer, ByteTokenizer):
-        ids, files = {"eos_token": tokenizer.eos_id}, _byte_files()
+        files, ids = _byte_files(), {}
     elif isinstance(tokenizer, HFTokenizer):
-        ids, files = tokenizer.special_ids, _copied_files(tokenizer)
+        files, ids = _copied_files(tokenizer), tokenizer.special_ids
     else:
         raise TypeError(f"{type(tokenizer).__name__} has no form in files")
     if data.chat_template is not None:
         files["chat_template.jinja"] = Path(data.chat_template)
-    return TokenizerFiles(
-        files, tokenizer.eos_id, bos_id=ids.get("bos_token"), pad_id=ids.get("pad_token")
-    )
+    return TokenizerFiles(files, tokenizer.eos_id, ids.get("bos_token"), ids.get("pad_token"))
 
 
 def _copied_files(tokenizer: HFTokenizer) -> dict[str, Path | str]:

@@ -255,8 +255,7 @@ def save_weights(
             path.unlink()
     remove_stale(folder, [*written, *files])
     if lost:
-        problem = f"gone or changed since it was loaded: {folder} lacks {listing(lost)}"
-        raise error(source.folder if source else folder, f"{problem}; put it back and save again")
+        raise _gone(source, folder, lost)
     if source is not None and folder.samefile(source.folder):
         model.source = check_checkpoint(folder, model.arch).source
 
@@ -383,6 +382,15 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
         else:
             lost.append(name)
     return tensors, lost
+
+
+def _gone(source: HFSource | None, folder: Path, lost: Sequence[str]) -> ConfigError:
+    """That not all could be carried on, and where the rest is."""
+    problem = f"gone or changed since it was read; {folder} has all but {listing(lost)}"
+    problem += "; put it back and save again"
+    if source is None:
+        return ConfigError("data.tokenizer", problem)
+    return error(source.folder, problem)
 
 
 def _write_shards(folder: Path, tensors: Sequence[_Outgoing], max_shard_bytes: int) -> set[str]:
