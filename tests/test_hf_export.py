@@ -20,6 +20,7 @@ from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models import build_model, hf, init_weights
 from moetrain.models.hf_config import architecture_from_hf
+from moetrain.models.hf_export import write_side_files
 from moetrain.models.hf_files import MANIFEST, TokenizerFiles
 from moetrain.trainer import Trainer
 
@@ -313,30 +314,23 @@ def test_the_token_that_ended_documents_ends_generation(checkpoint, tmp_path):
     assert read(tmp_path / hf.GENERATION) == want
 
 
-def preset_words(tiny_words, tokenizer: Path | str) -> list[str]:
-    return [
-        *tiny_words,
-        f"model.vocab_size={VOCABULARY + 4}",
-        f"data.tokenizer={tokenizer}",
-        "train.steps=1",
-        "checkpoint.save_hf=yes",
-        "train.sample_tokens=0",
-    ]
-
-
 def test_a_run_from_a_preset_exports_its_tokenizer(tiny_words, tmp_path):
     make_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "pytorch_model.bin").write_text("no part of a tokenizer")
-    (tmp_path / "template.jinja").write_text("{{ messages[0].content }}!")
-    words = preset_words(tiny_words, tmp_path / "tokenizer")
-    words += ["checkpoint.hf_dtype=bfloat16", f"data.chat_template={tmp_path / 'template.jinja'}"]
+    words = [
+        *tiny_words,
+        f"model.vocab_size={VOCABULARY + 4}",
+        f"data.tokenizer={tmp_path / 'tokenizer'}",
+        "train.steps=1",
+        "train.sample_tokens=0",
+        "checkpoint.save_hf=yes",
+        "checkpoint.hf_dtype=bfloat16",
+    ]
     trainer = Trainer(moetrain.Config.load(None, words, environ={}))
     trainer.fit()
     out = tmp_path / "out" / "hf"
     theirs = AutoTokenizer.from_pretrained(out)
     assert theirs(TEXT)["input_ids"] == trainer.data.tokenizer.encode_batch([TEXT])[0].ids.tolist()
-    chat = [{"role": "user", "content": "hello"}]
-    assert theirs.apply_chat_template(chat, tokenize=False) == "hello!"
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     assert read(out / hf.GENERATION) == ids
     config = read(out / hf.CONFIG)
@@ -345,6 +339,18 @@ def test_a_run_from_a_preset_exports_its_tokenizer(tiny_words, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert not (out / "pytorch_model.bin").exists()
     assert_transformers_agrees(out, moetrain.load_hf(out))
+
+
+def test_the_chat_template_that_was_trained_with(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    chat = [{"role": "user", "content": "hello"}]
+    for template, want in ((None, "<user>hello</s>"), (str(tmp_path / "mine.jinja"), "hello!")):
+        data = DataSection(source="jsonl", path="unread", chat_template=template)
+        write_side_files(tmp_path, tokenizer_files(tokenizer, data).files)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs.apply_chat_template(chat, tokenize=False) == want
 
 
 def test_a_bare_tokenizer_json_is_completed(tmp_path):
