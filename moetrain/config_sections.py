@@ -311,7 +311,10 @@ class CheckpointSection(Section):
     resume: str = "auto"
     """auto: the newest checkpoint of output_dir, if any; never; or a checkpoint's folder."""
     save_hf: bool = False
-    """Write the trained weights in Hugging Face format to output_dir/hf at the end."""
+    """Write a Hugging Face checkpoint to output_dir/hf at the end: weights, config, tokenizer, and
+    all that model.path holds besides (its other tensors and files)."""
+    hf_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of those weights. auto: as each tensor is in model.path; from a preset, float32."""
 
 
 class LogSection(Section):

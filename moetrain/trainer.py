@@ -29,6 +29,7 @@ from moetrain.checkpoint import (
 from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.config_sources import changed_settings
 from moetrain.data import Batch, Loader, build_data, eval_batches
+from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.generate import SampleError, generate
 from moetrain.loss import (
     GlobalBatch,
@@ -370,7 +371,14 @@ class Trainer:
         if self.config.checkpoint.at_end:
             self.save()
         if self.config.checkpoint.save_hf:
-            save_whole_model(self.model, self.placed, self.folder / "hf", write=self.world.is_main)
+            save_whole_model(
+                self.model,
+                self.placed,
+                self.folder / "hf",
+                write=self.world.is_main,
+                dtype=self.config.checkpoint.hf_dtype,
+                tokenizer=tokenizer_files(self.data.tokenizer, self.config.data),
+            )
             self.world.wait()  # not in a collective, which gives up after a while
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
@@ -403,7 +411,10 @@ class Trainer:
         """The tokens that the sample continues."""
         text = self.config.train.sample_prompt
         if text is not None:
-            return self.data.tokenizer.encode_prompt(text)
+            try:
+                return self.data.tokenizer.encode_prompt(text)
+            except ValueError as error:
+                raise SampleError(str(error)) from None
         return (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
 
     # ---- saving and resuming -------------------------------------------------------------------

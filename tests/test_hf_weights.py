@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from test_hf_config import CASES, SIZES, config_of
 from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
-from moetrain.models import PRESETS, build_model, hf, init_weights
+from moetrain.models import PRESETS, build_model, hf, hf_files, init_weights
 from moetrain.models.hf_config import HF_FAMILIES
+from moetrain.models.hf_files import MANIFEST
 from moetrain.models.weight_map import DENSE, Piece, all_pieces
 
 transformers.logging.set_verbosity_error()
@@ -63,7 +65,7 @@ def test_round_trip(case, dtype, tmp_path):
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     config = json.loads((tmp_path / "out" / hf.CONFIG).read_text())
-    assert again.dtype == dtype == getattr(torch, config["torch_dtype"])
+    assert again.dtype == dtype == getattr(torch, config["dtype"])
     assert torch.equal(logits(again), logits(reference))
 
 
@@ -114,7 +116,8 @@ def test_saving_again_leaves_no_stale_file(tmp_path):
     hf.save_weights(model, out, max_shard_bytes=8000)
     assert not (out / hf.SINGLE).exists()  # a reader would prefer it to the shards
     hf.save_weights(model, out)
-    assert {f.name for f in out.iterdir()} == {hf.CONFIG, hf.SINGLE, "tokenizer.json"}
+    written = {hf.CONFIG, hf.GENERATION, hf.SINGLE, MANIFEST}
+    assert {f.name for f in out.iterdir()} == {*written, "tokenizer.json"}
 
 
 def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
@@ -236,6 +239,7 @@ def _truncate(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
 
 
+Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 BAD_FOLDERS = {
     "missing": (
@@ -243,16 +247,16 @@ BAD_FOLDERS = {
         r"missing: model\.layers\.0\.mlp\.experts\.3\.gate_proj\.weight, .* and 4 more$",
     ),
     "unexpected": (
-        _edit_tensors(lambda t: t.update(extra=torch.ones(2))),
-        "unexpected: extra$",
+        _edit_tensors(lambda t: t.update({Q_BIAS: torch.ones(48)})),
+        rf"unexpected: {re.escape(Q_BIAS)}$",
     ),
     "shape": (
         _edit_tensors(lambda t: t.update({K_PROJ: torch.ones(3, 24)})),
         r"another shape: model\.layers\.1\.self_attn\.k_proj\.weight \[3, 24\], not \[16, 24\]$",
     ),
     "several": (
-        _edit_tensors(lambda t: t.update(extra=t.pop(K_PROJ))),
-        r"missing: model\.layers\.1\.self_attn\.k_proj\.weight; unexpected: extra$",
+        _edit_tensors(lambda t: t.update({Q_BIAS: t.pop(K_PROJ)})),
+        rf"missing: model\.layers\.1\.self_attn\.k_proj\.weight; unexpected: {re.escape(Q_BIAS)}$",
     ),
     "truncated data": (lambda f: _truncate(f / hf.SINGLE, 9000), "damaged or cut short"),
     "truncated header": (lambda f: _truncate(f / hf.SINGLE, 100), "damaged or cut short"),
@@ -293,6 +297,7 @@ def test_bad_folder_is_one_clear_error(case, good_folder, tmp_path):
 def test_nothing_is_copied_before_everything_is_checked(good_folder, tmp_path):
     model = hf.load_hf(good_folder)
     before = {k: v.clone() for k, v in model.state_dict().items()}
+    (tmp_path / hf.CONFIG).write_bytes((good_folder / hf.CONFIG).read_bytes())
     tensors = {k: torch.zeros_like(v) for k, v in load_file(good_folder / hf.SINGLE).items()}
     del tensors[K_PROJ]
     save_file(tensors, tmp_path / hf.SINGLE)
@@ -324,7 +329,7 @@ class FakeHub:
 def use_hub(monkeypatch):
     def use(cache: Path | None, hub: Path | None) -> FakeHub:
         fake = FakeHub(cache, hub)
-        monkeypatch.setattr(hf, "snapshot_download", fake)
+        monkeypatch.setattr(hf_files, "snapshot_download", fake)
         return fake
 
     return use

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
+from safetensors.torch import load_file, save_file
 
 import moetrain
 from moetrain.config import Config
@@ -289,6 +290,9 @@ def test_sharded_ranks_load_and_save_hugging_face_weights(tiny_words, tmp_path):
     words = words_of(tiny_words, "train.steps=1", f"output_dir={tmp_path / 'out'}")
     fit([*words, "checkpoint.save_hf=yes"])
     saved = tmp_path / "out" / "hf"
+    extra = {"mtp.weight": torch.randn(5).bfloat16()}
+    file = saved / "model.safetensors"
+    save_file({**load_file(file), **extra}, file, {"format": "pt"})
     words = [w for w in words if not w.startswith("model.")]
     words += [f"model.path={saved}", "data.tokenizer=byte", "train.steps=1", "optim.lr=1e-30"]
     for world, layout in ((2, []), (4, ["parallel.ep=2"])):
@@ -297,3 +301,5 @@ def test_sharded_ranks_load_and_save_hugging_face_weights(tiny_words, tmp_path):
         want, got = moetrain.load_hf(saved), moetrain.load_hf(folder / "hf")
         for (name, x), y in zip(want.state_dict().items(), got.state_dict().values(), strict=True):
             assert torch.equal(x, y), name
+        carried = load_file(folder / "hf" / file.name)["mtp.weight"]
+        assert torch.equal(carried, extra["mtp.weight"])

@@ -132,6 +132,44 @@ def test_a_vocabulary_over_three_ranks():
     spawn(RANKS, vocabulary_on_a_rank)
 
 
+# Vocabulary, ranks and tokens, whose ranks hold different numbers of rows, down to one.
+UNEVEN = [(5, 2, 128), (5, 3, 65), (7, 2, 200), (7, 4, 130), (151, 3, 64), (151, 4, 129), (5, 2, 1)]
+
+
+def uneven_vocabularies_on_a_rank():
+    """Chunks of what the rank with fewest rows holds: the others' rows alone ask for more."""
+    groups = {size: dist.new_group(range(size)) for size in {size for _, size, _ in UNEVEN}}
+    for vocab_size, size, tokens in UNEVEN:
+        if dist.get_rank() >= size:
+            continue
+        fewest = vocab_size - (size - 1) * -(-vocab_size // size)
+        vocabulary = ShardedVocabulary(vocab_size, groups[size], "triton", tokens * fewest)
+        generator = torch.Generator().manual_seed(0)
+        h_TD = torch.randn(tokens, 16, generator=generator)
+        w_VD = torch.randn(vocab_size, 16, generator=generator)
+        targets_T = torch.randint(vocab_size, (tokens,), generator=generator)
+        h, w = leaf(h_TD), leaf(w_VD)
+        want = linear_cross_entropy_reference(h, w, targets_T)
+        want.loss_T.sum().backward()
+        for whole_sum in (True, False):  # gradients in the forward, and in the backward
+            mine_h, mine_w = leaf(h_TD), leaf(w_VD[vocabulary.rows])
+            if whole_sum:
+                weights_T = torch.ones(tokens)
+                total = vocabulary.loss_sum(mine_h, mine_w, targets_T, weights_T).total
+            else:
+                total = vocabulary.token_losses(mine_h, mine_w, targets_T).loss_T.sum() / size
+            total.backward()
+            dist.all_reduce(mine_h.grad, group=groups[size])
+            close(total.detach() * size, want.loss_T.sum().detach(), 1e-5)
+            close(mine_h.grad, h.grad, 1e-5)
+            close(mine_w.grad, w.grad[vocabulary.rows], 1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+def test_ranks_with_different_numbers_of_rows_take_the_same_chunks():
+    spawn(4, uneven_vocabularies_on_a_rank, timeout=40)
+
+
 def run_on_a_rank(words):
     answer = run(words)
     return answer if dist.get_rank() == 0 else None

@@ -144,6 +144,8 @@ class HFTokenizer(Tokenizer):
         self.chat_template = _chat_template(folder, config)
         special = json.dumps([self.special_tokens, self.bos_ids], sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
+        self.file = file  # for exports, as are the ids
+        self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
         if eos in (self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")):
             logger.warning(
                 "data.tokenizer: PAD is EOS (%r, id %d). Loss is masked by position, not by id, "

@@ -139,10 +139,13 @@ def _empty_stats(h_TD: torch.Tensor) -> ChunkStats:
     return ChunkStats(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
 
 
-def _chunks(h_TD: torch.Tensor, w_VD: torch.Tensor, chunk_elements: int) -> list[slice]:
-    """Equal runs of tokens, each of at most about ``chunk_elements`` logits, in whole tiles."""
+def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice]:
+    """Equal runs of tokens, each of at most about ``chunk_elements`` logits, in whole tiles.
+
+    ``columns``: the logits of a token that the plan is made for.
+    """
     T, multiple = h_TD.shape[0], TILES[h_TD.dtype].tokens
-    num_chunks = max(1, triton.cdiv(T * w_VD.shape[0], chunk_elements))
+    num_chunks = max(1, triton.cdiv(T * columns, chunk_elements))
     step = max(1, triton.cdiv(T, num_chunks * multiple)) * multiple
     return [slice(i, min(i + step, T)) for i in range(0, T, step)]
 
@@ -156,7 +159,7 @@ def token_stats(
 ) -> ChunkStats:
     """Every token's logits over the vocabulary that ``w`` holds; the fast path, not an op."""
     stats = _empty_stats(h_TD)
-    for c in _chunks(h_TD, w_VD, chunk_elements):
+    for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
         stats_C = ChunkStats(*(x[c] for x in stats))
         chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, None)
     return stats
@@ -171,14 +174,17 @@ def loss_gradients(
     scale: float,
     chunk_elements: int = CHUNK_ELEMENTS,
     join: Callable[[ChunkStats], None] = lambda stats: None,
+    columns: int | None = None,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
     """The stats of every token and the gradients of h and w; the fast path, not an op.
 
     ``join`` turns a chunk's stats over the vocabulary that ``w`` holds into those over the whole
-    vocabulary, in place, where others hold the rest of it; h's gradient is then ``w``'s part.
+    vocabulary, in place, where others hold the rest of it; h's gradient is then ``w``'s part. It is
+    called once a chunk: where it is collective all must cut alike, by the same ``columns`` (the
+    most rows of the matrix that any of them holds; None: ``w``'s own).
     """
     V = w_VD.shape[0]
-    chunks = _chunks(h_TD, w_VD, chunk_elements)
+    chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
     stats, grad_h_TD = _empty_stats(h_TD), torch.empty_like(h_TD)
     grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
     rows = max((c.stop - c.start for c in chunks), default=0)

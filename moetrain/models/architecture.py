@@ -7,9 +7,18 @@ The parameter and FLOP formulas live here and are tested against built models.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Far above what anybody builds, and low enough that counting and building on meta stay quick: a
+# damaged config.json is to be refused, not to be computed with.
+MAX_LAYERS, MAX_EXPERTS, MAX_SIZE, MAX_PARAMS = 10_000, 2**16, 2**31 - 1, 10**15
+
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RopeScaling(BaseModel):
@@ -19,57 +28,66 @@ class RopeScaling(BaseModel):
     ``llama3``: frequency-dependent scaling of Llama 3.1.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Literal["default", "linear", "yarn", "llama3"] = "default"
-    factor: float = 1.0
-    original_max_positions: int | None = None
+    factor: Positive = 1.0
+    original_max_positions: Size | None = None
     # yarn
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    mscale: NonNegative | None = None
+    mscale_all_dim: NonNegative | None = None
     truncate: bool = True
     # llama3
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RopeScaling:
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} is not more than "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+        return self
 
 
 class Architecture(BaseModel):
     """Sizes and switches of one decoder-only transformer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     family: str
     """Hugging Face ``model_type``; :mod:`moetrain.models.registry` knows them."""
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_positions: int = 4096
-    norm_eps: float = 1e-6
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    intermediate_size: Size
+    max_positions: Size = 4096
+    norm_eps: NonNegative = 1e-6
     tie_embeddings: bool = False
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     rope: RopeScaling = RopeScaling()
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()
+    sliding_windows: tuple[Size | None, ...] = ()
     """Attention window of each layer in tokens, None: full; empty: full everywhere."""
-    num_experts: int = 0
+    num_experts: int = Field(default=0, ge=0, le=MAX_EXPERTS)
     """0: dense."""
-    num_experts_per_token: int = 0
-    moe_intermediate_size: int = 0
+    num_experts_per_token: Count = 0
+    moe_intermediate_size: Count = 0
     moe_layers: tuple[bool, ...] = ()
     """Which layers are MoE; empty: all if num_experts, else none."""
     norm_topk_prob: bool = True
     """Whether the chosen experts' weights are renormalised to sum to one."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: NonNegative = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -84,12 +102,17 @@ class Architecture(BaseModel):
                 f"num_experts_per_token {self.num_experts_per_token} is more than "
                 f"num_experts {self.num_experts}"
             )
+        for name in ("num_experts_per_token", "moe_intermediate_size") if self.num_experts else ():
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")
         for name in ("sliding_windows", "moe_layers"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
                 raise ValueError(
                     f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
                 )
+        if self.num_params() > MAX_PARAMS:
+            raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
 
     def is_moe_layer(self, layer: int) -> bool:

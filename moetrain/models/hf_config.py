@@ -15,6 +15,7 @@ describes text instead of the network (token ids, generation settings).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +39,7 @@ def architecture_from_hf(config: HFConfig) -> Architecture:
             of the wrong type.
     """
     family = family_of(config.get("model_type"))
-    renamed = {family.aliases.get(key, key): value for key, value in config.items()}
-    given: dict[str, Any] = {**family.defaults, **renamed}
+    given: dict[str, Any] = {**family.defaults, **_rename(config, family)}
     _check_types(given, family.defaults)
     if given["hidden_act"] != "silu":
         raise config_error(f"hidden_act {given['hidden_act']!r} is not supported, only 'silu'")
@@ -50,21 +50,36 @@ def architecture_from_hf(config: HFConfig) -> Architecture:
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
     if given["head_dim"] is None:
-        given["head_dim"] = given["hidden_size"] // given["num_attention_heads"]
+        given["head_dim"] = given["hidden_size"] // max(1, given["num_attention_heads"])
     try:
         given["rope_theta"], rope = _read_rope(given)
-        arch = Architecture(
-            family=config["model_type"],
-            rope=rope,
-            **{ours: given[theirs] for ours, theirs in family.all_fields.items()},
-            **family.fixed,
-            **family.read_layers(given),
-        )
+        fields = {ours: given[theirs] for ours, theirs in family.all_fields.items()}
+        fields |= {"family": config["model_type"], "rope": rope, **family.fixed}
+        Architecture(**fields)  # sizes are sound before layers are counted by them
+        arch = Architecture(**fields, **family.read_layers(given))
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise config_error(f"{where}: {problem['msg']}" if where else problem["msg"]) from None
+        raise config_error(_first_problem(error, family)) from None
     return _canonical(arch)
+
+
+def _rename(config: HFConfig, family: HFFamily) -> dict[str, Any]:
+    """``config`` with each key under the one name that the family's tables use."""
+    for other, key in family.aliases.items():
+        if key in config and other in config and config[key] != config[other]:
+            raise config_error(f"{other} {config[other]!r} contradicts {key} {config[key]!r}")
+    return {family.aliases.get(key, key): value for key, value in config.items()}
+
+
+def _first_problem(error: ValidationError, family: HFFamily) -> str:
+    """What pydantic finds wrong, under the file's own name for it."""
+    problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        for ours, theirs in family.all_fields.items():
+            message = re.sub(rf"\b{ours}\b", theirs, message)
+        return message
+    field = str(problem["loc"][0])
+    return f"{family.all_fields.get(field, field)} is {problem['input']!r:.80}: {message}"
 
 
 def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
@@ -89,6 +104,33 @@ def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
     return config
 
 
+def exported_config(arch: Architecture, source: HFConfig | None) -> dict[str, Any]:
+    """The ``config.json`` of ``arch``, with all that the one it was read from says besides.
+
+    ``source``: that one; it is kept as it is where it still describes ``arch``.
+
+    Raises:
+        ValueError: as :func:`architecture_to_hf`.
+    """
+    if source is None or source.get("model_type") != arch.family:
+        return architecture_to_hf(arch)
+    if architecture_from_hf(source) == _canonical(arch):
+        return dict(source)
+    own, family = architecture_to_hf(arch), family_of(arch.family)
+    spelled = {*own, *family.defaults, *family.aliases, *_ROPE_KEYS}
+    return {key: value for key, value in source.items() if key not in spelled} | own
+
+
+_NULLABLE: dict[str, type] = {
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "sliding_window": int,
+    "mlp_only_layers": list,
+    "layer_types": list,
+}
+"""Keys that may be null, and what they hold otherwise."""
+
+
 def family_of(model_type: object) -> HFFamily:
     """The entry of ``model_type`` in :data:`HF_FAMILIES`; ConfigError if there is none."""
     if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
@@ -101,10 +143,14 @@ def _check_types(given: HFConfig, defaults: HFConfig) -> None:
     """Wrong types in the keys that have a default: arithmetic on them would end in a traceback."""
     for key, default in defaults.items():
         value = given[key]
-        expected = (int, float) if isinstance(default, float) else type(default)
-        is_bool_for_number = isinstance(value, bool) and not isinstance(default, bool)
-        if None not in (value, default) and (is_bool_for_number or not isinstance(value, expected)):
-            raise config_error(f"{key} is {value!r}, expected a value like {default!r}")
+        kind = _NULLABLE.get(key, type(default))
+        expected = (int, float) if kind is float else kind
+        is_bool_for_number = isinstance(value, bool) and kind is not bool
+        if value is None and key in _NULLABLE:
+            continue
+        if is_bool_for_number or not isinstance(value, expected):
+            like = f"of type {kind.__name__}" if default is None else f"like {default!r}"
+            raise config_error(f"{key} is {value!r:.80}, expected a value {like}")
 
 
 def _canonical(arch: Architecture) -> Architecture:
@@ -134,6 +180,8 @@ _ROPE_FIELDS = {
 }
 _ROPE_REQUIRED = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_FIELDS["llama3"]}
 _ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL}
+"""Where files say it, but for ``rope_theta``."""
 
 
 def _read_rope(config: HFConfig) -> tuple[float, RopeScaling]:
@@ -142,7 +190,7 @@ def _read_rope(config: HFConfig) -> tuple[float, RopeScaling]:
     if not isinstance(rope, Mapping):
         raise config_error(f"rope_scaling is {rope!r}, expected an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         known = ", ".join(_ROPE_FIELDS)
         raise config_error(f"rope type {kind!r} is not supported; supported: {known}")
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -157,7 +205,7 @@ def _read_rope(config: HFConfig) -> tuple[float, RopeScaling]:
         original = config.get(_ORIGINAL) or rope.get(_ORIGINAL)
         values["original_max_positions"] = original or config["max_position_embeddings"]
     theta = rope.get("rope_theta", config["rope_theta"])
-    return theta, RopeScaling(kind=kind, **values)
+    return theta, RopeScaling.model_validate({"kind": kind, **values})
 
 
 def _write_rope(rope: RopeScaling) -> dict[str, Any] | None:

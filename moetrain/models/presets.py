@@ -4,7 +4,7 @@ from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection
 from moetrain.models.architecture import Architecture
-from moetrain.models.hf import read_checkpoint_config, resolve
+from moetrain.models.hf import check_checkpoint, read_checkpoint_config, resolve
 from moetrain.models.hf_config import architecture_from_hf
 from moetrain.models.registry import FAMILIES
 
@@ -20,12 +20,17 @@ _EXPERT_WIDTH_MULTIPLE = 8
 def resolve_architecture(section: ModelSection) -> Architecture:
     """The architecture that ``model.path`` or ``model.preset`` (with overrides) stands for.
 
+    A checkpoint's headers are checked against it here, where nothing slow has been done yet.
+
     Raises:
-        ConfigError: a bad path or ``config.json``; an unknown preset; overrides that do not fit it
-            or each other.
+        ConfigError: a bad path, ``config.json`` or weight file; an unknown preset; overrides that
+            do not fit it or each other.
     """
     if section.path is not None:
-        return architecture_from_hf(read_checkpoint_config(resolve(section.path)))
+        folder = resolve(section.path)
+        arch = architecture_from_hf(read_checkpoint_config(folder))
+        check_checkpoint(folder, arch)
+        return arch
     preset = PRESETS.get(section.preset or "")
     if preset is None:
         known = ", ".join(sorted(PRESETS))
@@ -38,7 +43,12 @@ def resolve_architecture(section: ModelSection) -> Architecture:
     try:
         arch = Architecture.model_validate({**preset.model_dump(), **overrides})
     except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        first = error.errors()[0]
+        problem = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            raise ConfigError(
+                f"model.{first['loc'][0]}", f"{first['input']!r}: {problem}"
+            ) from None
         guilty = next((name for name in overrides if name in problem.split()), "preset")
         raise ConfigError(f"model.{guilty}", problem) from None
     for field in ("hidden_size", "moe_intermediate_size") if arch.num_experts else ():

@@ -17,6 +17,7 @@ from moetrain.models.family import (
     Family,
     HFConfig,
     HFFamily,
+    config_error,
     decoder_plan,
 )
 from moetrain.models.layers import Attention, RMSNorm, Rotation
@@ -58,6 +59,8 @@ def _read_qwen3_moe_layers(config: HFConfig) -> dict[str, Any]:
     """One window for all layers; MoE every ``decoder_sparse_step`` layers, some excepted."""
     layers, step = range(config["num_hidden_layers"]), config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
+    if step < 1:
+        raise config_error(f"decoder_sparse_step is {step}, expected 1 or more")
     window = config["sliding_window"] if config["use_sliding_window"] else None
     return {
         "sliding_windows": (window,) * len(layers),

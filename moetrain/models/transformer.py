@@ -11,7 +11,7 @@ Legend: B batch, S sequence, D model width, V vocabulary.
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from moetrain.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
 from moetrain.models.moe import RouterStats, RoutingStats
 from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 
+if TYPE_CHECKING:
+    from moetrain.models.hf_files import HFSource
+
 
 class Transformer(nn.Module):
     """A decoder-only language model; built by :func:`moetrain.models.build_model`.
@@ -32,6 +35,7 @@ class Transformer(nn.Module):
         compute_dtype: dtype of the activations; None: the embedding's own.
         recompute: whether the backward pass recomputes each block instead of keeping what it needs.
         run_block: how a block is called, ``run_block(block, *inputs)``; sharding wraps it.
+        source: what else the checkpoint holds that the weights came from; None: there was none.
         vocabulary: how the embedding's and the head's matrices are used; sharding replaces it.
     """
 
@@ -43,6 +47,7 @@ class Transformer(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.recompute = False
         self.run_block: Callable[..., Any] = _call
+        self.source: HFSource | None = None
         self.vocabulary: Vocabulary = WholeVocabulary(kernels.backend)
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)
         self.rope = RotaryEmbedding(arch)

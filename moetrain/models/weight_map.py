@@ -38,6 +38,11 @@ class Operation(Protocol):
         """The file tensors of ``parameter``; empty if this operation is not about it."""
         ...
 
+    @property
+    def modules(self) -> Sequence[str]:
+        """The file's modules whose tensors it takes, with ``{layer}`` and ``{expert}``."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rename:
@@ -53,6 +58,11 @@ class Rename:
         if fields is None:
             return []
         return [Piece(f"{self.theirs.format(**fields)}.{leaf}", parameter, ())]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The one module."""
+        return (self.theirs,)
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,11 @@ class StackExperts:
             for part, theirs in enumerate(self.theirs)
         ]
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Each expert's matrices."""
+        return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
+
 
 def all_pieces(table: Sequence[Operation], shapes: Mapping[str, Sequence[int]]) -> list[Piece]:
     """Every file tensor of a model, in the order of its parameters.
@@ -99,6 +114,19 @@ def all_pieces(table: Sequence[Operation], shapes: Mapping[str, Sequence[int]]) 
             raise ValueError(f"{len(found)} weight map operations cover parameter {parameter!r}")
         pieces += found[0]
     return pieces
+
+
+def find_scope(table: Sequence[Operation], hf_name: str) -> str | None:
+    """Where a file tensor lies in what a table describes; None: outside all of it.
+
+    That is the layer, as the file writes its number, whatever the tensor is called within it: a
+    table describes layers whole. Of a module outside the layers it is the module's name.
+    """
+    for module in dict.fromkeys(module for operation in table for module in operation.modules):
+        layers, is_layer, _ = module.partition("{layer}.")
+        if hf_name.startswith(layers if is_layer else f"{module}."):
+            return hf_name[len(layers) :].partition(".")[0] if is_layer else module
+    return None
 
 
 def _match(template: str, name: str) -> dict[str, str] | None:

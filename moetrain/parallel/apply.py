@@ -29,7 +29,8 @@ from moetrain.models import (
     save_hf,
     set_recomputation,
 )
-from moetrain.models.hf import resolve
+from moetrain.models.hf import ExportDtype, resolve, warn_about_router_bias
+from moetrain.models.hf_files import TokenizerFiles
 from moetrain.models.moe import MoE
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
@@ -173,12 +174,22 @@ def load_whole_state(model: nn.Module, placed: Placed, state: Mapping[str, torch
         buffer.copy_(state[name])
 
 
-def save_whole_model(model: Transformer, placed: Placed, folder: Path, *, write: bool) -> None:
-    """Write the weights in Hugging Face format from the rank that has ``write``. Collective."""
+def save_whole_model(
+    model: Transformer,
+    placed: Placed,
+    folder: Path,
+    *,
+    write: bool,
+    dtype: ExportDtype = "auto",
+    tokenizer: TokenizerFiles | None = None,
+) -> None:
+    """:func:`moetrain.models.save_hf` by the rank that has ``write``. Collective."""
     state = whole_state(model, placed, keep=write)
     if write:
         with torch.device("meta"):
             whole = build_model(model.arch)
         parameters = {name: state[name] for name, _ in whole.named_parameters()}
         whole.load_state_dict(parameters, assign=True)
-        save_hf(whole, folder)
+        whole.source = model.source
+        warn_about_router_bias(model)
+        save_hf(whole, folder, dtype=dtype, tokenizer=tokenizer)

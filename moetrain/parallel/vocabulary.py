@@ -26,7 +26,13 @@ from torch.nn import functional as F
 from moetrain.kernels import Backend, SummedLoss, TokenLosses
 from moetrain.kernels.backend import use_fast
 from moetrain.kernels.linear_cross_entropy import check_fast, scaled
-from moetrain.kernels.vocabulary_chunk import ChunkStats, LossGrads, loss_gradients, token_stats
+from moetrain.kernels.vocabulary_chunk import (
+    CHUNK_ELEMENTS,
+    ChunkStats,
+    LossGrads,
+    loss_gradients,
+    token_stats,
+)
 from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.shard import chunk_of
 from moetrain.parallel.tensor import TokenParts
@@ -37,12 +43,20 @@ IGNORED = -100  # the target of a token without one
 class ShardedVocabulary:
     """A :class:`moetrain.models.Vocabulary` over the ranks of ``group``.
 
+    ``chunk_elements``: about how many logits a rank holds at once, the same on every rank.
+
     Raises:
         ValueError: fewer vocabulary rows than give every rank one.
     """
 
-    def __init__(self, vocab_size: int, group: dist.ProcessGroup, backend: Backend) -> None:
-        self.vocab_size, self.group = vocab_size, group
+    def __init__(
+        self,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        backend: Backend,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
         self.backend: Backend = backend
         self.tokens = TokenParts.of(group)
         self.rows = chunk_of(vocab_size, group.size(), group.size() - 1)
@@ -52,6 +66,7 @@ class ShardedVocabulary:
                 "without a row; use fewer"
             )
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
+        self.most_rows = math.ceil(vocab_size / group.size())
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """[1, N, D]: this rank's part of the tokens."""
@@ -63,7 +78,7 @@ class ShardedVocabulary:
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """``h @ w^T`` over the whole vocabulary, the same on every rank."""
         parts_TL = F.linear(h_BSD.flatten(0, -2), w_VD.to(h_BSD.dtype))
-        padding = math.ceil(self.vocab_size / self.group.size()) - w_VD.shape[0]
+        padding = self.most_rows - w_VD.shape[0]
         logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
         return logits_VT[: self.vocab_size].T.unflatten(0, h_BSD.shape[:-1])
 
@@ -117,7 +132,7 @@ class ShardedVocabulary:
     ) -> ChunkStats:
         """Of every token over the whole vocabulary; collective."""
         if use_fast(self.backend, h_TD):
-            stats = token_stats(h_TD, w_LD, targets_T, scale)
+            stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements)
         else:
             stats, _ = _part_stats(h_TD, w_LD, targets_T, scale)
         self.join(stats)
@@ -133,7 +148,10 @@ class ShardedVocabulary:
     ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
         """:meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's."""
         if use_fast(self.backend, h_TD):
-            return loss_gradients(h_TD, w_LD, targets_T, grads, 0.0, scale, join=self.join)
+            # A chunk joins by a collective, so every rank cuts as the one with most rows must.
+            how = {"join": self.join, "columns": self.most_rows}
+            chunk = self.chunk_elements
+            return loss_gradients(h_TD, w_LD, targets_T, grads, 0.0, scale, chunk, **how)
         stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
         self.join(stats)
         d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)

@@ -1,0 +1,376 @@
+"""The files of a Hugging Face checkpoint: finding them, reading what they hold, writing new ones.
+
+Nothing here knows a model. A checkpoint is a folder with ``config.json``, safetensors files, and
+whatever else ``transformers`` or a server needs: tokenizer, generation settings, a licence.
+:class:`HFSource` is what a model remembers of the checkpoint it came from, so that an export can
+carry all of that on.
+
+Nothing in a folder is trusted: every fault is one ConfigError on ``model.path``, found from headers
+before a weight is read. Left out on purpose: pickled weights (``.bin`` files run code when read).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from moetrain.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+MANIFEST = ".moetrain-export.json"
+"""Names what an export wrote, so that the next one into the same folder can remove what is old."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the name that safetensors gives them; what has another dtype cannot be carried."""
+
+_TEMPLATES = "additional_chat_templates"
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+}
+_WRITTEN_ANEW = {CONFIG, GENERATION}
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
+    r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
+)
+_MAX_COPY_BYTES = 256 * 2**20
+_MAX_JSON_BYTES = 256 * 2**20
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Stamp(NamedTuple):
+    """Tells whether a file is still the one that was read."""
+
+    num_bytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp | None:
+        """None: there is no such file."""
+        try:
+            stat = file.stat()
+        except OSError:
+            return None
+        return cls(stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class HFSource:
+    """What the checkpoint that a model was loaded from holds beside the model's own weights."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """All of ``config.json``."""
+    generation: Mapping[str, Any] | None
+    """All of ``generation_config.json``, if there is one."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of the tensors that the model has, by their names in the files."""
+    extra: Mapping[str, Stored]
+    """Tensors that the model does not have; an export carries them on, bit for bit."""
+    stamps: Mapping[Path, Stamp | None]
+    """Of the files that hold ``extra``."""
+    files: tuple[str, ...]
+    """Other files that an export carries on, relative to ``folder``: see :func:`small_files`."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer that a model was trained with, as an export writes it."""
+
+    files: Mapping[str, Path | str]
+    """By name in the export: a file to copy, or the text to write."""
+    eos_id: int
+    bos_id: int | None = None
+    pad_id: int | None = None
+
+    def ids(self) -> dict[str, int | None]:
+        """Under the names of ``config.json``."""
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
+        return {f"{key}_token_id": value for key, value in ids.items()}
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name (relative to its checkpoint) is a part of the tokenizer."""
+    return name in _TOKENIZER_FILES or name.endswith(".tiktoken") or name.startswith(_TEMPLATES)
+
+
+def small_files(folder: Path) -> list[str]:
+    """What an export copies: every small file of ``folder`` that holds no weights.
+
+    That is the tokenizer, processors' settings, chat templates, licence, model card and code; not
+    hidden files, not the two configs that are written anew, not weights of any format or the
+    indices of weights, nothing in other subfolders and nothing over 256 MiB.
+    """
+    found = []
+    for path in sorted([*_visible(folder), *_visible(folder / _TEMPLATES)]):
+        name = path.relative_to(folder).as_posix()
+        if _WEIGHTS.fullmatch(name) or name in _WRITTEN_ANEW or not path.is_file():
+            continue
+        if path.stat().st_size <= _MAX_COPY_BYTES:
+            found.append(name)
+    return found
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def error(what: str | os.PathLike[str], problem: str) -> ConfigError:
+    """A fault of the checkpoint at ``what``, in one line of a length that can be read."""
+    return ConfigError("model.path", f"{_short(os.fspath(what))}: {_short(problem)}")
+
+
+def _short(text: str, most: int = 500) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def listing(names: Sequence[str], shown: int = 5) -> str:
+    """``a, b, c and 7 more``."""
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# Finding.
+_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_DOWNLOADED += ["LICENSE*", "NOTICE*", "README.md"]
+
+
+def resolve(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    is_downloader: bool = True,
+    barrier: Callable[[], None] | None = None,
+) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded unless the cache has all of it.
+
+    Args:
+        is_downloader: whether this process may download: one a machine.
+        barrier: returns when every process has called it. It is called once in every case, also
+            when this process fails, so that no other process is left waiting.
+
+    Raises:
+        ConfigError: no such folder or id, or the hub cannot be reached (``HF_HUB_OFFLINE``).
+    """
+    name = os.fspath(path_or_hub_id)
+    try:
+        folder = _find_local(name)
+        if folder is None and is_downloader:
+            folder = _download(name)
+    finally:
+        if barrier is not None:
+            barrier()
+    folder = folder or _find_local(name)
+    if folder is None:
+        raise error(name, "the process that downloads for this machine has not brought it")
+    return folder
+
+
+def _find_local(name: str) -> Path | None:
+    """The folder, or the hub cache's snapshot if nothing of it is missing; never the network."""
+    if not name.strip() or "\0" in name:
+        raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two")
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+        if folder.exists() or folder.is_symlink():
+            kind = "a file" if folder.is_file() else "a link to nothing or no folder"
+            raise error(name, f"{kind}; give the folder that holds {CONFIG} and the weights")
+    except (OSError, RuntimeError) as failure:  # too long, not permitted, a user without a home
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise error(name, f"cannot be opened: {reason}") from None
+    try:
+        snapshot = snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    # An interrupted download, or another tool's, may have left only some of the files.
+    return Path(snapshot) if _is_complete(Path(snapshot)) else None
+
+
+def _download(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
+    except HFValidationError:
+        raise error(name, "no such folder, and not a hub id (owner/name)") from None
+    except OSError as failure:  # the hub's own errors are OSErrors too
+        raise error(name, f"no such folder, and not available from the hub: {failure}") from None
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        _shards(folder)
+    except ConfigError:
+        return False
+    return (folder / CONFIG).is_file()
+
+
+# Reading.
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file of a checkpoint holds.
+
+    Raises:
+        ConfigError: no file, or not JSON, or something other than an object.
+    """
+    if not path.is_file():
+        if os.path.lexists(path):
+            raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
+        raise error(path.parent, f"no {path.name} in it")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _MAX_JSON_BYTES:
+            raise error(path, f"{num_bytes:,} bytes are no {path.name}")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise error(path, f"cannot be read ({failure.strerror})") from None
+    except (ValueError, RecursionError) as failure:
+        raise error(path, f"not JSON ({failure})") from None
+    if not isinstance(value, dict):
+        raise error(path, f"holds a {type(value).__name__}, not an object")
+    return value
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint, from the headers of its files.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or two hold a tensor of one name.
+    """
+    found: dict[str, Stored] = {}
+    for shard in _shards(folder):
+        with open_shard(shard) as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                if name in found:
+                    raise error(folder, f"{name} is in {found[name].file.name} and {shard.name}")
+                part = file.get_slice(name)
+                dtype = part.get_dtype()
+                if dtype not in DTYPES:
+                    raise error(shard, f"{name} is of dtype {dtype}, which is not read")
+                found[name] = Stored(shard, DTYPES[dtype], tuple(part.get_shape()))
+    return found
+
+
+def open_shard(shard: Path) -> safe_open:
+    """A safetensors file, its header checked; ConfigError if it is damaged."""
+    try:
+        return safe_open(shard, framework="pt")
+    except SafetensorError as failure:
+        raise error(shard, f"damaged or cut short ({failure}); fetch it again") from None
+    except OSError as failure:
+        raise error(shard, f"cannot be read ({failure})") from None
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; ConfigError if one is missing."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        raise error(folder, f"has neither {SINGLE} nor {INDEX} (other formats are not read)")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise error(folder / INDEX, "has no weight_map")
+    for tensor, file in weight_map.items():
+        if not _is_inside(file):
+            raise error(folder / INDEX, f"{tensor} is in {file!r:.100}, not a file of this folder")
+    files = sorted(set(weight_map.values()))
+    absent = [file for file in files if not os.path.isfile(folder / file)]
+    if absent:
+        raise error(folder, f"{INDEX} names {listing(absent)}, absent from the folder")
+    return [folder / file for file in files]
+
+
+def _is_inside(name: object) -> bool:
+    """Whether ``name`` is a relative path that stays in its folder; what it links to may be far."""
+    if not isinstance(name, str) or "\0" in name or "\\" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+# Writing.
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes an object, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file's bytes, whole or not at all; nothing to do if it is the same file."""
+    path.parent.mkdir(exist_ok=True)
+    if not (path.exists() and path.samefile(source)):
+        replace(path, lambda temporary: shutil.copyfile(source, temporary))
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets ``write`` fill a temporary file beside ``path``, then gives it that name at once."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_stale(folder: Path, written: Sequence[str]) -> None:
+    """Removes what an earlier export wrote and this one did not, and notes what this one wrote."""
+    manifest = folder / MANIFEST
+    earlier: object = []
+    if manifest.is_file():
+        try:
+            earlier = read_json(manifest).get("files")
+        except ConfigError as failure:
+            logger.warning("what an earlier export left there is kept: %s", failure.problem)
+    write_json(manifest, {"files": sorted(written)})
+    for name in earlier if isinstance(earlier, list) else []:
+        if _is_inside(name) and name not in written:
+            (folder / name).unlink(missing_ok=True)
