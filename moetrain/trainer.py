@@ -197,7 +197,7 @@ class Trainer:
         # torch.tensor would wait
         counted = torch.stack([torch.full((), n, device=self.device) for n in counted])
         sizes = GlobalBatch(*self.world.sum_rows(counted).clamp(min=1).unbind())
-        batches = [self.to_device(b) for b in batches]
+        batches = [b.to(self.device) for b in batches]
         self.model.train()
         losses, dropped = self.run_batches(batches, sizes)
         # With fixed sizes alone: waits for the last forward, while its backward runs.
@@ -274,14 +274,6 @@ class Trainer:
         counts_LE = self.world.sum(routing.counts_LE)
         return lambda own_counts_LE: counts_LE
 
-    def to_device(self, batch: Batch) -> Batch:
-        """The batch on the device, without waiting for the copy."""
-        tensors = {k: v for k, v in batch._asdict().items() if isinstance(v, torch.Tensor)}
-        if self.device.type == "cuda":
-            tensors = {k: v.pin_memory() for k, v in tensors.items()}
-        moved = {k: v.to(self.device, non_blocking=True) for k, v in tensors.items()}
-        return batch._replace(**moved)
-
     # ---- evaluation and reports ----------------------------------------------------------------
 
     @torch.no_grad()
@@ -302,7 +294,7 @@ class Trainer:
         # In fp64, which counts exactly; a few numbers cost nothing.
         sum_loss, targets = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
         for batch in batches:
-            batch = self.to_device(batch)
+            batch = batch.to(self.device)
             with self.exact_sizes():
                 sum_loss += cross_entropy_sum(self.model, batch)[0]
             self.placed.finish_backward()

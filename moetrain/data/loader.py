@@ -39,6 +39,13 @@ class Batch(NamedTuple):
     """bool, what only fills up a row; None: nothing does, in any batch of this dataset. A pad lies
     in the segment before it and has no target."""
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on ``device``, without waiting for the copy."""
+        tensors = {k: v for k, v in self._asdict().items() if isinstance(v, torch.Tensor)}
+        if device.type == "cuda":
+            tensors = {k: v.pin_memory() for k, v in tensors.items()}
+        return self._replace(**{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
+
     @property
     def num_tokens(self) -> int:
         """Tokens that are no pads. Waits for the device, once the batch is there."""
