@@ -48,6 +48,7 @@ from moetrain.models.hf_files import (
     listing,
     open_shard,
     read_json,
+    readable,
     remove_stale,
     replace,
     resolve,
@@ -97,7 +98,11 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
             as ``arch`` would have to have and has not.
     """
     folder = Path(folder)
-    config, stored = read_checkpoint_config(folder), stored_tensors(folder)
+    with readable(folder):
+        config, stored = read_checkpoint_config(folder), stored_tensors(folder)
+        generation = folder / GENERATION
+        settings = read_json(generation) if generation.is_file() else None
+        files = tuple(small_files(folder))
     if arch.num_layers + arch.num_moe_layers * arch.num_experts > len(stored):
         sizes = f"{arch.num_layers} layers and {arch.num_experts} experts"
         raise error(folder, f"config.json describes {sizes}, the files hold {len(stored)} tensors")
@@ -110,15 +115,14 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
     num_extra_layers = _num_extra_layers(config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     _check_headers(stored, pieces, parameters, unexpected, folder)
-    generation = folder / GENERATION
     source = HFSource(
         folder=folder,
         config=config,
-        generation=read_json(generation) if generation.is_file() else None,
+        generation=settings,
         dtypes={name: stored[name].dtype for name in pieces},
         extra=extra,
         stamps={tensor.file: Stamp.of(tensor.file) for tensor in extra.values()},
-        files=tuple(small_files(folder)),
+        files=files,
     )
     return Checked(source, stored, pieces)
 
@@ -254,6 +258,7 @@ def save_weights(
         if _OUR_FILES.fullmatch(path.name) and path.name not in written:
             path.unlink()
     remove_stale(folder, [*written, *files])
+    logger.info("Hugging Face checkpoint: %s", folder)
     if lost:
         raise _gone(source, folder, lost)
     if source is not None and folder.samefile(source.folder):

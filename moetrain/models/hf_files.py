@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -252,23 +253,33 @@ def _is_complete(folder: Path) -> bool:
 
 
 # Reading.
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """What the system refuses meanwhile (permissions, a disk that fails) as a ConfigError."""
+    try:
+        yield
+    except OSError as failure:
+        where = failure.filename or folder
+        raise error(where, f"cannot be read ({failure.strerror or failure})") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a file of a checkpoint holds.
 
     Raises:
         ConfigError: no file, or not JSON, or something other than an object.
     """
-    if not path.is_file():
-        if os.path.lexists(path):
-            raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
-        raise error(path.parent, f"no {path.name} in it")
-    try:
+    with readable(path):
+        if not path.is_file():
+            if os.path.lexists(path):
+                raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
+            raise error(path.parent, f"no {path.name} in it")
         num_bytes = path.stat().st_size
         if num_bytes > _MAX_JSON_BYTES:
             raise error(path, f"{num_bytes:,} bytes are no {path.name}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise error(path, f"cannot be read ({failure.strerror})") from None
+        content = path.read_bytes()
+    try:
+        value = json.loads(content.decode())
     except (ValueError, RecursionError) as failure:
         raise error(path, f"not JSON ({failure})") from None
     if not isinstance(value, dict):
@@ -298,12 +309,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 def open_shard(shard: Path) -> safe_open:
     """A safetensors file, its header checked; ConfigError if it is damaged."""
-    try:
-        return safe_open(shard, framework="pt")
-    except SafetensorError as failure:
-        raise error(shard, f"damaged or cut short ({failure}); fetch it again") from None
-    except OSError as failure:
-        raise error(shard, f"cannot be read ({failure})") from None
+    with readable(shard):
+        shard.open("rb").close()  # safetensors says of every refusal that there is no such file
+        try:
+            return safe_open(shard, framework="pt")
+        except SafetensorError as failure:
+            raise error(shard, f"damaged or cut short ({failure}); fetch it again") from None
 
 
 def _shards(folder: Path) -> list[Path]:
