@@ -316,6 +316,10 @@ BAD_FILES = {
     "file no file system can name": (in_index("\ud800"), "absent from the folder"),
     "file is absent": (in_index("other.safetensors"), "absent from the folder"),
     "file is the config": (in_index(hf.CONFIG), "damaged or cut short"),
+    "tensor in no file": (
+        in_index("model-00001-of-00002.safetensors", "mtp.weight"),
+        "names mtp.weight, which no file holds",
+    ),
     "shard links to nothing": (lambda f: link(first_shard(f).name, "no")(f), "absent"),
     "shard is a folder": (lambda f: as_folder(first_shard(f).name)(f), "absent"),
     "shard of zeros": (spoil_shard(lambda c: bytes(len(c))), "damaged or cut short"),

@@ -49,6 +49,7 @@ from moetrain.models.hf_files import (
     open_shard,
     read_json,
     readable,
+    remove_leftovers,
     remove_stale,
     replace,
     resolve,
@@ -250,6 +251,7 @@ def save_weights(
     files = side_files(model.arch, source, tokenizer, default)
     warn_about_router_bias(model)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     with ExitStack() as stack:
         extra, lost = ([], []) if source is None else _extra_tensors(source, stack)
         written = _write_shards(folder, [*own, *extra], max_shard_bytes)

@@ -72,6 +72,8 @@ _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
 )
+_LEFTOVER = re.compile(r"\.[\w.-]+\.\d+\.tmp")
+"""The temporary names of :func:`replace`."""
 _MAX_COPY_BYTES = 256 * 2**20
 _MAX_JSON_BYTES = 256 * 2**20
 
@@ -294,7 +296,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         ConfigError: a file is missing or damaged, or two hold a tensor of one name.
     """
     found: dict[str, Stored] = {}
-    for shard in _shards(folder):
+    shards, promised = _shards(folder)
+    for shard in shards:
         with open_shard(shard) as file:
             for name in file.keys():  # noqa: SIM118  not a mapping
                 if name in found:
@@ -304,6 +307,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 if dtype not in DTYPES:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
                 found[name] = Stored(shard, DTYPES[dtype], tuple(part.get_shape()))
+    if absent := [name for name in promised if name not in found]:
+        raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found
 
 
@@ -317,10 +322,14 @@ def open_shard(shard: Path) -> safe_open:
             raise error(shard, f"damaged or cut short ({failure}); fetch it again") from None
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; ConfigError if one is missing."""
+def _shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The safetensors files of a checkpoint, and the tensors that an index says they hold.
+
+    Raises:
+        ConfigError: a file is missing, or the index is damaged or names what is not in the folder.
+    """
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return [folder / SINGLE], []
     if not (folder / INDEX).is_file():
         raise error(folder, f"has neither {SINGLE} nor {INDEX} (other formats are not read)")
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -333,7 +342,7 @@ def _shards(folder: Path) -> list[Path]:
     absent = [file for file in files if not os.path.isfile(folder / file)]
     if absent:
         raise error(folder, f"{INDEX} names {listing(absent)}, absent from the folder")
-    return [folder / file for file in files]
+    return [folder / file for file in files], list(weight_map)
 
 
 def _is_inside(name: object) -> bool:
@@ -370,6 +379,13 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what exports that were killed have left half written."""
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            path.unlink()
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
