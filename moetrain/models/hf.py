@@ -98,7 +98,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
         ConfigError: files missing or damaged; tensors missing, of another shape or dtype, or such
             as ``arch`` would have to have and has not.
     """
-    folder = Path(folder)
+    folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
     with readable(folder):
         config, stored = read_checkpoint_config(folder), stored_tensors(folder)
         generation = folder / GENERATION
