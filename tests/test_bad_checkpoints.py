@@ -6,8 +6,10 @@ Bad names and shapes of tensors are in test_hf_weights.py and test_hf_export.py.
 import json
 import os
 import re
+import shutil
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -314,6 +316,10 @@ BAD_FILES = {
     "file no file system can name": (in_index("\ud800"), "absent from the folder"),
     "file is absent": (in_index("other.safetensors"), "absent from the folder"),
     "file is the config": (in_index(hf.CONFIG), "damaged or cut short"),
+    "tensor in no file": (
+        in_index("model-00001-of-00002.safetensors", "mtp.weight"),
+        "names mtp.weight, which no file holds",
+    ),
     "shard links to nothing": (lambda f: link(first_shard(f).name, "no")(f), "absent"),
     "shard is a folder": (lambda f: as_folder(first_shard(f).name)(f), "absent"),
     "shard of zeros": (spoil_shard(lambda c: bytes(len(c))), "damaged or cut short"),
@@ -382,6 +388,29 @@ def test_files_that_are_no_checkpoint(case, copy):
 def test_a_config_that_cannot_be_read(copy):
     link(hf.CONFIG, "/proc/self/mem")(copy)
     assert "cannot be read" in refused(copy)
+
+
+@pytest.mark.parametrize("name", ["", hf.CONFIG, hf.INDEX, "model-00001-of-00002.safetensors"])
+def test_what_may_not_be_read(name, good):
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are this user's alone
+        os.chmod(root, 0o755)
+        folder = Path(root) / "checkpoint"
+        shutil.copytree(good, folder)
+        folder.chmod(0o755)
+        for path in folder.iterdir():
+            path.chmod(0o644)
+        assert resolve_architecture(ModelSection(path=str(folder))).num_experts == 4
+        (folder / name).chmod(0)
+        user = os.geteuid()
+        if user == 0:  # whom no permission binds
+            os.seteuid(65534)
+        try:
+            said = refused(folder)
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o755)
+        assert "cannot be read (Permission denied)" in said
+        assert str(folder / name) in said
 
 
 # model.path itself.

@@ -151,9 +151,11 @@ def assert_transformers_agrees(out: Path, ours) -> None:
     assert got[0].tolist() == ids
 
 
-def test_load_and_save_keep_everything(checkpoint, tmp_path, caplog):
+def test_load_and_save_keep_everything(checkpoint, tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", "moetrain")
-    model = moetrain.load_hf(checkpoint)
+    monkeypatch.chdir(checkpoint.parent)
+    model = moetrain.load_hf(checkpoint.name)
+    monkeypatch.chdir(tmp_path)
     assert "5 tensors that are not trained here" in caplog.text
     assert all(name in caplog.text for name in EXTRA)
     moetrain.save_hf(model, tmp_path / "out")
@@ -177,6 +179,22 @@ def test_a_run_from_a_checkpoint_exports_everything(checkpoint, tiny_words, tmp_
     out = tmp_path / "out" / "hf"
     assert_complete(out, checkpoint)
     assert_transformers_agrees(out, trainer.model.eval())
+
+
+@pytest.mark.parametrize("keys", [[], ["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
+def test_the_keys_that_say_the_dtype(keys, checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    config = read(source / hf.CONFIG)
+    del config["dtype"]
+    config |= dict.fromkeys(keys, "bfloat16")
+    (source / hf.CONFIG).write_text(json.dumps(config))
+    model = moetrain.load_hf(source)
+    for dtype in ("auto", "float32"):
+        moetrain.save_hf(model, tmp_path / dtype, dtype=dtype)
+        got = read(tmp_path / dtype / hf.CONFIG)
+        want = "bfloat16" if dtype == "auto" else dtype
+        assert got == config | dict.fromkeys(keys or ["torch_dtype"], want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -275,6 +293,7 @@ def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):
     model = moetrain.load_hf(checkpoint)
     hf.save_weights(model, tmp_path, max_shard_bytes=20_000)
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".model-00001-of-00007.safetensors.4711.tmp").write_text("half of it")  # killed
     model.source = None
     moetrain.save_hf(model, tmp_path)
     files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}

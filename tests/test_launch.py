@@ -2,14 +2,18 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.config_sources import Place, read_place
+from moetrain.parallel.meeting import find_ranks
 from moetrain.train import main
 
 # A launcher, and ranks that run the real command line with a trainer that does what it is told.
@@ -106,6 +110,41 @@ sys.modules["moetrain.trainer"] = module
 sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
 """
 
+# Two ranks whose collectives give up after three seconds; one works for longer, one falls silent.
+PATIENCE = """
+import sys, time, types
+from datetime import timedelta
+from moetrain.models import resolve_architecture
+from moetrain.parallel import meeting, world
+from moetrain.train import main
+
+meeting.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
+meeting.BEAT_SECONDS = 0.2
+
+
+class Trainer:
+    def __init__(self, config):
+        self.world = world.join_world(config, resolve_architecture(config.model))
+
+    def fit(self):
+        if self.world.is_main:
+            time.sleep(5)  # tokenises
+        self.world.wait()
+        text = self.world.share("from 0" if self.world.is_main else "from 1")
+        self.world.wait()
+        if self.world.rank == 1:
+            print(text, flush=True)
+            self.world.meeting.end()  # as if it were gone
+            time.sleep(600)
+        self.world.wait()
+
+
+module = types.ModuleType("moetrain.trainer")
+module.Trainer = Trainer
+sys.modules["moetrain.trainer"] = module
+sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
+"""
+
 
 @pytest.fixture
 def start(tmp_path):
@@ -179,6 +218,106 @@ def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
     assert done.stderr.endswith("ValueError: the cause\n")
     assert done.stderr.count("Traceback") == 1
+
+
+def test_ranks_die_with_their_launcher(start, tmp_path):
+    process = start("wait_for_a_signal")
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("ready*"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=30)  # their ends of the pipes close when they are gone
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids_of(tmp_path))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def pids_of(folder):
+    return [int(path.suffix[1:]) for path in folder.glob("[0-9].*")]
+
+
+def is_running(pid):
+    """Whether it is a process, and not the remains of one that nobody has asked after."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_wait_for_work_has_no_limit_and_one_for_the_dead_has(tmp_path):
+    (tmp_path / "rank.py").write_text(PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER.replace(", 3)", ", 2)"), str(tmp_path / "rank.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "from 0\n", done.stderr
+    line = "failed: rank 1 of 2 gave no sign of life for 3 s\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+# ---- where ranks meet ---------------------------------------------------------------------------
+
+
+def place(rank, size=2, host="127.0.0.1", port=0, is_served=False):
+    return Place(rank, 0, size, f"{host}:{port}", None, None, is_served)
+
+
+@pytest.fixture
+def served():
+    """The port of a store such as a launcher serves."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_an_unknown_address_is_known_to_be_at_once():
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: 'no\.such\.host\.invalid'"):
+        find_ranks(place(1, host="no.such.host.invalid", port=1234), 300)
+    with pytest.raises(ConfigError, match="MASTER_PORT: 70000"):
+        find_ranks(place(1, port=70000), 300)
+    assert time.monotonic() - began < 30  # a resolver's own time
+
+
+def test_nobody_at_the_address():
+    port = free_port()
+    with pytest.raises(RunFailed, match=rf"rank 1 of 2 found nobody at 127\.0\.0\.1:{port} within"):
+        find_ranks(place(1, port=port), 0.3)
+
+
+def test_ranks_that_do_not_come_are_named(served):
+    with pytest.raises(RunFailed, match=r"of 4 ranks 0, 2, 3 did not come to .* within 0.3 s"):
+        find_ranks(place(1, 4, port=served, is_served=True), 0.3)
+    with pytest.raises(ConfigError, match="RANK: 1 is that of two processes of 4"):
+        find_ranks(place(1, 4, port=served, is_served=True), 0.3)
+    with pytest.raises(ConfigError, match="WORLD_SIZE: 2 for rank 0, and 4 for another"):
+        find_ranks(place(0, 2, port=served, is_served=True), 0.3)
+
+
+def test_a_group_that_cannot_form_is_one_line(tiny_words):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-m", "moetrain.train", *tiny_words, "launch.join_timeout=0.5"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("failed: of 2 ranks 1 did not come to 127.0.0.1:")
+    assert "launch.join_timeout" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -275,6 +414,8 @@ def test_a_process_alone(variables):
     [
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({**TORCHRUN, "LOCAL_RANK": "one"}, "LOCAL_RANK"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK"),
         (SLURM, "SLURM_LAUNCH_NODE_IPADDR"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "n"}, "SLURM_JOB_ID"),
     ],

@@ -13,8 +13,8 @@ A conversation longer than a row keeps its beginning: every answer that stays ha
 answers. A longer document of which nothing is masked is a text, and is cut in parts, which loses
 nothing but context. What has nothing to learn is left out, so every row has a target.
 
-Left out on purpose: keeping the result. It takes a second or two for a million documents, and the
-memory of three integers for each; the documents themselves stay on disk.
+Left out on purpose: keeping the result. A million documents take 1.4 s in rows of 2,048 tokens and
+5 s in rows of 32,768, and the memory of a few integers each; the documents stay on disk.
 Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 """
 

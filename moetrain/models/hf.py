@@ -48,6 +48,8 @@ from moetrain.models.hf_files import (
     listing,
     open_shard,
     read_json,
+    readable,
+    remove_leftovers,
     remove_stale,
     replace,
     resolve,
@@ -96,8 +98,12 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
         ConfigError: files missing or damaged; tensors missing, of another shape or dtype, or such
             as ``arch`` would have to have and has not.
     """
-    folder = Path(folder)
-    config, stored = read_checkpoint_config(folder), stored_tensors(folder)
+    folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
+    with readable(folder):
+        config, stored = read_checkpoint_config(folder), stored_tensors(folder)
+        generation = folder / GENERATION
+        settings = read_json(generation) if generation.is_file() else None
+        files = tuple(small_files(folder))
     if arch.num_layers + arch.num_moe_layers * arch.num_experts > len(stored):
         sizes = f"{arch.num_layers} layers and {arch.num_experts} experts"
         raise error(folder, f"config.json describes {sizes}, the files hold {len(stored)} tensors")
@@ -110,15 +116,14 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
     num_extra_layers = _num_extra_layers(config)
     unexpected = [name for name in extra if _is_contradiction(name, arch, num_extra_layers)]
     _check_headers(stored, pieces, parameters, unexpected, folder)
-    generation = folder / GENERATION
     source = HFSource(
         folder=folder,
         config=config,
-        generation=read_json(generation) if generation.is_file() else None,
+        generation=settings,
         dtypes={name: stored[name].dtype for name in pieces},
         extra=extra,
         stamps={tensor.file: Stamp.of(tensor.file) for tensor in extra.values()},
-        files=tuple(small_files(folder)),
+        files=files,
     )
     return Checked(source, stored, pieces)
 
@@ -246,6 +251,7 @@ def save_weights(
     files = side_files(model.arch, source, tokenizer, default)
     warn_about_router_bias(model)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     with ExitStack() as stack:
         extra, lost = ([], []) if source is None else _extra_tensors(source, stack)
         written = _write_shards(folder, [*own, *extra], max_shard_bytes)
@@ -254,6 +260,7 @@ def save_weights(
         if _OUR_FILES.fullmatch(path.name) and path.name not in written:
             path.unlink()
     remove_stale(folder, [*written, *files])
+    logger.info("Hugging Face checkpoint: %s", folder)
     if lost:
         raise _gone(source, folder, lost)
     if source is not None and folder.samefile(source.folder):

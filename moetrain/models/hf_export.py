@@ -50,9 +50,10 @@ def side_files(
         ValueError: the family's format cannot express ``arch``.
     """
     config = exported_config(arch, None if source is None else source.config)
-    if dtype is not None or not {"dtype", "torch_dtype"} & config.keys():
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        config[key] = str(dtype or _most_common(source)).removeprefix("torch.")
+    keys = [key for key in ("torch_dtype", "dtype") if key in config]
+    if dtype is not None or not keys:
+        name = str(dtype or _most_common(source)).removeprefix("torch.")
+        config |= dict.fromkeys(keys or ["torch_dtype"], name)
     generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
     files: dict[str, SideFile] = {}
     if source is not None:

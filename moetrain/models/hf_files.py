@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -71,6 +72,8 @@ _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
 )
+_LEFTOVER = re.compile(r"\.[\w.-]+\.\d+\.tmp")
+"""The temporary names of :func:`replace`."""
 _MAX_COPY_BYTES = 256 * 2**20
 _MAX_JSON_BYTES = 256 * 2**20
 
@@ -252,23 +255,33 @@ def _is_complete(folder: Path) -> bool:
 
 
 # Reading.
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """What the system refuses meanwhile (permissions, a disk that fails) as a ConfigError."""
+    try:
+        yield
+    except OSError as failure:
+        where = failure.filename or folder
+        raise error(where, f"cannot be read ({failure.strerror or failure})") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a file of a checkpoint holds.
 
     Raises:
         ConfigError: no file, or not JSON, or something other than an object.
     """
-    if not path.is_file():
-        if os.path.lexists(path):
-            raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
-        raise error(path.parent, f"no {path.name} in it")
-    try:
+    with readable(path):
+        if not path.is_file():
+            if os.path.lexists(path):
+                raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
+            raise error(path.parent, f"no {path.name} in it")
         num_bytes = path.stat().st_size
         if num_bytes > _MAX_JSON_BYTES:
             raise error(path, f"{num_bytes:,} bytes are no {path.name}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise error(path, f"cannot be read ({failure.strerror})") from None
+        content = path.read_bytes()
+    try:
+        value = json.loads(content.decode())
     except (ValueError, RecursionError) as failure:
         raise error(path, f"not JSON ({failure})") from None
     if not isinstance(value, dict):
@@ -283,7 +296,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         ConfigError: a file is missing or damaged, or two hold a tensor of one name.
     """
     found: dict[str, Stored] = {}
-    for shard in _shards(folder):
+    shards, promised = _shards(folder)
+    for shard in shards:
         with open_shard(shard) as file:
             for name in file.keys():  # noqa: SIM118  not a mapping
                 if name in found:
@@ -293,23 +307,29 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 if dtype not in DTYPES:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
                 found[name] = Stored(shard, DTYPES[dtype], tuple(part.get_shape()))
+    if absent := [name for name in promised if name not in found]:
+        raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found
 
 
 def open_shard(shard: Path) -> safe_open:
     """A safetensors file, its header checked; ConfigError if it is damaged."""
-    try:
-        return safe_open(shard, framework="pt")
-    except SafetensorError as failure:
-        raise error(shard, f"damaged or cut short ({failure}); fetch it again") from None
-    except OSError as failure:
-        raise error(shard, f"cannot be read ({failure})") from None
+    with readable(shard):
+        shard.open("rb").close()  # safetensors says of every refusal that there is no such file
+        try:
+            return safe_open(shard, framework="pt")
+        except SafetensorError as failure:
+            raise error(shard, f"damaged or cut short ({failure}); fetch it again") from None
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; ConfigError if one is missing."""
+def _shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The safetensors files of a checkpoint, and the tensors that an index says they hold.
+
+    Raises:
+        ConfigError: a file is missing, or the index is damaged or names what is not in the folder.
+    """
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return [folder / SINGLE], []
     if not (folder / INDEX).is_file():
         raise error(folder, f"has neither {SINGLE} nor {INDEX} (other formats are not read)")
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -322,7 +342,7 @@ def _shards(folder: Path) -> list[Path]:
     absent = [file for file in files if not os.path.isfile(folder / file)]
     if absent:
         raise error(folder, f"{INDEX} names {listing(absent)}, absent from the folder")
-    return [folder / file for file in files]
+    return [folder / file for file in files], list(weight_map)
 
 
 def _is_inside(name: object) -> bool:
@@ -359,6 +379,13 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what exports that were killed have left half written."""
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            path.unlink()
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
