@@ -139,17 +139,6 @@ class TrainSection(Section):
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
 
-    @field_validator("sample_prompt")
-    @classmethod
-    def _is_text(cls, value: str | None) -> str | None:
-        if value is not None and not value:
-            raise ValueError("an empty prompt has nothing to continue; give text, or none")
-        try:
-            (value or "").encode()
-        except UnicodeEncodeError:
-            raise ValueError("not text: it holds bytes that are no UTF-8") from None
-        return value
-
     def total_steps(self, num_rows: int) -> int:
         """The length of a run over ``num_rows`` rows; what is left over makes one more step."""
         if self.epochs is not None:

@@ -23,7 +23,9 @@ import torch
 from moetrain.config import ActivationSection, Config, ConfigError, SavedName
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture
+from moetrain.parallel.apply import compute_dtype
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.world import num_processes, plan_world
 
 FP32 = 4
 MARGIN = 0.1
@@ -92,6 +94,24 @@ def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> N
         f"{config.train.micro_batch_size} {problem}. Lower it, or recompute activations "
         "(activation.policy full)",
     )
+
+
+def plan_memory(config: Config, arch: Architecture) -> str:
+    """The estimate in words, for as many devices as the settings speak of; needs none of them.
+
+    A GPU is assumed unless ``train.device`` says cpu.
+
+    Raises:
+        ConfigError: the degrees do not fit the model or the number of processes.
+    """
+    p, nproc = config.parallel, config.launch.nproc
+    named = p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp
+    size = max(num_processes(config) if nproc == "auto" else nproc, named, p.ep)
+    dims = plan_world(config, arch, size)
+    on_cpu = config.train.device == "cpu"
+    dtype = compute_dtype(config, torch.device("cpu" if on_cpu else "cuda"))
+    found = estimate_memory(config, arch, dims, dtype)
+    return f"memory on {size} x {'cpu' if on_cpu else 'GPU'}, estimated: {found.describe()}"
 
 
 def device_capacity(device: torch.device) -> float:

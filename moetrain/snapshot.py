@@ -5,14 +5,19 @@ Everything is whole in the file and in parts on the ranks, so a checkpoint goes 
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
 from moetrain.checkpoint import Checkpoint
 from moetrain.config import ConfigError
+from moetrain.models import Architecture
 from moetrain.optim import load_whole_optimizer_state, whole_optimizer_state
 from moetrain.parallel.apply import load_whole_state, whole_state
 from moetrain.parallel.placed import Placed
+
+logger = logging.getLogger("moetrain")
 
 
 def take_snapshot(
@@ -57,3 +62,33 @@ def restore_snapshot(
         raise ConfigError(
             "checkpoint.resume", f"{str(found.folder)!r} has no state of random numbers: {error}"
         ) from None
+
+
+def check_continues(found: Checkpoint, arch: Architecture, data: str, total_steps: int) -> None:
+    """Reject a checkpoint that a run is no continuation of.
+
+    Args:
+        data: what identifies the run's rows. Others may follow those that a checkpoint was trained
+            on, but a run that is over has nothing to train on them.
+
+    Raises:
+        ConfigError: the checkpoint is of another model, or is the end of a run on other data.
+    """
+    mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
+    if mine != theirs:
+        key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
+            f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
+        )
+    if found.state.get("data", data) == data:  # earlier versions did not note it
+        return
+    if found.state["step"] >= total_steps:
+        raise ConfigError(
+            "output_dir",
+            f"the run in it is over (step {found.state['step']}, {str(found.folder)!r}) and was "
+            "trained on other data; choose another output_dir, set checkpoint.resume never to "
+            "start again, or raise train.steps to go on with this data",
+        )
+    logger.warning("the data is not what %s was trained on; the run goes on with it", found.folder)

@@ -40,9 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.getLogger("moetrain").setLevel(logging.INFO)
         config = Config.load(words[0], words[1:]) if is_source else Config.load(None, words)
         if dry_run:
-            from moetrain.preflight import resolve_run  # imports torch, as all below
+            from moetrain.memory import plan_memory  # these import torch, as all below
+            from moetrain.preflight import resolve_run
 
-            print(json.dumps(resolve_run(config)[0].to_dict(), indent=2))
+            config, arch = resolve_run(config)
+            estimate = plan_memory(config, arch)
+            print(json.dumps(config.to_dict(), indent=2))
+            print(estimate, file=sys.stderr)
             return 0
         if place is not None:
             return _fit(config)

@@ -20,13 +20,12 @@ from typing import NamedTuple
 import torch
 
 from moetrain.checkpoint import (
-    Checkpoint,
     checkpoint_name,
     list_checkpoints,
     open_checkpoint,
     save_checkpoint,
 )
-from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config import Config, RunFailed
 from moetrain.config_sources import changed_settings
 from moetrain.data import Batch, Loader, build_data, eval_batches
 from moetrain.data.tokenizer_files import tokenizer_files
@@ -67,7 +66,7 @@ from moetrain.run_control import (
     stop_signals,
 )
 from moetrain.run_folder import CHECKPOINTS, FolderLock, find_checkpoint, set_aside
-from moetrain.snapshot import restore_snapshot, take_snapshot
+from moetrain.snapshot import check_continues, restore_snapshot, take_snapshot
 
 logger = logging.getLogger("moetrain")
 
@@ -429,6 +428,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "sample_index": self.loader.sample_index,
+            "data": self.data.fingerprint,
             "architecture": self.model.arch.model_dump(mode="json"),
             "config": self.config.to_dict(),
         }
@@ -462,7 +462,7 @@ class Trainer:
         chosen = self.world.share("" if chosen is None else str(chosen))
         if chosen:
             found = open_checkpoint(Path(chosen))
-            self.check_continues(found)
+            check_continues(found, self.model.arch, self.data.fingerprint, self.total_steps)
             restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
             self.step = self.saved_at = found.state["step"]
             self.tokens = found.state["tokens"]
@@ -473,18 +473,6 @@ class Trainer:
         self.world.wait()  # until every rank has read what may now be moved
         if self.world.is_main:
             set_aside(self.folder, Path(chosen) if chosen else None, self.step)
-
-    def check_continues(self, found: Checkpoint) -> None:
-        """Reject a checkpoint that this run is no continuation of."""
-        mine = self.model.arch.model_dump(mode="json")
-        theirs = found.state["architecture"]
-        if mine != theirs:
-            key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
-                f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
-            )
 
 
 def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:

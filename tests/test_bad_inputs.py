@@ -9,7 +9,6 @@ A row is what is given, the setting that the line names, and words that it has.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from moetrain.config import Config, ConfigError
+from moetrain.models import build_model, save_hf
+from moetrain.models.hf_config import architecture_from_hf
 from moetrain.train import main
 
 HF_CONFIG = {
@@ -479,7 +480,7 @@ def places(tmp_path_factory) -> dict[str, str]:
     (root / "used" / "metrics.jsonl").mkdir()
     (root / "used2" / "checkpoints").write_text("")
     (root / "text" / "a.txt").write_text("some text. " * 100)
-    (root / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
+    save_hf(build_model(architecture_from_hf(HF_CONFIG)), root / "hf")
     for name in ("file", "link", "loop"):
         places[name] = str(root / name)
     (root / "file").write_text("")

@@ -519,11 +519,11 @@ def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogC
             {"source": "text", "path": "{}/text", "eval_path": "{}/text", "seq_len": 13},
             r"data\.seq_len: 13 is more than the 12 tokens of data\.path",
         ),
-        ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .* cannot be read: .*null"),
+        ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .*holds what is not text"),
         ({"source": "text", "path": "{}/" + "x" * 300}, r"data\.path: .* cannot be read: .*long"),
         ({"source": "text", "path": "{}/fifo"}, r"data\.path: .* neither a file nor a folder"),
         ({"source": "jsonl", "path": "{}/links"}, r"data\.path: .*links' holds no \.jsonl files"),
-        ({"cache_dir": "{}/nul\0"}, r"data\.cache_dir: .* cannot be written: .*null"),
+        ({"cache_dir": "{}/nul\0"}, r"data\.cache_dir: .*holds what is not text"),
         ({"cache_dir": "{}/" + "x" * 300}, r"data\.cache_dir: .* cannot be written: .*long"),
         (
             {"source": "text", "path": "{}/text", "eval_path": "{}/missing"},

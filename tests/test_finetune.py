@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,7 @@ def test_scaled_rotary_embeddings_reach_further(checkpoint, chats, tmp_path):
         "original_max_position_embeddings": POSITIONS,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(checkpoint / "model.safetensors", tmp_path)
     words = [f"model.path={tmp_path}", f"data.path={chats}", "data.tokenizer=byte"]
     resolve_run(Config.load(None, [*words, "data.seq_len=2048"], environ={}))
     with pytest.raises(ConfigError, match="2049 is more than the 2048 positions"):

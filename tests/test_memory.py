@@ -1,5 +1,8 @@
 """The memory estimate against allocator peaks that were measured, and what is refused by it."""
 
+import json
+import re
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.memory import GIB, check_memory, device_capacity, estimate_memory
 from moetrain.models import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.train import main
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
@@ -93,3 +97,23 @@ def test_what_cannot_fit_is_refused_with_the_remedy():
 
 def test_this_machine_has_memory():
     assert device_capacity(torch.device("cpu")) > GIB
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 16",
+            "1 x GPU.* GiB a device",
+        ),
+        ("qwen3-30b-a3b-24l --launch.nproc 4 --parallel.ep 4", "4 x GPU"),
+        ("qwen3-30b-a3b-24l --parallel.ep 4", "4 x GPU"),
+        ("debug --train.device cpu", "1 x cpu"),
+    ],
+)
+def test_dry_run_prints_the_estimate_beside_the_settings(words, says, capsys):
+    batch = ["--train.global_batch_size", "16"]
+    assert main([*words.split(), *batch, "--dry_run"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["train"]["global_batch_size"] == 16
+    assert re.fullmatch(rf"memory on {says}.*: weights .*\n", printed.err)

@@ -275,6 +275,22 @@ def test_a_finished_run_says_so_and_a_fresh_start_keeps_the_old_one(tiny, tmp_pa
     assert len(list_checkpoints(tmp_path / "out" / "earlier-1" / "checkpoints")) == 1
 
 
+def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, caplog):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(9):
+        (text / f"{i}.txt").write_text(f"the cat {i} sat. " * 40)
+    words = [f"data.path={text}"]
+    fit(tiny(*words))
+    fit(tiny(*words))  # nothing changed: nothing to do
+    (text / "0.txt").write_text("the dog did not. " * 50)
+    with pytest.raises(ConfigError, match=r"output_dir: .*is over \(step 4.*trained on other data"):
+        Trainer(tiny(*words))
+    longer = fit(tiny(*words, "train.steps=5"))
+    assert longer.step == 5
+    assert "goes on with it" in caplog.text
+
+
 def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
     fit(tiny("train.steps=1"))
     assert main([*tiny_words, "model.num_layers=3"]) == 2
