@@ -1,15 +1,14 @@
 """What a user can get wrong, in tables: each is one line that names the setting, and exit code 2.
 
 Nothing here trains: a bad input is found before that, or this module would take long. In a row of
-:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint of
-which there is only its config.json.
+:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint
+without a tokenizer.
 
 A row is what is given, the setting that the line names, and words that it has.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,20 +16,10 @@ from pathlib import Path
 
 import pytest
 
+import moetrain
 from moetrain.config import Config, ConfigError
+from moetrain.models import Architecture, build_model, init_weights
 from moetrain.train import main
-
-HF_CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "max_position_embeddings": 64,
-}
 
 # ---- the command line ---------------------------------------------------------------------------
 
@@ -500,7 +489,21 @@ def places(tmp_path_factory) -> dict[str, str]:
     (root / "used" / "metrics.jsonl").mkdir()
     (root / "used2" / "checkpoints").write_text("")
     (root / "text" / "a.txt").write_text("some text. " * 100)
-    (root / "hf" / "config.json").write_text(json.dumps(HF_CONFIG))
+    arch = Architecture(
+        family="qwen3",
+        vocab_size=300,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        max_positions=64,
+        qk_norm=True,
+    )
+    model = build_model(arch)
+    init_weights(model, std=0.02, seed=0)
+    moetrain.save_hf(model, root / "hf")
     for name in ("file", "link", "loop"):
         places[name] = str(root / name)
     (root / "file").write_text("")
