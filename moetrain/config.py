@@ -140,7 +140,8 @@ class Config(Section):
         Args:
             source: a recipe's name, a TOML file, or a nested mapping; None: the recipe ``debug``.
                 Where ``model.path`` is set and no recipe named, a recipe for fine-tuning lies under
-                all other sources: ``sft`` where the data is jsonl, else ``continue``.
+                all other sources: ``sft`` where the data is jsonl (``data.source`` says so, or the
+                end of ``data.path``), else ``continue``.
             overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
 
@@ -266,6 +267,7 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
     ("moe.overlap_chunks", "parallel.ep", _SEVERAL),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
+    ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
 )
 
 
@@ -279,10 +281,18 @@ def _recipe_under(layers: Sequence[Layer], source: object) -> tuple[str | None, 
         if source is not None:
             return None, ""
         return DEFAULT_RECIPE, f"  recipe {DEFAULT_RECIPE}, as neither one nor model.path is named"
-    by_name = "jsonl" if str(data).endswith(".jsonl") else "text"
-    kind = given.get("data.source", by_name)
+    kind = given.get("data.source") or _SOURCE_BY_SUFFIX.get(PurePath(str(data)).suffix.lower())
+    if kind is None and data is not None:
+        raise ConfigError(
+            "data.source",
+            f"not set, and data.path {shortened(data)} is neither .jsonl nor .txt; say which",
+        )
     recipe = CHAT_RECIPE if kind == "jsonl" else TEXT_RECIPE
     return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
+
+
+# Of other files, a guess would train on the text of their format: braces, commas, binary.
+_SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".txt": "text"}
 
 
 def _name_of_run(config: Config) -> str:

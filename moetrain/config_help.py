@@ -9,7 +9,7 @@ import textwrap
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moetrain.config import DEFAULT_RECIPE, Config, recipe_names
+from moetrain.config import CHAT_RECIPE, DEFAULT_RECIPE, TEXT_RECIPE, Config, recipe_names
 from moetrain.config_sources import ENV_PREFIX
 
 
@@ -18,7 +18,8 @@ def format_help() -> str:
     lines = [
         "usage: python -m moetrain.train [RECIPE | FILE.toml] [--section.key value ...]",
         "",
-        f"recipes: {', '.join(recipe_names())} (default: {DEFAULT_RECIPE})",
+        f"recipes: {', '.join(recipe_names())}",
+        f"default: {DEFAULT_RECIPE}; with model.path, {CHAT_RECIPE} for jsonl, else {TEXT_RECIPE}",
         f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
         "--dry_run prints the resolved config as JSON and exits; --help prints this",
         "A recipe may set other values than the defaults shown here.",

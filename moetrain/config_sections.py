@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 
+FP32_LEAST, FP32_MOST = 2.0**-126, 2.0**128
+
 
 class Section(BaseModel):
     """Frozen, without unknown keys, infinities, NaNs or anything else that no setting may be."""
@@ -31,6 +33,8 @@ class Section(BaseModel):
             raise ValueError("holds what is not text")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("is beyond 64 bits")
+        if isinstance(value, float) and value and not FP32_LEAST <= abs(value) < FP32_MOST:
+            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
         return value
 
 
@@ -50,7 +54,7 @@ class ModelSection(Section):
     """Vocabulary size; unset: the preset's."""
     hidden_size: int | None = Field(default=None, gt=0)
     """Model width; unset: the preset's."""
-    num_layers: int | None = Field(default=None, gt=0)
+    num_layers: int | None = Field(default=None, gt=0, le=10_000)
     """Number of transformer blocks; unset: the preset's."""
     num_heads: int | None = Field(default=None, gt=0)
     """Attention (query) heads; unset: the preset's."""
@@ -102,7 +106,7 @@ class DataSection(Section):
     end to end, cut at every row's end. auto: whole where there are conversations, else stream."""
     cache_dir: str | None = None
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
-    num_documents: int = Field(default=1024, gt=0)
+    num_documents: int = Field(default=1024, gt=0, lt=2**31)
     """Length of the synthetic source, in rows."""
 
 

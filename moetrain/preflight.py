@@ -48,6 +48,12 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
     folder = Path(config.output_dir)
     if writes:
         check_output_folder(folder)
+        resume = config.checkpoint.resume
+        if resume not in ("auto", "never") and not Path(resume).is_dir():
+            raise ConfigError(
+                "checkpoint.resume",
+                f"{resume!r} is not a checkpoint: no such folder; name one, or auto, or never",
+            )
     config, arch = resolve_run(config)
     if writes:
         check_room(folder, config, arch)
@@ -151,19 +157,20 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
     copies = min(saves, checkpoint.keep + 1)  # the oldest goes when the newest is complete
     one = arch.num_params() * CHECKPOINT_BYTES
     export = arch.num_params() * EXPORT_BYTES * checkpoint.save_hf
-    kept = sum(f.stat().st_size for f in folder.glob("checkpoints/step-*/*") if f.is_file())
+    earlier = () if checkpoint.resume == "never" else folder.glob("checkpoints/step-*/*")
+    going = sum(file.stat().st_size for file in earlier)  # new checkpoints take these ones' place
     while not folder.exists():
         folder = Path(os.path.abspath(folder)).parent
-    free = shutil.disk_usage(folder).free
-    if free + kept >= copies * one + export:
+    total, _, free = shutil.disk_usage(folder)
+    if not total or free + going >= copies * one + export:  # remote ones may not know their size
         return
     what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
     what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
     raise ConfigError(
         "output_dir",
         f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
-        f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or lower "
-        "checkpoint.keep (one more is there while it is written)",
+        f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or "
+        "write less (checkpoint.keep, checkpoint.interval, checkpoint.at_end)",
     )
 
 

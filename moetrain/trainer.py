@@ -362,13 +362,15 @@ class Trainer:
         if self.config.checkpoint.at_end:
             self.save()
         if self.config.checkpoint.save_hf:
+            data = self.data
+            is_text = self.config.data.source != "synthetic"  # else the ids are of no tokenizer
             save_whole_model(
                 self.model,
                 self.placed,
                 self.folder / "hf",
                 write=self.world.is_main,
                 dtype=self.config.checkpoint.hf_dtype,
-                tokenizer=tokenizer_files(self.data.tokenizer, self.config.data),
+                tokenizer=tokenizer_files(data.tokenizer, data.chat_template) if is_text else None,
             )
             self.world.wait()  # not in a collective, which gives up after a while
         if self.world.is_main:

@@ -145,7 +145,7 @@ FINE_TUNING = "--model.path some/qwen --data.path chats.jsonl"
             '[model]\npath = "x/qwen"\n[data]\npath = "a/chats"',
             "continue",
         ),
-        ("--model.path x/qwen --data.path a/chats", {}, None, "continue"),
+        ("--model.path x/qwen --data.path a/chats.txt", {}, None, "continue"),
         ("--model.path x/qwen --data.source stdlib", {}, None, "continue"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_named_recipe_stays_the_one(tmp_path):
     ("path", "data", "folder"),
     [
         ("Qwen/Qwen3-0.6B", "chats.jsonl", "Qwen3-0.6B-chats"),
-        ("/models/qwen/", "/data/books/", "qwen-books"),
+        ("/models/qwen/", "/data/books.txt", "qwen-books"),
         ("outputs/qwen-chats/hf", "more.jsonl", "qwen-chats-more"),  # a run's own export
     ],
 )

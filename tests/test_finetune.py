@@ -129,6 +129,7 @@ def test_the_checkpoint_decides_what_is_not_set(checkpoint, chats):
 
 
 def test_scaled_rotary_embeddings_reach_further(checkpoint, chats, tmp_path):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     config = json.loads((checkpoint / "config.json").read_text())
     config.pop("rope_parameters", None)
     config["rope_scaling"] = {

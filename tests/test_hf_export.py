@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import moetrain
-from moetrain.config import ConfigError, DataSection
+from moetrain.config import ConfigError
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models import build_model, hf, init_weights
@@ -279,7 +279,7 @@ def test_a_source_that_is_no_longer_there(how, checkpoint, tmp_path):
 
 def test_a_tokenizer_that_is_no_longer_there(checkpoint, tmp_path):
     make_tokenizer(tmp_path / "tokenizer")
-    files = tokenizer_files(load_tokenizer(str(tmp_path / "tokenizer")), DataSection())
+    files = tokenizer_files(load_tokenizer(str(tmp_path / "tokenizer")))
     shutil.rmtree(tmp_path / "tokenizer")
     model = moetrain.load_hf(checkpoint)
     model.source = None
@@ -306,7 +306,7 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
     make_tokenizer(tmp_path / "other", "quite another text, of other words")
     (tmp_path / "other" / "chat_template.jinja").unlink()
     tokenizer = load_tokenizer(str(tmp_path / "other"))
-    files = tokenizer_files(tokenizer, DataSection())
+    files = tokenizer_files(tokenizer)
     files = TokenizerFiles(files.files, eos_id=3, bos_id=None, pad_id=2)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path / "out", tokenizer=files)
     out = tmp_path / "out"
@@ -324,7 +324,7 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
 def test_the_token_that_ended_documents_ends_generation(checkpoint, tmp_path):
     """The same tokenizer with another end: only that changes."""
     tokenizer = load_tokenizer(str(checkpoint))
-    files = tokenizer_files(tokenizer, DataSection())
+    files = tokenizer_files(tokenizer)
     assert (files.eos_id, files.bos_id, files.pad_id) == (1, 0, 2)
     other = TokenizerFiles(files.files, eos_id=7)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path, tokenizer=other)
@@ -362,12 +362,14 @@ def test_a_run_from_a_preset_exports_its_tokenizer(tiny_words, tmp_path):
 
 def test_the_chat_template_that_was_trained_with(tmp_path):
     make_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     chat = [{"role": "user", "content": "hello"}]
-    for template, want in ((None, "<user>hello</s>"), (str(tmp_path / "mine.jinja"), "hello!")):
-        data = DataSection(source="jsonl", path="unread", chat_template=template)
-        write_side_files(tmp_path, tokenizer_files(tokenizer, data).files)
+    for template, want in (
+        (None, "<user>hello</s>"),
+        (tokenizer.chat_template, "<user>hello</s>"),
+        ("{{ messages[0].content }}!", "hello!"),
+    ):
+        write_side_files(tmp_path, tokenizer_files(tokenizer, template).files)
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         assert theirs.apply_chat_template(chat, tokenize=False) == want
 
@@ -375,7 +377,7 @@ def test_the_chat_template_that_was_trained_with(tmp_path):
 def test_a_bare_tokenizer_json_is_completed(tmp_path):
     make_tokenizer(tmp_path / "from")
     (tmp_path / "my.json").write_bytes((tmp_path / "from" / "tokenizer.json").read_bytes())
-    files = tokenizer_files(load_tokenizer(str(tmp_path / "my.json")), DataSection())
+    files = tokenizer_files(load_tokenizer(str(tmp_path / "my.json")))
     assert files.eos_id == 1  # "</s>", guessed
     arch = architecture_from_hf({"model_type": "llama", **SIZES, "vocab_size": VOCABULARY})
     model = build_model(arch)
@@ -398,7 +400,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def test_the_byte_tokenizer_is_exported_exactly(tmp_path):
-    files = tokenizer_files(ByteTokenizer(), DataSection())
+    files = tokenizer_files(ByteTokenizer())
     for name, text in files.files.items():
         (tmp_path / name).write_text(text)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ByteTokenizer()
@@ -412,7 +414,3 @@ def test_the_byte_tokenizer_is_exported_exactly(tmp_path):
         assert load_tokenizer(str(tmp_path)).encode_batch([text])[0].ids.tolist() == want
         ids = [rng.randrange(257) for _ in range(20)]
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
-
-
-def test_random_ids_have_no_tokenizer():
-    assert tokenizer_files(ByteTokenizer(), DataSection(source="synthetic")) is None

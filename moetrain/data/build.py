@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moetrain.config import Config, ConfigError, DataSection, user_cache_dir
 from moetrain.data.cache import TokenCache, open_cache
 from moetrain.data.packing import Dataset, StreamDataset, SyntheticDataset
-from moetrain.data.sources import Source, open_sources
+from moetrain.data.sources import JsonlSource, Source, open_sources
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.data.whole import WholeDataset
 
@@ -35,6 +35,8 @@ class Data(NamedTuple):
     """Hash of what decides the rows of both: tokens and which are learned (so the text, tokenizer
     and template, wherever their files lie), packing, row length, what is held out, and the seed of
     synthetic ones. The order in which a run sees them is not in it: train.seed decides that."""
+    chat_template: str | None
+    """What conversations were rendered with, None: there are none."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
@@ -64,14 +66,15 @@ def build_data(config: Config, vocab_size: int) -> Data:
             raise ConfigError("train.sample_prompt", str(error)) from None
     if data.source == "synthetic":
         train, held_out = _synthetic(config, vocab_size)
+        template = None
     else:
-        train, held_out = _from_text(data, tokenizer)
+        train, held_out, template = _from_text(data, tokenizer)
         for side, dataset in (("", train), ("held out: ", held_out)):
             if isinstance(dataset, WholeDataset):
                 logger.info("%s%s", side, dataset.describe())
     identity = [train.identity, None if held_out is None else held_out.identity]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return Data(train, held_out, tokenizer, fingerprint)
+    return Data(train, held_out, tokenizer, fingerprint, template)
 
 
 def _synthetic(config: Config, vocab_size: int) -> tuple[Dataset, Dataset | None]:
@@ -85,27 +88,34 @@ def _synthetic(config: Config, vocab_size: int) -> tuple[Dataset, Dataset | None
     )
 
 
-def _from_text(data: DataSection, tokenizer: Tokenizer) -> tuple[Dataset, Dataset | None]:
+def _from_text(
+    data: DataSection, tokenizer: Tokenizer
+) -> tuple[Dataset, Dataset | None, str | None]:
+    """The rows of both sides, and the template of the conversations among them."""
+    sources = open_sources(data, tokenizer)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
 
     def read(source: Source) -> TokenCache:
         return open_cache(source, tokenizer, cache_dir)
 
-    sources = open_sources(data, tokenizer)
     train = read(sources.train)
-    if sources.eval is None:
-        return _all_rows(train, sources.train, data), None
-    held_out = read(sources.eval)
+    held_out = None if sources.eval is None else read(sources.eval)
+    has_chats = any(cache is not None and cache.masked is not None for cache in (train, held_out))
+    is_jsonl = isinstance(sources.train, JsonlSource)
+    template = sources.train.template.source if is_jsonl and has_chats else None
+    if held_out is None or sources.eval is None:
+        return _all_rows(train, sources.train, data), None, template
     if data.eval_path is not None:
-        return _all_rows(train, sources.train, data), _all_rows(held_out, sources.eval, data)
+        rows = _all_rows(train, sources.train, data), _all_rows(held_out, sources.eval, data)
+        return *rows, template
     rows = _rows(train, data), _rows(held_out, data)
     if all(map(len, rows)) and train.targets.any() and held_out.targets.any():
-        return rows
+        return *rows, template
     if train.num_documents == 0 or held_out.num_documents == 0:  # then the other is everything
         whole = train if train.num_documents else held_out
     else:
         whole = read(sources.undivided)
-    return _divided(whole, sources.undivided, data)
+    return *_divided(whole, sources.undivided, data), template
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:

@@ -31,7 +31,9 @@ from moetrain.config import ConfigError
 
 logger = logging.getLogger("moetrain")
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# Of a hub id: what is read here, and what else a tokenizer's export takes along.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "special_tokens_map.json")
+_FILES += ("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 # Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 

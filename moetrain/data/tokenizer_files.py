@@ -12,7 +12,6 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from moetrain.config import DataSection
 from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from moetrain.models.hf_files import TokenizerFiles, is_tokenizer_file, read_json, small_files
 
@@ -21,21 +20,16 @@ _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 _BYTE_EOS = "<|endoftext|>"
 
 
-def tokenizer_files(tokenizer: Tokenizer, data: DataSection) -> TokenizerFiles | None:
-    """What an export holds of ``tokenizer``, and ``data.chat_template`` in place of its own.
-
-    None: the data are random ids, of no tokenizer.
-    """
-    if data.source == "synthetic":
-        return None
+def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None = None) -> TokenizerFiles:
+    """What an export holds of ``tokenizer``, with ``chat_template`` (None: its own, if any)."""
     if isinstance(tokenizer, ByteTokenizer):
         files, ids = _byte_files(), {}
     elif isinstance(tokenizer, HFTokenizer):
         files, ids = _copied_files(tokenizer), tokenizer.special_ids
     else:
         raise TypeError(f"{type(tokenizer).__name__} has no form in files")
-    if data.chat_template is not None:
-        files["chat_template.jinja"] = Path(data.chat_template)
+    if chat_template not in (None, tokenizer.chat_template):
+        files["chat_template.jinja"] = chat_template
     return TokenizerFiles(files, tokenizer.eos_id, ids.get("bos_token"), ids.get("pad_token"))
 
 

@@ -1,0 +1,65 @@
+"""A disk that fails under a run: one line that says where, exit code 1, never a traceback."""
+
+import errno
+import resource
+
+import pytest
+from safetensors import SafetensorError
+
+from moetrain.data import build_data
+from moetrain.train import main
+
+
+def last_line(words, capsys):
+    """The one line of a run that fails for lack of disk."""
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("board", ["no", "yes"])
+@pytest.mark.parametrize("longest", [20, 2_000, 10_000, 40_000, 100_000])
+def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys):
+    """A real limit: whichever file of the run is the first to reach it."""
+    build_data(tiny(), vocab_size=1000)  # the token cache is no file of the run
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (longest, before[1]))
+    try:
+        line = last_line([*tiny_words, f"log.tensorboard={board}"], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert line.startswith("failed: ")
+    assert "File too large" in line
+    assert "out" in line
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "says"),
+    [
+        ("save_checkpoint", OSError(errno.ENOSPC, "", "a/model.x"), "No space left on device: a/"),
+        ("save_checkpoint", SafetensorError("I/O error: oh (os error 28)"), "No space left on dev"),
+        ("save_checkpoint", OSError(errno.EDQUOT, ""), "Disk quota exceeded: in output_dir '"),
+        ("save_checkpoint", OSError(errno.EROFS, "", "a"), "Read-only file system: a"),
+        ("plot_losses", OSError(errno.EIO, "", "loss.png"), "Input/output error: loss.png"),
+        ("MetricsLog.log", BrokenPipeError(errno.EPIPE, ""), "Broken pipe: in output_dir '"),
+        ("build_data", PermissionError(errno.EACCES, "", "cache/x"), "Permission denied: cache/x"),
+    ],
+    ids=repr,
+)
+def test_errors_of_a_disk(function, error, says, tiny_words, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(f"moetrain.trainer.{function}", fail)
+    assert last_line(tiny_words, capsys).startswith(f"failed: {says}")
+
+
+def test_an_error_of_ours_keeps_its_traceback(tiny_words, monkeypatch):
+    def fail(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, "", "a bug")
+
+    monkeypatch.setattr("moetrain.trainer.plot_losses", fail)
+    with pytest.raises(FileNotFoundError):
+        main(tiny_words)
