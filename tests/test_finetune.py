@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
+import moetrain
 from moetrain.config import Config, ConfigError
+from moetrain.data.tokenizer import load_tokenizer
 from moetrain.metrics import read_metrics
 from moetrain.preflight import resolve_run
 from moetrain.train import main
@@ -22,7 +25,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-POSITIONS = 512
+POSITIONS = 2048
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +63,14 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
-    """240 conversations with something to learn."""
+    """2,000 conversations of 30 to 200 tokens, most of them short, with something to learn."""
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     with file.open("w") as lines:
-        for i in range(240):
+        for i in range(2000):
             messages = [
-                {"role": "user", "content": f"What is {i} plus {i + 1}?"},
-                {"role": "assistant", "content": f"{i} plus {i + 1} is {2 * i + 1}."},
-            ]
+                {"role": "user", "content": f"{i} + {i + 1}?"},
+                {"role": "assistant", "content": f"{2 * i + 1}."},
+            ] * (6 if i % 50 == 0 else 1)
             lines.write(json.dumps({"messages": messages}) + "\n")
     return file
 
@@ -79,12 +82,12 @@ def words(checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     typed = (
         f"--model.path {checkpoint} --data.tokenizer {checkpoint} --data.source jsonl "
-        f"--data.path {chats} --data.seq_len 256 --checkpoint.save_hf yes"
+        f"--data.path {chats} --data.seq_len 2048 --checkpoint.save_hf yes"
     )
     return [*typed.split(), "--train.device", "cpu", "--log.tensorboard", "no"]
 
 
-def test_the_readmes_command(words, tmp_path, capsys):
+def test_the_readmes_command(words, tmp_path, capsys, caplog):
     assert main([*words, "--data.eval_fraction", "0.1", "--train.sample_tokens", "4"]) == 0
     folder = tmp_path / "outputs" / "tiny-qwen-chats"
     resolved = json.loads((folder / "config.json").read_text())
@@ -93,7 +96,7 @@ def test_the_readmes_command(words, tmp_path, capsys):
     assert (resolved["train"]["epochs"], resolved["train"]["steps"]) == (3.0, None)
     rows = read_metrics(folder / "metrics.jsonl")
     said = capsys.readouterr().out
-    num_rows = int(said.split(" rows of 256 tokens")[0].split()[-1])
+    num_rows = int(said.split(" rows of 2048 tokens")[0].split()[-1])
     batch = resolved["train"]["global_batch_size"]
     assert num_rows > batch  # so that three epochs are several steps
     steps = -(-3 * num_rows // batch)
@@ -102,6 +105,13 @@ def test_the_readmes_command(words, tmp_path, capsys):
     assert held_out[-1] < held_out[0]
     assert "recipe sft, as model.path is set, the data is jsonl and none is named" in said
     assert f"{steps} steps, by train.epochs" in said
+    # Whole conversations in full rows: none that fits is cut, and every one of them is there.
+    packed = re.findall(
+        r"packed ([\d,]+) conversations into ([\d,]+) rows .*\((.*)% full\)", caplog.text
+    )
+    assert sum(int(count.replace(",", "")) for count, _, _ in packed) == 2000
+    assert float(packed[0][2]) >= 95
+    assert "longer than a row" not in caplog.text
     exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
     before = transformers.AutoModelForCausalLM.from_pretrained(words[1])
     changed = [
@@ -109,9 +119,28 @@ def test_the_readmes_command(words, tmp_path, capsys):
         for a, b in zip(exported.parameters(), before.parameters(), strict=True)
     ]
     assert all(changed)
+    assert_greedy_tokens_agree(folder / "hf", exported)
     # The same again has nothing to do, and says so.
     assert main([*words, "--data.eval_fraction", "0.1", "--train.sample_tokens", "4"]) == 0
     assert "nothing is left to do: raise train.epochs to go on" in capsys.readouterr().out
+
+
+def assert_greedy_tokens_agree(folder: Path, theirs: transformers.PreTrainedModel) -> None:
+    """``transformers`` continues a prompt from the export with the tokens that we do."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "3 + 4?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>assistant\n")
+    prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+    want = theirs.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[
+        0
+    ].tolist()
+    model, ids = moetrain.load_hf(folder), prompt[0].tolist()
+    assert ids == load_tokenizer(str(folder)).encode_batch([text])[0].ids.tolist()
+    with torch.no_grad():
+        while len(ids) < len(want):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    assert ids == want
 
 
 def test_the_checkpoint_decides_what_is_not_set(checkpoint, chats):
@@ -120,12 +149,12 @@ def test_the_checkpoint_decides_what_is_not_set(checkpoint, chats):
     assert resolved.data.tokenizer == str(checkpoint)
     assert resolved.data.seq_len == arch.max_positions == POSITIONS
     assert resolved.origins["data.seq_len"] == "model.path"
-    assert "data.seq_len = 512  (model.path)" in resolved.describe()
+    assert "data.seq_len = 2048  (model.path)" in resolved.describe()
     assert resolve_run(resolved)[0] == resolved
     chosen = config.filled({"data.seq_len": 64, "data.tokenizer": "byte"}, "the test")
     assert resolve_run(chosen)[0] == chosen
-    with pytest.raises(ConfigError, match=r"data\.seq_len: 513 is more than the 512 positions"):
-        resolve_run(config.filled({"data.seq_len": 513}, "the test"))
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 2049 is more than the 2048 positions"):
+        resolve_run(config.filled({"data.seq_len": 2049}, "the test"))
 
 
 def test_scaled_rotary_embeddings_reach_further(checkpoint, chats, tmp_path):

@@ -101,8 +101,9 @@ def _from_text(
     train = read(sources.train)
     held_out = None if sources.eval is None else read(sources.eval)
     has_chats = any(cache is not None and cache.masked is not None for cache in (train, held_out))
-    is_jsonl = isinstance(sources.train, JsonlSource)
-    template = sources.train.template.source if is_jsonl and has_chats else None
+    template = None
+    if has_chats and isinstance(sources.train, JsonlSource):
+        template = sources.train.template.source
     if held_out is None or sources.eval is None:
         return _all_rows(train, sources.train, data), None, template
     if data.eval_path is not None:
