@@ -43,7 +43,7 @@ def recipe_names() -> list[str]:
 
 def is_recipe(source: object) -> bool:
     """Whether ``source`` names a recipe shipped with the package."""
-    return isinstance(source, str) and source in recipe_names()
+    return isinstance(source, str | os.PathLike) and os.fspath(source) in recipe_names()
 
 
 class Layer(NamedTuple):
@@ -85,7 +85,7 @@ def read_source(
     except RecursionError:
         raise ConfigError("config file", f"{shortened(origin)} is nested too deeply") from None
     if is_recipe(source):
-        return Layer(f"recipe {source}", values, is_users=False)
+        return Layer(f"recipe {origin}", values, is_users=False)
     return Layer(origin, values)
 
 
@@ -185,7 +185,8 @@ def merge(
             )
         if given:
             kept = max(given, key=lambda name: is_users[name])
-            values[pair[0] if kept == pair[1] else pair[1]] = None
+            dropped = pair[1] if kept == pair[0] else pair[0]
+            values[dropped], origins[dropped] = None, f"as {kept} is set"
     return values, origins
 
 

@@ -12,8 +12,10 @@ import logging
 import os
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moetrain.config import Config, ConfigError, Place, RunFailed, launched_place
@@ -81,7 +83,8 @@ def _fit(config: Config) -> int:
     from moetrain.trainer import Trainer
 
     try:
-        Trainer(config).fit()
+        with _disk_errors_of_threads_unprinted():
+            Trainer(config).fit()
     except RunFailed as failure:
         return _end(launched_place(), 1, one_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:
@@ -107,6 +110,23 @@ def _why_no_disk(error: Exception) -> str | None:
     if number is None or errno.errorcode.get(number) not in _DISK_ERRORS:
         return None
     return os.strerror(number)
+
+
+@contextmanager
+def _disk_errors_of_threads_unprinted() -> Iterator[None]:
+    """TensorBoard writes in a thread, and raises what that met again where the run next writes."""
+    before = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        error = failure.exc_value
+        if not isinstance(error, Exception) or _why_no_disk(error) is None:
+            before(failure)
+
+    threading.excepthook = report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def one_line(text: str) -> str:

@@ -1,8 +1,8 @@
 """What a user can get wrong, in tables: each is one line that names the setting, and exit code 2.
 
 Nothing here trains: a bad input is found before that, or this module would take long. In a row of
-:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint
-without a tokenizer.
+:data:`FILES`, ``{tmp}`` is an empty folder, ``{text}`` one of text files, ``{hf}`` a checkpoint of
+which there is only its config.json.
 
 A row is what is given, the setting that the line names, and words that it has.
 """
@@ -16,10 +16,22 @@ from pathlib import Path
 
 import pytest
 
-import moetrain
 from moetrain.config import Config, ConfigError
-from moetrain.models import Architecture, build_model, init_weights
+from moetrain.models import build_model, save_hf
+from moetrain.models.hf_config import architecture_from_hf
 from moetrain.train import main
+
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+}
 
 # ---- the command line ---------------------------------------------------------------------------
 
@@ -489,21 +501,7 @@ def places(tmp_path_factory) -> dict[str, str]:
     (root / "used" / "metrics.jsonl").mkdir()
     (root / "used2" / "checkpoints").write_text("")
     (root / "text" / "a.txt").write_text("some text. " * 100)
-    arch = Architecture(
-        family="qwen3",
-        vocab_size=300,
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        max_positions=64,
-        qk_norm=True,
-    )
-    model = build_model(arch)
-    init_weights(model, std=0.02, seed=0)
-    moetrain.save_hf(model, root / "hf")
+    save_hf(build_model(architecture_from_hf(HF_CONFIG)), root / "hf")
     for name in ("file", "link", "loop"):
         places[name] = str(root / name)
     (root / "file").write_text("")

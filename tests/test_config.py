@@ -1,6 +1,7 @@
 """Config: the four sources, their order, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -171,6 +172,7 @@ def test_a_checkpoint_and_no_recipe_imply_one_for_fine_tuning(
 
 
 def test_a_named_recipe_stays_the_one(tmp_path):
+    assert load(source=Path("debug")).origins == load(source="debug").origins
     config = load("--model.path", "x", "--data.path", "y", source="continue")
     assert config.describe().startswith("  recipe continue\n")
     assert config.optim.lr == 2e-5
@@ -200,6 +202,7 @@ def test_the_folder_names_model_and_data(path, data, folder):
 def test_the_users_choice_of_two_replaces_a_recipes():
     assert load("--train.epochs", "2").train.steps is None
     assert load("--train.epochs", "2").train.total_steps(33) == 5  # 66 rows, 16 a step
+    assert "train.steps = null  (as train.epochs is set)" in load("--train.epochs", "2").describe()
     assert load("--train.steps", "7", source="debug").train.total_steps(33) == 7
     chats = load(*FINE_TUNING.split(), "--train.steps", "7", "--optim.warmup_steps", "2")
     assert (chats.train.epochs, chats.train.total_steps(10**6)) == (None, 7)

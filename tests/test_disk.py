@@ -9,6 +9,10 @@ from safetensors import SafetensorError
 from moetrain.data import build_data
 from moetrain.train import main
 
+BOARD_FILE = "tensorboard.summary.writer.record_writer.RecordWriter.write"  # in a thread
+# Which is what pytest makes of a traceback that a thread prints.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 def last_line(words, capsys):
     """The one line of a run that fails for lack of disk."""
@@ -38,13 +42,42 @@ def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
-        ("save_checkpoint", OSError(errno.ENOSPC, "", "a/model.x"), "No space left on device: a/"),
-        ("save_checkpoint", SafetensorError("I/O error: oh (os error 28)"), "No space left on dev"),
-        ("save_checkpoint", OSError(errno.EDQUOT, ""), "Disk quota exceeded: in output_dir '"),
-        ("save_checkpoint", OSError(errno.EROFS, "", "a"), "Read-only file system: a"),
-        ("plot_losses", OSError(errno.EIO, "", "loss.png"), "Input/output error: loss.png"),
-        ("MetricsLog.log", BrokenPipeError(errno.EPIPE, ""), "Broken pipe: in output_dir '"),
-        ("build_data", PermissionError(errno.EACCES, "", "cache/x"), "Permission denied: cache/x"),
+        (
+            "moetrain.trainer.save_checkpoint",
+            OSError(errno.ENOSPC, "", "a/model.x"),
+            "No space left on device: a/",
+        ),
+        (
+            "moetrain.trainer.save_checkpoint",
+            SafetensorError("I/O error: oh (os error 28)"),
+            "No space left on dev",
+        ),
+        (
+            "moetrain.trainer.save_checkpoint",
+            OSError(errno.EDQUOT, ""),
+            "Disk quota exceeded: in output_dir '",
+        ),
+        (
+            "moetrain.trainer.save_checkpoint",
+            OSError(errno.EROFS, "", "a"),
+            "Read-only file system: a",
+        ),
+        (
+            "moetrain.trainer.plot_losses",
+            OSError(errno.EIO, "", "loss.png"),
+            "Input/output error: loss.png",
+        ),
+        (
+            "moetrain.trainer.MetricsLog.log",
+            BrokenPipeError(errno.EPIPE, ""),
+            "Broken pipe: in output_dir '",
+        ),
+        (BOARD_FILE, OSError(errno.ENOSPC, ""), "No space left on device: in output_dir '"),
+        (
+            "moetrain.trainer.build_data",
+            PermissionError(errno.EACCES, "", "cache/x"),
+            "Permission denied: cache/x",
+        ),
     ],
     ids=repr,
 )
@@ -52,8 +85,8 @@ def test_errors_of_a_disk(function, error, says, tiny_words, capsys, monkeypatch
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"moetrain.trainer.{function}", fail)
-    assert last_line(tiny_words, capsys).startswith(f"failed: {says}")
+    monkeypatch.setattr(function, fail)
+    assert last_line([*tiny_words, "log.tensorboard=yes"], capsys).startswith(f"failed: {says}")
 
 
 def test_an_error_of_ours_keeps_its_traceback(tiny_words, monkeypatch):
