@@ -10,6 +10,7 @@ from torch import nn
 
 from moetrain.checkpoint import Checkpoint
 from moetrain.config import ConfigError
+from moetrain.models import Architecture
 from moetrain.optim import load_whole_optimizer_state, whole_optimizer_state
 from moetrain.parallel.apply import load_whole_state, whole_state
 from moetrain.parallel.placed import Placed
@@ -32,6 +33,18 @@ def take_snapshot(
         "optim": whole_optimizer_state(optimizer, placed, keep=keep),
         "rng": rng,
     }
+
+
+def check_continues(found: Checkpoint, arch: Architecture) -> None:
+    """Raise :class:`ConfigError` if a run of ``arch`` is no continuation of ``found``."""
+    mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
+    if mine != theirs:
+        key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
+            f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
+        )
 
 
 def restore_snapshot(

@@ -19,14 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.checkpoint import (
-    Checkpoint,
-    checkpoint_name,
-    list_checkpoints,
-    open_checkpoint,
-    save_checkpoint,
-)
-from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.checkpoint import checkpoint_name, open_checkpoint, save_checkpoint
+from moetrain.config import Config, RunFailed
 from moetrain.config_sources import changed_settings
 from moetrain.data import Batch, Loader, build_data, eval_batches
 from moetrain.generate import generate
@@ -39,6 +33,7 @@ from moetrain.loss import (
 )
 from moetrain.metrics import MetricsLog, SilentLog, Throughput, plot_losses, routing_health
 from moetrain.models import (
+    Architecture,
     RoutingStats,
     resolve_architecture,
     update_router_bias,
@@ -55,8 +50,14 @@ from moetrain.run_control import (
     make_deterministic,
     stop_signals,
 )
-from moetrain.run_folder import CHECKPOINTS, FolderLock, find_checkpoint, set_aside
-from moetrain.snapshot import restore_snapshot, take_snapshot
+from moetrain.run_folder import (
+    CHECKPOINTS,
+    claimed,
+    find_checkpoint,
+    set_aside,
+    where_it_failed,
+)
+from moetrain.snapshot import check_continues, restore_snapshot, take_snapshot
 
 logger = logging.getLogger("moetrain")
 
@@ -88,8 +89,17 @@ class Trainer:
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
-        self.lock = FolderLock.take(self.folder) if self.world.is_main else None
-        self.world.wait()  # a second run of this folder ends here
+        with self.claim():
+            self.build(arch)
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Meanwhile this run alone writes its folder; a second one ends here."""
+        return claimed(self.folder) if self.world.is_main else nullcontext()
+
+    def build(self, arch: Architecture) -> None:
+        """Data, model and optimizer, with the state of the checkpoint that the run goes on from."""
+        config = self.config
+        self.world.wait()  # until the main rank has the folder
         if not self.world.is_first_on_machine:
             self.world.wait()  # for the first one's tokenising: its cache serves all
         self.data = build_data(config, arch.vocab_size)
@@ -112,6 +122,8 @@ class Trainer:
             arch.router_aux_loss_coef if aux is None else aux, config.moe.z_loss_coef
         )
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
+        self.continues: Path | None = None
+        """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
         self.resume()
@@ -126,8 +138,14 @@ class Trainer:
                 to go on from), or a checkpoint that cannot be written.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came, after a checkpoint.
         """
+        with self.claim():
+            self.run()
+
+    def run(self) -> None:
+        """:meth:`fit`, in a folder of its own."""
         config = self.config
         if self.world.is_main:
+            set_aside(self.folder, self.continues, self.step)
             self.log = MetricsLog(self.folder, config.log, config.train.steps, self.step)
             self.announce()
         else:
@@ -145,8 +163,8 @@ class Trainer:
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
                         self.evaluate()
-                    if self.due(config.checkpoint.interval) and not self.watch.in_row():
-                        self.save()  # else of a run about to fail, in place of a good one
+                    if self.due(config.checkpoint.interval):
+                        self.save_if_good()
                     if self.due(config.train.gc_interval):
                         gc.collect()
                 self.watch.check()
@@ -162,7 +180,6 @@ class Trainer:
             raise RunFailed(f"{failure}; {self.save_failed()}") from None
         finally:
             self.log.close()
-            self.lock = None
 
     def due(self, interval: int) -> bool:
         """Whether something done every ``interval`` steps (0: never) is to be done now."""
@@ -408,32 +425,33 @@ class Trainer:
             save_checkpoint(root, self.step, groups, state, keep, failed=failed)
             self.log.say(f"checkpoint: {path}")
         self.world.wait()
-        self.saved_at = self.step
+        self.saved_at, self.continues = self.step, path
         self.clock.start()
         return path
+
+    def save_if_good(self) -> None:
+        """:meth:`save`, but not while steps are skipped: it would push out what was good."""
+        if self.watch.in_row():
+            self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
+        else:
+            self.save()
 
     def save_failed(self) -> str:
         """Save what a failed run has come to, apart from the good; returns what to say."""
         try:
-            path = self.save(failed=True)
+            return where_it_failed(self.save(failed=True))
         except RunFailed as failure:
             return str(failure)
-        good = list_checkpoints(path.parent)[-1:]
-        start = good[0].name if good else "the start"
-        return (
-            f"its weights, which may have blown up, are in {path}, which only checkpoint.resume "
-            f"with that path takes; auto goes on from {start}"
-        )
 
     def resume(self) -> None:
         """Take up where ``checkpoint.resume`` says, if anywhere."""
         chosen = None
-        if self.lock is not None:
-            chosen = find_checkpoint(self.config.checkpoint.resume, self.folder, self.lock)
+        if self.world.is_main:
+            chosen = find_checkpoint(self.config.checkpoint.resume, self.folder)
         chosen = self.world.share("" if chosen is None else str(chosen))
         if chosen:
             found = open_checkpoint(Path(chosen))
-            self.check_continues(found)
+            check_continues(found, self.model.arch)
             restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
             self.step = self.saved_at = found.state["step"]
             self.tokens = found.state["tokens"]
@@ -441,21 +459,8 @@ class Trainer:
             logger.info("resuming from %s", chosen)
             for line in changed_settings(found.state["config"], self.config.to_dict()):
                 logger.info("  changed since: %s", line)
-        self.world.wait()  # until every rank has read what may now be moved
-        if self.world.is_main:
-            set_aside(self.folder, Path(chosen) if chosen else None, self.step)
-
-    def check_continues(self, found: Checkpoint) -> None:
-        """Reject a checkpoint that this run is no continuation of."""
-        mine = self.model.arch.model_dump(mode="json")
-        theirs = found.state["architecture"]
-        if mine != theirs:
-            key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
-            raise ConfigError(
-                "checkpoint.resume",
-                f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
-                f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
-            )
+            self.continues = Path(chosen)
+        self.world.wait()  # until every rank has read what may be moved from now on
 
 
 def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:

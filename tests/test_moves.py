@@ -111,7 +111,7 @@ def everywhere(jobs_of_world, function):
 
 def test_random_moves_between_meshes_go_on_exactly(tiny_words, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "build_optimizer", build_optimizer)  # put back at the end
-    moves = [(*move, True) for move in draw_moves(10)] + [(*move, False) for move in ALWAYS[:2]]
+    moves = [(*move, True) for move in draw_moves(8)] + [(*move, False) for move in ALWAYS[:2]]
     base = words_of(tiny_words, "optim.schedule=constant", "train.steps=100", "optim.lr=0.01")
     base = [*base, "train.micro_batch_size=2"]
     straight = {}
