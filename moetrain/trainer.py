@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.checkpoint import checkpoint_name, open_checkpoint, save_checkpoint
+from moetrain.checkpoint import Checkpoint, checkpoint_name, open_checkpoint, save_checkpoint
 from moetrain.config import Config, RunFailed
 from moetrain.config_sources import changed_settings
 from moetrain.data import Batch, Loader, build_data, eval_batches
@@ -99,7 +99,7 @@ class Trainer:
     def build(self, arch: Architecture) -> None:
         """Data, model and optimizer, with the state of the checkpoint that the run goes on from."""
         config = self.config
-        self.world.wait()  # until the main rank has the folder
+        found = self.find(arch)  # before anything slow; every rank waits for the main one's answer
         if not self.world.is_first_on_machine:
             self.world.wait()  # for the first one's tokenising: its cache serves all
         self.data = build_data(config, arch.vocab_size)
@@ -126,7 +126,9 @@ class Trainer:
         """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
-        self.resume()
+        if found is not None:
+            self.resume(found)
+        self.world.wait()  # until every rank has read what may be moved from now on
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -443,24 +445,28 @@ class Trainer:
         except RunFailed as failure:
             return str(failure)
 
-    def resume(self) -> None:
-        """Take up where ``checkpoint.resume`` says, if anywhere."""
-        chosen = None
+    def find(self, arch: Architecture) -> Checkpoint | None:
+        """What ``checkpoint.resume`` asks for, chosen by the main rank; None: start afresh."""
+        path = None
         if self.world.is_main:
-            chosen = find_checkpoint(self.config.checkpoint.resume, self.folder)
-        chosen = self.world.share("" if chosen is None else str(chosen))
-        if chosen:
-            found = open_checkpoint(Path(chosen))
-            check_continues(found, self.model.arch)
-            restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
-            self.step = self.saved_at = found.state["step"]
-            self.tokens = found.state["tokens"]
-            self.loader.sample_index = found.state["sample_index"]
-            logger.info("resuming from %s", chosen)
-            for line in changed_settings(found.state["config"], self.config.to_dict()):
-                logger.info("  changed since: %s", line)
-            self.continues = Path(chosen)
-        self.world.wait()  # until every rank has read what may be moved from now on
+            path = find_checkpoint(self.config.checkpoint.resume, self.folder)
+        path = self.world.share("" if path is None else str(path))
+        if not path:
+            return None
+        found = open_checkpoint(Path(path))
+        check_continues(found, arch)
+        return found
+
+    def resume(self, found: Checkpoint) -> None:
+        """Take up where ``found`` was saved."""
+        restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
+        self.step = self.saved_at = found.state["step"]
+        self.tokens = found.state["tokens"]
+        self.loader.sample_index = found.state["sample_index"]
+        self.continues = found.folder
+        logger.info("resuming from %s", found.folder)
+        for line in changed_settings(found.state["config"], self.config.to_dict()):
+            logger.info("  changed since: %s", line)
 
 
 def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:

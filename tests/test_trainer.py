@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
     assert error.startswith("error: checkpoint.resume: ")
     assert "num_layers 2, this run's 3" in error
     with pytest.raises(ConfigError, match=r"checkpoint\.resume: .*not a checkpoint"):
-        Trainer(tiny("checkpoint.resume=no/such/folder"))
+        Trainer(tiny("checkpoint.resume=no/such/folder", "data.path=missing"))  # looked at first
 
 
 @pytest.mark.parametrize(
