@@ -43,7 +43,7 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a NUL is the latter
         raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
     try:
         if _lock(descriptor, folder):
