@@ -141,7 +141,8 @@ def save_checkpoint(
             shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise RunFailed(
-            f"cannot write the checkpoint {final}: {error}; earlier checkpoints are as they were"
+            f"cannot write the checkpoint {final}: {error}; earlier ones are as they were, and the "
+            "next run goes on from the newest"
         ) from None
     if failed:
         outdated = [path for path in root.glob("failed-step-*") if path != final]

@@ -15,9 +15,9 @@ import logging
 import os
 import shutil
 import socket
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 from moetrain.checkpoint import list_checkpoints, open_checkpoint, remove_leftovers, step_of
 from moetrain.config import ConfigError
@@ -30,54 +30,35 @@ _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.
 """What ``flock`` answers on file systems without it."""
 
 
-class FolderLock:
-    """An output folder that this process alone writes to, for as long as this object lives.
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Meanwhile this process alone writes to ``folder``, which is made if there is none.
 
-    A process may hold one many times over, as when one trainer follows another: they share this
-    object. The kernel frees it when the process ends, in whatever way.
+    What killed saves left there is removed first. The kernel ends the claim of a process that ends,
+    in whatever way.
+
+    Raises:
+        ConfigError: it is being written already, or cannot be.
     """
-
-    _held: ClassVar[weakref.WeakValueDictionary[tuple[int, int], FolderLock]] = (
-        weakref.WeakValueDictionary()
-    )
-
-    def __init__(self, descriptor: int, *, is_exclusive: bool) -> None:
-        self.is_exclusive = is_exclusive
-        """Whether it keeps others out: not where the file system has no locks."""
-        weakref.finalize(self, os.close, descriptor)
-
-    @classmethod
-    def take(cls, folder: Path) -> FolderLock:
-        """Lock ``folder``, which is made if there is none.
-
-        Raises:
-            ConfigError: another process has it, or the folder cannot be written.
-        """
-        path = folder / LOCK
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if path.exists() and (held := cls._held.get(_identity(path))) is not None:
-                return held
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
-        lock = cls(descriptor, is_exclusive=_lock_file(descriptor, folder))
-        cls._held[_identity(path)] = lock
-        return lock
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except (OSError, ValueError) as error:  # a name with a NUL is the latter
+        raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
+    try:
+        if _lock(descriptor, folder):
+            remove_leftovers(folder / CHECKPOINTS)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
-
-
-def _lock_file(descriptor: int, folder: Path) -> bool:
+def _lock(descriptor: int, folder: Path) -> bool:
     """Whether the file is locked now and says by whom; not: there are no locks here."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-        os.close(descriptor)
         raise ConfigError(
             "output_dir",
             f"{str(folder)!r} is being written by another run ({holder or 'just started'}); "
@@ -97,18 +78,15 @@ def _lock_file(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def find_checkpoint(resume: str, folder: Path, lock: FolderLock) -> Path | None:
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
     """The checkpoint that ``checkpoint.resume`` asks for; None: start afresh.
 
-    ``auto`` passes over damaged checkpoints, with a warning, to the newest that is intact. What
-    killed saves left in ``folder`` is removed first.
+    ``auto`` passes over damaged checkpoints, with a warning, to the newest that is intact.
 
     Raises:
         ConfigError: a named folder is not an intact checkpoint, or none of ``folder``'s is.
     """
     root = folder / CHECKPOINTS
-    if lock.is_exclusive:
-        remove_leftovers(root)
     if resume == "never":
         return None
     if resume != "auto":
@@ -130,6 +108,15 @@ def find_checkpoint(resume: str, folder: Path, lock: FolderLock) -> Path | None:
             "one, or start afresh with never",
         )
     return None
+
+
+def where_it_failed(saved: Path) -> str:
+    """What to say of ``saved``, the checkpoint of a failed run."""
+    good = list_checkpoints(saved.parent)[-1:]
+    return (
+        f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume with "
+        f"that path takes; auto goes on from {good[0].name if good else 'the start'}"
+    )
 
 
 def set_aside(folder: Path, resumed: Path | None, step: int) -> None:

@@ -39,6 +39,18 @@ def take_snapshot(
     }
 
 
+def check_continues(found: Checkpoint, arch: Architecture) -> None:
+    """Raise :class:`ConfigError` if a run of ``arch`` is no continuation of ``found``."""
+    mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
+    if mine != theirs:
+        key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
+            f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
+        )
+
+
 def restore_snapshot(
     found: Checkpoint,
     model: nn.Module,
@@ -64,24 +76,15 @@ def restore_snapshot(
         ) from None
 
 
-def check_continues(found: Checkpoint, arch: Architecture, data: str, total_steps: int) -> None:
-    """Reject a checkpoint that a run is no continuation of.
+def check_data(found: Checkpoint, data: str, total_steps: int) -> None:
+    """Reject the end of a run on other rows than those that ``data`` identifies.
 
-    Args:
-        data: what identifies the run's rows. Others may follow those that a checkpoint was trained
-            on, but a run that is over has nothing to train on them.
+    Other rows may follow those that a checkpoint was trained on, but a run that is over has nothing
+    to train on them.
 
     Raises:
-        ConfigError: the checkpoint is of another model, or is the end of a run on other data.
+        ConfigError: so it is.
     """
-    mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
-    if mine != theirs:
-        key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
-        raise ConfigError(
-            "checkpoint.resume",
-            f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this run's "
-            f"{mine.get(key)!r}); choose another output_dir, or checkpoint.resume never",
-        )
     if found.state.get("data", data) == data:  # earlier versions did not note it
         return
     if found.state["step"] >= total_steps:
@@ -89,6 +92,6 @@ def check_continues(found: Checkpoint, arch: Architecture, data: str, total_step
             "output_dir",
             f"the run in it is over (step {found.state['step']}, {str(found.folder)!r}) and was "
             "trained on other data; choose another output_dir, set checkpoint.resume never to "
-            "start again, or raise train.steps to go on with this data",
+            "start again, or make train.steps or train.epochs longer to go on with this data",
         )
     logger.warning("the data is not what %s was trained on; the run goes on with it", found.folder)

@@ -19,22 +19,17 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.checkpoint import (
-    checkpoint_name,
-    list_checkpoints,
-    open_checkpoint,
-    save_checkpoint,
-)
+from moetrain.checkpoint import Checkpoint, checkpoint_name, open_checkpoint, save_checkpoint
 from moetrain.config import Config, RunFailed
 from moetrain.config_sources import changed_settings
-from moetrain.data import Batch, Loader, build_data, eval_batches
+from moetrain.data import Batch, Loader, build_data
 from moetrain.data.tokenizer_files import tokenizer_files
-from moetrain.generate import SampleError, generate
+from moetrain.evaluate import held_out_loss, sample_text
+from moetrain.generate import SampleError
 from moetrain.loss import (
     GlobalBatch,
     LossCoefficients,
     MicroLoss,
-    cross_entropy_sum,
     micro_batch_loss,
     routing_losses,
 )
@@ -47,7 +42,11 @@ from moetrain.metrics import (
     plot_losses,
     routing_health,
 )
-from moetrain.models import RoutingStats, update_router_bias
+from moetrain.models import (
+    Architecture,
+    RoutingStats,
+    update_router_bias,
+)
 from moetrain.optim import build_optimizer, guarded_step, learning_rate, set_learning_rate
 from moetrain.parallel.apply import (
     compute_dtype,
@@ -65,12 +64,16 @@ from moetrain.run_control import (
     make_deterministic,
     stop_signals,
 )
-from moetrain.run_folder import CHECKPOINTS, FolderLock, find_checkpoint, set_aside
-from moetrain.snapshot import check_continues, restore_snapshot, take_snapshot
+from moetrain.run_folder import (
+    CHECKPOINTS,
+    claimed,
+    find_checkpoint,
+    set_aside,
+    where_it_failed,
+)
+from moetrain.snapshot import check_continues, check_data, restore_snapshot, take_snapshot
 
 logger = logging.getLogger("moetrain")
-
-PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 
 
 class StepResult(NamedTuple):
@@ -99,8 +102,17 @@ class Trainer:
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
-        self.lock = FolderLock.take(self.folder) if self.world.is_main else None
-        self.world.wait()  # a second run of this folder ends here
+        with self.claim():
+            self.build(arch)
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Meanwhile this run alone writes its folder; a second one ends here."""
+        return claimed(self.folder) if self.world.is_main else nullcontext()
+
+    def build(self, arch: Architecture) -> None:
+        """Data, model and optimizer, with the state of the checkpoint that the run goes on from."""
+        config = self.config
+        found = self.find(arch)  # before anything slow; every rank waits for the main one's answer
         if not self.world.is_first_on_machine:
             self.world.wait()  # for the first one's tokenising: its cache serves all
         self.data = build_data(config, arch.vocab_size)
@@ -126,10 +138,14 @@ class Trainer:
             config.moe.pools_aux_loss(config.model),
         )
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
+        self.continues: Path | None = None
+        """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.routing_watch = RoutingWatch(arch.moe_layer_indices)
         self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
-        self.resume()
+        if found is not None:
+            self.resume(found)
+        self.world.wait()  # until every rank has read what may be moved from now on
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -141,8 +157,14 @@ class Trainer:
                 to go on from), or a checkpoint that cannot be written.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came, after a checkpoint.
         """
+        with self.claim():
+            self.run()
+
+    def run(self) -> None:
+        """:meth:`fit`, in a folder of its own."""
         config = self.config
         if self.world.is_main:
+            set_aside(self.folder, self.continues, self.step)
             self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
             self.announce()
         else:
@@ -160,8 +182,8 @@ class Trainer:
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
                         self.evaluate()
-                    if self.due(config.checkpoint.interval) and not self.watch.in_row():
-                        self.save()  # else of a run about to fail, in place of a good one
+                    if self.due(config.checkpoint.interval):
+                        self.save_if_good()
                     if self.due(config.train.gc_interval):
                         gc.collect()
                 self.watch.check()
@@ -177,7 +199,6 @@ class Trainer:
             raise RunFailed(f"{failure}; {self.save_failed()}") from None
         finally:
             self.log.close()
-            self.lock = None
 
     def due(self, interval: int) -> bool:
         """Whether something done every ``interval`` steps (0: never) is to be done now."""
@@ -275,32 +296,17 @@ class Trainer:
 
     # ---- evaluation and reports ----------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self) -> None:
         """Log the mean loss of ``train.eval_rows`` held-out rows, nats a token."""
-        if self.data.eval is None or self.evaluated_at == self.step:
+        rows = self.data.eval
+        if rows is None or self.evaluated_at == self.step:
             return
         self.pause_clock()
-        self.model.eval()
-        t, world = self.config.train, self.world
-        batches = eval_batches(
-            self.data.eval,
-            t.eval_rows,
-            t.micro_batch_size,
-            world.data_rank,
-            world.dims.data_ranks,
+        loss = held_out_loss(
+            self.model, self.placed, self.world, rows, self.config.train, self.exact_sizes
         )
-        # In fp64, which counts exactly; a few numbers cost nothing.
-        sum_loss, targets = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
-        for batch in batches:
-            batch = batch.to(self.device)
-            with self.exact_sizes():
-                sum_loss += cross_entropy_sum(self.model, batch)[0]
-            self.placed.finish_backward()
-            targets += (batch.targets_BS >= 0).sum()
-        loss = world.sum(sum_loss) / world.sum_rows(targets)
         self.evaluated_at = self.step
-        self.log.log(self.step, {"eval_loss": loss.item()})  # evaluation may wait for the device
+        self.log.log(self.step, {"eval_loss": loss})
         self.clock.start()
 
     def log_step(self, result: StepResult) -> None:
@@ -377,38 +383,15 @@ class Trainer:
             plot_losses(self.log.path, self.folder / "loss.png")
         if self.config.train.sample_tokens and self.config.data.source != "synthetic":
             try:
-                text = self.sample()
+                text = sample_text(
+                    self.model, self.placed, self.world, self.data, self.config, self.exact_sizes
+                )
             except SampleError as error:  # the run did what it was for
                 self.log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
                 return
             if self.world.is_main:
                 (self.folder / "sample.txt").write_text(text, "utf-8")
                 self.log.say("sample:\n" + text)
-
-    def sample(self) -> str:
-        """``train.sample_prompt`` or the start of a held-out row, continued by the model."""
-        t = self.config.train
-        with self.exact_sizes():
-            return generate(
-                self.model,
-                self.data.tokenizer,
-                self.prompt_ids(),
-                t.sample_tokens,
-                max_len=self.config.data.seq_len,
-                seed=t.seed,
-                multiple=self.world.dims.tp,
-                after_forward=self.placed.finish_backward,
-            )
-
-    def prompt_ids(self) -> list[int]:
-        """The tokens that the sample continues."""
-        text = self.config.train.sample_prompt
-        if text is not None:
-            try:
-                return self.data.tokenizer.encode_prompt(text)
-            except ValueError as error:
-                raise SampleError(str(error)) from None
-        return (self.data.eval or self.data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
 
     # ---- saving and resuming -------------------------------------------------------------------
 
@@ -439,42 +422,47 @@ class Trainer:
             save_checkpoint(root, self.step, groups, state, keep, failed=failed)
             self.log.say(f"checkpoint: {path}")
         self.world.wait()
-        self.saved_at = self.step
+        self.saved_at, self.continues = self.step, path
         self.clock.start()
         return path
+
+    def save_if_good(self) -> None:
+        """:meth:`save`, but not while steps are skipped: it would push out what was good."""
+        if self.watch.in_row():
+            self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
+        else:
+            self.save()
 
     def save_failed(self) -> str:
         """Save what a failed run has come to, apart from the good; returns what to say."""
         try:
-            path = self.save(failed=True)
+            return where_it_failed(self.save(failed=True))
         except RunFailed as failure:
             return str(failure)
-        good = list_checkpoints(path.parent)[-1:]
-        start = good[0].name if good else "the start"
-        return (
-            f"its weights, which may have blown up, are in {path}, which only checkpoint.resume "
-            f"with that path takes; auto goes on from {start}"
-        )
 
-    def resume(self) -> None:
-        """Take up where ``checkpoint.resume`` says, if anywhere."""
-        chosen = None
-        if self.lock is not None:
-            chosen = find_checkpoint(self.config.checkpoint.resume, self.folder, self.lock)
-        chosen = self.world.share("" if chosen is None else str(chosen))
-        if chosen:
-            found = open_checkpoint(Path(chosen))
-            check_continues(found, self.model.arch, self.data.fingerprint, self.total_steps)
-            restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
-            self.step = self.saved_at = found.state["step"]
-            self.tokens = found.state["tokens"]
-            self.loader.sample_index = found.state["sample_index"]
-            logger.info("resuming from %s", chosen)
-            for line in changed_settings(found.state["config"], self.config.to_dict()):
-                logger.info("  changed since: %s", line)
-        self.world.wait()  # until every rank has read what may now be moved
+    def find(self, arch: Architecture) -> Checkpoint | None:
+        """What ``checkpoint.resume`` asks for, chosen by the main rank; None: start afresh."""
+        path = None
         if self.world.is_main:
-            set_aside(self.folder, Path(chosen) if chosen else None, self.step)
+            path = find_checkpoint(self.config.checkpoint.resume, self.folder)
+        path = self.world.share("" if path is None else str(path))
+        if not path:
+            return None
+        found = open_checkpoint(Path(path))
+        check_continues(found, arch)
+        return found
+
+    def resume(self, found: Checkpoint) -> None:
+        """Take up where ``found`` was saved."""
+        check_data(found, self.data.fingerprint, self.total_steps)
+        restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
+        self.step = self.saved_at = found.state["step"]
+        self.tokens = found.state["tokens"]
+        self.loader.sample_index = found.state["sample_index"]
+        self.continues = found.folder
+        logger.info("resuming from %s", found.folder)
+        for line in changed_settings(found.state["config"], self.config.to_dict()):
+            logger.info("  changed since: %s", line)
 
 
 def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
