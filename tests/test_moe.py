@@ -197,7 +197,18 @@ def test_pads_change_nothing(pads, backend):
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append((hidden_TD, routing[:5], gradients))
     assert (results[0][1][4], results[1][1][4]) == (16, 16)
-    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)
+    # By each tensor's norm: single elements may be small differences of large numbers, and what a
+    # product rounds them to depends on its number of rows (2.9e-5 of one of 640, on one CPU).
+    for got, want in zip(map(tensors_of, results[1]), map(tensors_of, results[0]), strict=True):
+        for x, y in zip(got, want, strict=True):
+            assert (x.double() - y.double()).norm() <= 5e-6 * y.double().norm()
+
+
+def tensors_of(result) -> list[torch.Tensor]:
+    """A tensor, a tuple of tensors or a dict of them, as a list."""
+    if isinstance(result, dict):
+        return [result[name] for name in sorted(result)]
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 def test_a_pad_has_no_expert():

@@ -105,6 +105,13 @@ def pad_rows(batches):
     return padded
 
 
+def auxiliary_losses(trainer, routing):
+    """Of the whole batch; none for a dense model."""
+    if routing is None:
+        return []
+    return routing_losses(trainer.world_routing(routing), trainer.coefficients).values()
+
+
 def run(words, pads=False):
     """Losses, norms, and the whole gradients of the first step (before clipping)."""
     trainer = Trainer(Config.load(None, words, environ={}))
@@ -124,7 +131,7 @@ def run(words, pads=False):
         [
             r.loss,
             r.grad_norm,
-            *routing_losses(trainer.world_routing(r.routing), trainer.coefficients).values(),
+            *auxiliary_losses(trainer, r.routing),
         ]
         for r in results
     ]
