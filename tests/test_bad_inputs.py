@@ -549,10 +549,14 @@ def test_no_room_for_what_will_be_written(words, says, tmp_path, capsys, monkeyp
     assert_refused(words, "output_dir", f"has room for 0.00 GiB, and .*{says}", tmp_path, capsys)
 
 
-def test_no_compiler(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+def test_no_compiler(tmp_path, capsys):
+    from torch._inductor import config
+
     words = ["compile.enabled=yes", f"output_dir={tmp_path / 'out'}", "train.device=cpu"]
-    assert_refused(words, "compile.enabled", "on a CPU needs a C\\+\\+ compiler", tmp_path, capsys)
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert_refused(
+            words, "compile.enabled", "on a CPU needs a C\\+\\+ compiler", tmp_path, capsys
+        )
 
 
 def test_no_compiler_beside_a_gpu(monkeypatch):
