@@ -8,6 +8,7 @@ activations are there, and its end, when on a device that shards nothing every g
 Against the allocator's peak on H200s: ``tests/test_memory.py``. What is left out on purpose: the
 allocator's own fragmentation (1 to 3 GiB there), buffers that communication libraries allocate, and
 uneven routing, which gives the fullest expert parallel rank more rows than the mean assumed here.
+On a CPU it is a lower bound: the process itself and the plain reference kernels take more.
 
 Bytes unless a name says otherwise. Legend: T tokens of a micro-batch, N those of one tensor
 parallel rank, D model width, F expert or MLP width, K experts a token, V vocabulary.
