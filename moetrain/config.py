@@ -265,7 +265,6 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),
     ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
-    ("moe.overlap_chunks", "parallel.ep", _SEVERAL),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
 )

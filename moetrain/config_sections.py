@@ -222,9 +222,6 @@ class MoeSection(Section):
     """Rows that static reserves for a rank's experts, as a multiple of an evenly loaded rank's. A
     rank has many experts, whose loads even out: twice is rare. Less than all there can be (which is
     parallel.ep, and reserves no more than that) may overflow; such a step is done again exactly."""
-    overlap_chunks: int = Field(default=1, ge=1)
-    """Parts that a rank's tokens are cut into, so that DeepEP moves one while the experts work on
-    another; 1: it moves all of them, then they work. On four H200s 2 was 2% slower than 1."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
     aux_loss_coef: float | None = Field(default=None, ge=0)

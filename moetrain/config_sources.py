@@ -213,7 +213,7 @@ _ELSEWHERE = {
     "output": "output_dir",
     "nproc_per_node": "launch.nproc",
 }
-_NEAR = 0.75  # a misspelling; at difflib's own 0.6 lora_rank is near overlap_chunks
+_NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one another
 
 
 def hint(key: str, known: Iterable[str], spelt: Callable[[str], str] = str) -> str:

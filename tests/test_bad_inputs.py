@@ -158,7 +158,6 @@ VALUES = [
     ("--moe.deepep_num_sms 0", "moe.deepep_num_sms", "positive even number"),
     ("--moe.deepep_num_sms many", "moe.deepep_num_sms", "'many'"),
     ("--moe.deepep_num_sms 24", "moe.deepep_num_sms", "24 contradicts parallel.ep 1"),
-    ("--moe.overlap_chunks 2", "moe.overlap_chunks", "2 contradicts parallel.ep 1"),
     ("--moe.dispatch_mode static", "moe.dispatch_mode", "contradicts parallel.ep 1"),
     ("--moe.dispatcher deepep", "moe.dispatcher", "contradicts parallel.ep 1"),
     ("--moe.dispatcher local --parallel.ep 2", "moe.dispatcher", "contradicts parallel.ep 2"),

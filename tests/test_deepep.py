@@ -31,7 +31,6 @@ from transports import (
     plainly,
     recomputed,
     run_layer,
-    run_overlapped,
     run_step,
     saving,
     static_sizes,
@@ -44,7 +43,6 @@ from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep import DeepEP, StaticSizes, choose_transport, why_not
 from moetrain.parallel.deepep_ops import disconnect
 from moetrain.parallel.expert import ExpertParallelDispatcher
-from moetrain.parallel.overlap import OverlappedExperts
 from moetrain.trainer import Trainer
 
 # Tokens of each rank.
@@ -123,43 +121,6 @@ def check_fast_kernels() -> None:
     want = run_step(partial(run_layer, theirs), batch, experts)
     got = run_step(partial(run_layer, ours, backend="triton"), batch, experts)
     assert_same(got, want, 1e-6, "triton")
-
-
-def check_overlap() -> None:
-    """Chunks change nothing, eager and compiled, also where they are empty."""
-    use_fake()
-    transport, _, theirs = dispatchers(SMALL)
-    experts = make_experts(SMALL)
-    most = 13
-    everything = static_sizes(SMALL, capacity=4.0, max_tokens=most)
-    for chunks, transport.static in ((2, None), (3, everything)):
-        overlapped = OverlappedExperts(transport, chunks)
-        for how, compiled in ((plainly, False), (recomputed, False), (plainly, True)):
-            torch._dynamo.reset()
-            counter = CompileCounterWithBackend("aot_eager")
-            run = partial(how, partial(run_overlapped, overlapped))
-            if compiled:
-                run = torch.compile(run, fullgraph=True, backend=counter)
-            for seed, routing in enumerate(ROUTINGS):
-                tokens = (most, 2 if compiled else 2 * seed)[dist.get_rank()]
-                batch = make_batch(SMALL, tokens, routing, seed)
-                want = run_step(partial(run_layer, theirs), batch, experts)
-                got = run_step(run, batch, experts)
-                assert_same(got, want, 1e-6, (chunks, how.__name__, compiled, routing))
-            assert counter.frame_count == compiled
-    fake_deep_ep.calls.clear()
-    transport.static = everything
-    run_step(partial(saving, partial(run_overlapped, overlapped)), batch, experts)
-    assert fake_deep_ep.calls == {"dispatch": 3, "combine": 6, "cached dispatch": 3}
-    # Room for 15 rows in each chunk of 4, 4 and 5 tokens a rank.
-    transport.static = static_sizes(SMALL, capacity=1.0, max_tokens=most)
-    for routing, want in (("one-hot", 0), ("first half empty", (24 - 15) * 2 + (30 - 15))):
-        _, dropped = overlapped(*make_batch(SMALL, most, routing, 0)[:3], *experts)
-        assert dropped == (want if dist.get_rank() else 0)
-
-
-def test_overlap():
-    spawn(2, check_overlap, timeout=300.0)
 
 
 def check_overflow() -> None:
@@ -301,7 +262,6 @@ def check_choice() -> None:
     chosen = choose("moe.dispatcher=deepep", "moe.dispatch_mode=static", "moe.static_capacity=1.5")
     assert chosen.num_sms == deepep.AUTO_NUM_SMS[2]
     assert chosen.static == (128, 128 * 8 * 3 // 2)
-    assert choose("moe.overlap_chunks=2").num_sms == deepep.AUTO_NUM_SMS_BESIDE_EXPERTS
     small_gpu = SimpleNamespace(multi_processor_count=33)
     with (
         patch.object(torch.cuda, "is_available", return_value=True),
@@ -317,10 +277,6 @@ def check_choice() -> None:
     assert "all-to-all: it takes CUDA devices" in lines[-1]
     with pytest.raises(ConfigError, match=r"moe.dispatcher: 'deepep' cannot run: it takes CUDA"):
         choose("moe.dispatcher=deepep", device=cpu)
-    with pytest.raises(ConfigError, match=r"moe.overlap_chunks: 2 takes DeepEP: .* on cpu"):
-        choose("moe.overlap_chunks=2", device=cpu)
-    with pytest.raises(ConfigError, match=r"moe.overlap_chunks: 2 takes the fast kernels"):
-        choose("moe.overlap_chunks=2", "kernels.backend=reference")
     for dispatcher in ("auto", "alltoall"):
         with pytest.raises(ConfigError, match=r"moe.dispatch_mode: 'static' takes DeepEP: "):
             choose("moe.dispatch_mode=static", f"moe.dispatcher={dispatcher}", device=cpu)

@@ -125,7 +125,7 @@ def saving(layer, *inputs):
     """Recomputed, but for what the transport's ops gave."""
 
     def policy(ctx, op, *args, **kwargs):
-        keep = "deepep" in op.name() or "overlapped" in op.name()
+        keep = "deepep" in op.name()
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
@@ -134,10 +134,3 @@ def saving(layer, *inputs):
 
 def plainly(layer, *inputs):
     return layer(*inputs)
-
-
-def run_overlapped(overlapped, *inputs) -> torch.Tensor:
-    y_TD, dropped = overlapped(*inputs)
-    if dropped is not None:
-        torch._assert_async(dropped == 0)
-    return y_TD

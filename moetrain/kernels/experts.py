@@ -21,7 +21,7 @@ Legend: R rows sorted by expert, E experts, D model width, F expert width.
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad, sparing_sms
+from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 from moetrain.kernels.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 
@@ -103,53 +103,6 @@ def _check(
         )
 
 
-# The fast path in three parts, for ops that run something beside them: the first product of each
-# leaves ``spare_sms`` SMs to it. Contiguous inputs, no autograd.
-def mlp_rows(
-    x_RD: torch.Tensor,
-    offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    weights_R: torch.Tensor,
-    spare_sms: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y_RD`` and ``a_R2F``."""
-    with sparing_sms(spare_sms):
-        a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
-    h_RF = swiglu(a_R2F, weights_R, "triton")
-    return grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E), a_R2F
-
-
-def mlp_row_grads(
-    dy_RD: torch.Tensor,
-    offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    weights_R: torch.Tensor,
-    a_R2F: torch.Tensor,
-    spare_sms: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``dx_RD`` and ``d_weights_R``, then ``da_R2F`` and ``h_RF`` for :func:`mlp_weight_grads`."""
-    with sparing_sms(spare_sms):
-        dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
-    da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
-    return grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E), d_weights_R, da_R2F, h_RF
-
-
-def mlp_weight_grads(
-    dy_RD: torch.Tensor,
-    x_RD: torch.Tensor,
-    offsets_E: torch.Tensor,
-    da_R2F: torch.Tensor,
-    h_RF: torch.Tensor,
-    spare_sms: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of w_gate_up and w_down."""
-    with sparing_sms(spare_sms):
-        d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E)
-    return grouped_weight_grad(da_R2F, x_RD, offsets_E), d_down
-
-
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
 def _expert_mlp(
     x_RD: torch.Tensor,
@@ -159,7 +112,9 @@ def _expert_mlp(
     weights_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y_RD``, and ``a_R2F`` for the backward."""
-    return mlp_rows(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
+    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+    h_RF = swiglu(a_R2F, weights_R, "triton")
+    return grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E), a_R2F
 
 
 @_expert_mlp.register_fake
@@ -178,10 +133,11 @@ def _expert_mlp_backward(
     a_R2F: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x, w_gate_up, w_down and weights."""
-    dx_RD, d_weights_R, da_R2F, h_RF = mlp_row_grads(
-        dy_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R, a_R2F
-    )
-    d_gate_up, d_down = mlp_weight_grads(dy_RD, x_RD, offsets_E, da_R2F, h_RF)
+    dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
+    da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
+    dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
+    d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E)
+    d_gate_up = grouped_weight_grad(da_R2F, x_RD, offsets_E)
     return dx_RD, d_gate_up, d_down, d_weights_R
 
 

@@ -7,8 +7,6 @@ NaN, so nothing may reduce over them).
 Legend: R rows, E groups (experts), M and N the inner and outer widths.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,24 +93,6 @@ def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context=_save_inputs)
-
-
-@contextmanager
-def sparing_sms(num_sms: int) -> Iterator[None]:
-    """Let matrix products launched here leave ``num_sms`` SMs to what runs beside them.
-
-    Without that a product, which gives each SM of the device a fixed share of the work, waits for
-    SMs that are taken, and does their share afterwards.
-    """
-    if not num_sms:
-        yield
-        return
-    before = torch._C._get_sm_carveout_experimental()
-    torch._C._set_sm_carveout_experimental(num_sms)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(before)
 
 
 def grouped_mm_reference(

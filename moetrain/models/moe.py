@@ -11,7 +11,6 @@ K experts a token, R routed rows, L MoE layers.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -221,9 +220,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router, dispatcher and experts as one feed-forward layer.
 
-    ``dispatcher`` is a plain attribute: expert parallelism replaces it. So is ``overlapped``, which
-    (unless None) dispatches, calls the experts and combines in one: given tokens, ids, weights and
-    both expert matrices it returns ``y_TD`` and the rows dropped.
+    ``dispatcher`` is a plain attribute: expert parallelism replaces it.
     """
 
     def __init__(self, arch: Architecture, moe: MoeSection, backend: Backend) -> None:
@@ -231,7 +228,6 @@ class MoE(nn.Module):
         self.router = Router(arch, moe, backend)
         self.experts = Experts(arch, backend)
         self.dispatcher: Dispatcher = LocalDispatcher(arch.num_experts, backend)
-        self.overlapped: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def forward(
         self, x_BSD: torch.Tensor, is_pad_BS: torch.Tensor | None = None
@@ -239,15 +235,11 @@ class MoE(nn.Module):
         """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
         routed = self.router(x_TD, None if is_pad_BS is None else is_pad_BS.flatten())
-        if self.overlapped is None:
-            rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
-            y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)
-            y_TD, dropped = self.dispatcher.combine(y_RD, rows.ctx), rows.dropped
-        else:
-            weights = (w.to(x_TD.dtype) for w in (self.experts.w_gate_up, self.experts.w_down))
-            y_TD, dropped = self.overlapped(x_TD, routed.ids_TK, routed.weights_TK, *weights)
+        rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)
+        y_TD = self.dispatcher.combine(y_RD, rows.ctx)
         stats = RouterStats(
-            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, dropped
+            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, rows.dropped
         )
         return y_TD.view_as(x_BSD), stats
 

@@ -41,7 +41,6 @@ SAVED_OPS: dict[SavedName, tuple[str, ...]] = {
         "moetrain::exchange_rows",
         "moetrain::deepep_dispatch",
         "moetrain::deepep_combine",
-        "moetrain::overlapped_experts",  # which holds the experts as well
     ),
     "attention": (
         "moetrain::attention_packed",

@@ -36,7 +36,6 @@ from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
-from moetrain.parallel.overlap import OverlappedExperts
 from moetrain.parallel.placed import Placed, ShardedModel, WholeModel, check_like
 from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, gather_after, split_layers
@@ -85,9 +84,6 @@ def _send_tokens_by(transport: Transport, model: Transformer, config: Config) ->
         module.dispatcher = ExpertParallelDispatcher(
             model.arch.num_experts, transport, config.kernels.backend
         )
-        if config.moe.overlap_chunks > 1:
-            assert isinstance(transport, DeepEP)  # or choose_transport had refused
-            module.overlapped = OverlappedExperts(transport, config.moe.overlap_chunks)
 
 
 def static_transport(model: nn.Module) -> DeepEP | None:

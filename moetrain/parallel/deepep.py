@@ -56,10 +56,6 @@ AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
 the links give, see ``SEND_TOKENS`` in deepep_ops.py. Eight H200s, dispatch and combine: 1.3 ms at
 32 SMs, 1.2 at 48, the most tried."""
-AUTO_NUM_SMS_BESIDE_EXPERTS = 24
-"""Where experts run beside it (``moe.overlap_chunks``), which miss what it takes. Four H200s, steps
-of the 24-layer cut in two chunks, even routing: 654 ms with 24 SMs, 661 with 20, 676 with 16; 643
-in one."""
 
 
 class StaticSizes(NamedTuple):
@@ -179,16 +175,8 @@ def choose_transport(
             raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
         if moe.dispatch_mode == "static":
             raise ConfigError("moe.dispatch_mode", f"'static' takes DeepEP: {reason}")
-        if moe.overlap_chunks > 1:
-            raise ConfigError("moe.overlap_chunks", f"{moe.overlap_chunks} takes DeepEP: {reason}")
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
         return AllToAll(arch.num_experts, group, config.kernels.backend)
-    if moe.overlap_chunks > 1 and config.kernels.backend == "reference":
-        raise ConfigError(
-            "moe.overlap_chunks",
-            f"{moe.overlap_chunks} takes the fast kernels, and kernels.backend is 'reference'; use "
-            "auto",
-        )
     static = None
     if moe.dispatch_mode == "static":
         # Tensor parallel ranks share a micro-batch's tokens.
@@ -200,10 +188,9 @@ def choose_transport(
             top_k=arch.num_experts_per_token,
             ranks=group.size(),
         )
-    num_sms = moe.deepep_num_sms
-    if num_sms == "auto" and moe.overlap_chunks > 1:
-        num_sms = AUTO_NUM_SMS_BESIDE_EXPERTS
-    transport = DeepEP(arch.num_experts, group, arch.hidden_size, num_sms=num_sms, static=static)
+    transport = DeepEP(
+        arch.num_experts, group, arch.hidden_size, num_sms=moe.deepep_num_sms, static=static
+    )
     logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes: it can run here",
         transport.num_sms,
