@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if place is None:
             raise
+        if place.error_file:  # a launcher watches
+            from moetrain.launch import CAUSE_SECONDS
+
+            time.sleep(CAUSE_SECONDS)
         return _end(place, 1, "".join(traceback.format_exception(error)).rstrip())
     except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
         return _end(place, 130, "interrupted")
@@ -164,8 +169,10 @@ def _is_first_to_fail(place: Place) -> bool:
     """
     if not place.error_file:
         return True
+    from moetrain.launch import failure_mark
+
     try:
-        (Path(place.error_file).parent.parent / "failed").touch(exist_ok=False)
+        failure_mark(place.error_file).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
