@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from torch.distributed.elastic.multiprocessing import (
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.1
+CAUSE_SECONDS = 5 * POLL_SECONDS
+"""What a rank waits before it reports an error: another's death, its cause, is seen here first."""
 GRACE_SECONDS = 5.0
 """After a rank failed: for the others to report what they know, before they are killed."""
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -76,7 +79,8 @@ def start_ranks(command: Sequence[str], nproc: int) -> int:
                 logs_specs=DefaultLogsSpecs(folder),
             )
             try:
-                return _watch(list(ranks.pids().values()), handlers)
+                mark = failure_mark(ranks.error_files[0])
+                return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
                 ranks.close(signal.SIGKILL)  # and whatever they started
         except SignalException as stop:  # before _watch took the signals over
@@ -87,7 +91,15 @@ def start_ranks(command: Sequence[str], nproc: int) -> int:
                 signal.signal(number, handler)
 
 
-def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any]) -> int:
+def failure_mark(error_file: str) -> Path:
+    """The file whose existence says that a rank's failure was reported, and others need not be.
+
+    ``error_file``: a rank's own, which it finds in TORCHELASTIC_ERROR_FILE.
+    """
+    return Path(error_file).parent.parent / "failed"
+
+
+def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any], failed_mark: Path) -> int:
     """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
     forwarded: list[int] = []
 
@@ -102,6 +114,8 @@ def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any]) -> int:
     while True:
         codes = [_exit_code(pid) for pid in pids]
         failed = [code for code in codes if code not in (None, 0, *STOPPED)]
+        if any(code < 0 and -code not in forwarded for code in failed):
+            failed_mark.touch()  # what the others meet comes of that, and is no news
         if None not in codes or time.monotonic() > deadline:
             break
         if failed and deadline == float("inf"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,8 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
     copies = min(saves, checkpoint.keep + 1)  # the oldest goes when the newest is complete
     one = arch.num_params() * CHECKPOINT_BYTES
     export = arch.num_params() * EXPORT_BYTES * checkpoint.save_hf
-    earlier = () if checkpoint.resume == "never" else folder.glob("checkpoints/step-*/*")
-    going = sum(file.stat().st_size for file in earlier)  # new checkpoints take these ones' place
+    # New checkpoints take the place of these.
+    going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(folder / "checkpoints")
     while not folder.exists():
         folder = Path(os.path.abspath(folder)).parent
     total, _, free = shutil.disk_usage(folder)
@@ -172,6 +173,16 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
         f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or "
         "write less (checkpoint.keep, checkpoint.interval, checkpoint.at_end)",
     )
+
+
+def _bytes_of_checkpoints(root: Path) -> int:
+    """Without the lock: another run may be removing some meanwhile; links count for themselves."""
+    total = 0
+    for path, _, names in os.walk(root):  # which passes over a folder that is gone
+        for name in names if os.path.basename(path).startswith("step-") else ():
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total
 
 
 def _gib(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if place is None:
             raise
+        if place.error_file:  # a launcher watches
+            from moetrain.launch import CAUSE_SECONDS
+
+            time.sleep(CAUSE_SECONDS)
         return _end(place, 1, "".join(traceback.format_exception(error)).rstrip())
     except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
         return _end(place, 130, "interrupted")
@@ -83,15 +88,15 @@ def _fit(config: Config) -> int:
     from moetrain.trainer import Trainer
 
     try:
-        with _disk_errors_of_threads_unprinted():
+        with _disk_errors_of_threads_unprinted(config.output_dir):
             Trainer(config).fit()
     except RunFailed as failure:
         return _end(launched_place(), 1, one_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:
-        reason = _why_no_disk(error)
+        reason = _why_no_disk(error, config.output_dir)
         if reason is None:
             raise
-        where = getattr(error, "filename", None) or f"in output_dir {config.output_dir!r}"
+        where = _file_of(error) or f"in output_dir {config.output_dir!r}"
         return _end(launched_place(), 1, one_line(f"failed: {reason}: {where}"))
     return 0
 
@@ -102,24 +107,34 @@ _DISK_ERRORS = {"ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "ESTALE", "EACCES",
 _OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
 
 
-def _why_no_disk(error: Exception) -> str | None:
-    """What went wrong with the disk rather than with us; None: it is another error."""
+def _why_no_disk(error: Exception, folder: str) -> str | None:
+    """What went wrong with the disk rather than with us; None: it is another error.
+
+    Of the output folder any error is: who moves or removes it under a run meets many kinds.
+    """
     number = getattr(error, "errno", None)
     if number is None and (match := _OS_ERROR.search(str(error))):
         number = int(match[1] or match[2])
-    if number is None or errno.errorcode.get(number) not in _DISK_ERRORS:
+    if number is None:
         return None
-    return os.strerror(number)
+    is_ours = Path(folder).absolute() in Path(_file_of(error)).absolute().parents
+    return os.strerror(number) if is_ours or errno.errorcode.get(number) in _DISK_ERRORS else None
+
+
+def _file_of(error: Exception) -> str:
+    """The file that ``error`` names; empty: none, or a descriptor."""
+    name = getattr(error, "filename", None)
+    return os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
 
 
 @contextmanager
-def _disk_errors_of_threads_unprinted() -> Iterator[None]:
+def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
     """TensorBoard writes in a thread, and raises what that met again where the run next writes."""
     before = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
         error = failure.exc_value
-        if not isinstance(error, Exception) or _why_no_disk(error) is None:
+        if not isinstance(error, Exception) or _why_no_disk(error, folder) is None:
             before(failure)
 
     threading.excepthook = report
@@ -154,8 +169,10 @@ def _is_first_to_fail(place: Place) -> bool:
     """
     if not place.error_file:
         return True
+    from moetrain.launch import failure_mark
+
     try:
-        (Path(place.error_file).parent.parent / "failed").touch(exist_ok=False)
+        failure_mark(place.error_file).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

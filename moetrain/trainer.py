@@ -166,10 +166,11 @@ class Trainer:
         if self.world.is_main:
             set_aside(self.folder, self.continues, self.step)
             self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
-            self.announce()
         else:
             self.log = SilentLog()
         try:
+            if self.world.is_main:
+                self.announce()
             with stop_signals() as stop, garbage_collector_off():
                 if self.step == 0 and config.train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
@@ -187,7 +188,10 @@ class Trainer:
                     if self.due(config.train.gc_interval):
                         gc.collect()
                 self.watch.check()
-                if self.watch.asked_to_stop:
+                if config.checkpoint.at_end:
+                    self.save()  # before all that takes time, and while a stop signal can wait
+                stops = torch.full((), len(stop), device=self.device)
+                if self.world.sum(stops).item() > 0:
                     self.save()
                     number = stop[0] if stop else signal.SIGTERM  # another rank's
                     self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
@@ -362,11 +366,9 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """What a run leaves behind: a last evaluation, checkpoint, plot and sample."""
+        """What a run leaves behind beside its checkpoint: an evaluation, plot, sample, ..."""
         self.log.end_progress()
         self.evaluate()
-        if self.config.checkpoint.at_end:
-            self.save()
         if self.config.checkpoint.save_hf:
             data = self.data
             is_text = self.config.data.source != "synthetic"  # else the ids are of no tokenizer

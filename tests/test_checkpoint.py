@@ -5,6 +5,7 @@ Most cases save tiny groups of tensors directly; what a user sees is asked of re
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from moetrain import checkpoint, run_folder
 from moetrain.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.metrics import read_metrics
+from moetrain.models import resolve_architecture
+from moetrain.preflight import check_room
 from moetrain.run_folder import claimed, find_checkpoint
 from moetrain.train import main
 from moetrain.trainer import Trainer
@@ -418,3 +421,24 @@ def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
         process.send_signal(signal.SIGINT)  # to one rank that works, and one that waits for it
         _, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (130, "interrupted\n")
+
+
+def test_a_checkpoint_that_goes_while_room_is_looked_for(tiny, monkeypatch):
+    """Another run in the folder may remove one of its checkpoints; and a file may be a bad link."""
+    config = tiny()
+    root = Path(config.output_dir) / "checkpoints"
+    for step in (1, 2):
+        save(root, step)
+    optim = root / "step-00000002" / "optim.safetensors"
+    optim.unlink()
+    optim.symlink_to("nowhere")
+    before = os.lstat
+
+    def remove_first(path, *args, **kwargs):
+        if "step-" in str(path):
+            shutil.rmtree(root / "step-00000001", ignore_errors=True)
+        return before(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "lstat", remove_first)
+    check_room(Path(config.output_dir), config, resolve_architecture(config.model))
+    assert not (root / "step-00000001").exists()

@@ -1,6 +1,8 @@
 """A disk that fails under a run: one line that says where, exit code 1, never a traceback."""
 
+import contextlib
 import errno
+import io
 import resource
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors import SafetensorError
 
 from moetrain.data import build_data
 from moetrain.train import main
+from moetrain.trainer import Trainer
 
 BOARD_FILE = "tensorboard.summary.writer.record_writer.RecordWriter.write"  # in a thread
 # Which is what pytest makes of a traceback that a thread prints.
@@ -96,3 +99,22 @@ def test_an_error_of_ours_keeps_its_traceback(tiny_words, monkeypatch):
     monkeypatch.setattr("moetrain.trainer.plot_losses", fail)
     with pytest.raises(FileNotFoundError):
         main(tiny_words)
+
+
+@pytest.mark.parametrize("board", ["no", "yes"])
+@pytest.mark.parametrize("when", ["announce", "log_step", "finish"])
+def test_an_output_folder_that_is_moved_under_a_run(when, board, tiny_words, tmp_path, monkeypatch):
+    do = getattr(Trainer, when)
+
+    def move_first(trainer, *args):
+        if (tmp_path / "out").exists():
+            (tmp_path / "out").rename(tmp_path / "moved")
+        return do(trainer, *args)
+
+    monkeypatch.setattr(Trainer, when, move_first)
+    words = [*tiny_words, f"log.tensorboard={board}", "checkpoint.at_end=no"]
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        assert main(words) == 1
+    line = error.getvalue().splitlines()[-1]
+    assert "Traceback" not in error.getvalue()
+    assert line.startswith(f"failed: No such file or directory: {tmp_path / 'out'}/")

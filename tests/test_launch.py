@@ -62,6 +62,11 @@ class Trainer:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
 
+    def others_meet_a_death(self):
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("connection closed by peer")
+
     def wait_for_a_signal(self):
         got = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -199,8 +204,9 @@ def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
     assert_nobody_is_left(tmp_path)
 
 
-def test_a_killed_rank_ends_the_others(start, tmp_path):
-    _, error = (process := start("one_is_killed")).communicate(timeout=30)
+@pytest.mark.parametrize("others", ["one_is_killed", "others_meet_a_death"])
+def test_a_killed_rank_ends_the_others(others, start, tmp_path):
+    _, error = (process := start(others)).communicate(timeout=30)
     assert (process.returncode, error) == (1, "failed: rank 2 was killed by signal 9 (Killed)\n")
     assert_nobody_is_left(tmp_path)
 

@@ -359,6 +359,36 @@ def test_the_command_itself_stops_on_sigterm_with_a_checkpoint(tiny_words, tmp_p
     assert json.loads((saved[0] / "state.json").read_text())["step"] > 0
 
 
+@pytest.mark.parametrize("at_end", ["yes", "no"])
+def test_a_stop_after_the_last_step_still_stops_with_a_checkpoint(tiny, at_end, monkeypatch):
+    trainer = Trainer(tiny(f"checkpoint.at_end={at_end}"))
+    log_step = trainer.log_step
+
+    def stop_at_the_last(result):
+        log_step(result)
+        if trainer.step == trainer.total_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(trainer, "log_step", stop_at_the_last)
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 143
+    assert list_checkpoints(trainer.folder / "checkpoints")[-1].name == "step-00000004"
+
+
+def test_the_last_checkpoint_comes_before_all_else_that_a_run_leaves(tiny, monkeypatch):
+    """The last evaluation may take long, and who is impatient then loses no step."""
+    trainer = Trainer(tiny())
+
+    def give_up():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "evaluate", give_up)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert list_checkpoints(trainer.folder / "checkpoints")[-1].name == "step-00000004"
+
+
 @pytest.mark.parametrize("what", ["nan", "empty"])
 def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, what, monkeypatch):
     trainer = Trainer(tiny("checkpoint.save_hf=yes"))
