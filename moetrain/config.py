@@ -259,6 +259,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("data.eval_path", "data.source", {"text", "jsonl"}),
     ("data.text_field", "data.source", {"jsonl"}),
     ("data.chat_template", "data.source", {"jsonl"}),
+    ("data.eval_fraction", "data.eval_path", {None}),
+    ("data.packing", "data.source", {"stdlib", "text", "jsonl"}),
     ("data.num_documents", "data.source", {"synthetic"}),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),

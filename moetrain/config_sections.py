@@ -7,6 +7,7 @@ The docstring under a field is what ``--help`` prints. What spans settings is in
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -108,6 +109,11 @@ class DataSection(Section):
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
     """Length of the synthetic source, in rows."""
+
+    @field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")
+    @classmethod
+    def _from_home(cls, value: str | None) -> str | None:
+        return value and os.path.expanduser(value)  # no shell does so in a file or behind a =
 
 
 class TrainSection(Section):
@@ -305,6 +311,11 @@ class CheckpointSection(Section):
     all that model.path holds besides (its other tensors and files)."""
     hf_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of those weights. auto: as each tensor is in model.path; from a preset, float32."""
+
+    @field_validator("resume")
+    @classmethod
+    def _from_home(cls, value: str) -> str:
+        return os.path.expanduser(value)
 
 
 class LogSection(Section):

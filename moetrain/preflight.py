@@ -9,6 +9,7 @@ and batch fit the world (:func:`moetrain.parallel.world.plan_world`).
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -49,6 +50,7 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
     folder = Path(config.output_dir)
     if writes:
         check_output_folder(folder)
+        check_own_files_are_no_data(config)
         resume = config.checkpoint.resume
         if resume not in ("auto", "never") and not Path(resume).is_dir():
             raise ConfigError(
@@ -138,11 +140,51 @@ def check_output_folder(folder: Path) -> None:
         for name in FILES_OF_A_RUN:
             if (folder / name).is_dir():
                 raise error(f"cannot be used: its {name} is a folder")
+        if not _is_of_a_run(folder / "config.json"):
+            raise error("cannot be used: its config.json is no run's, and would be replaced")
         for name in FOLDERS_OF_A_RUN:
             if os.path.lexists(folder / name) and not (folder / name).is_dir():
                 raise error(f"cannot be used: its {name} is not a folder")
     except OSError as failure:
         raise error(f"cannot be written to: {failure.strerror}") from None
+
+
+def _is_of_a_run(file: Path) -> bool:
+    """Whether a run may replace ``file``, its ``config.json``; not: it is a checkpoint's, say."""
+    if not file.exists():
+        return True
+    try:
+        settings = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):  # a run was killed while it wrote this
+        return True
+    return isinstance(settings, dict) and "output_dir" in settings
+
+
+def check_own_files_are_no_data(config: Config) -> None:
+    """Whether what is trained on, what is evaluated on and what the run writes lie apart.
+
+    Raises:
+        ConfigError: the next run would read this one's files as data, or no row is held out.
+    """
+    data = config.data
+    given = {"path": data.path, "eval_path": data.eval_path}
+    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
+    if len(folders) == 2 and folders["path"] == folders["eval_path"]:
+        raise ConfigError(
+            "data.eval_path",
+            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
+            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
+        )
+    output = Path(os.path.realpath(config.output_dir))
+    for name, folder in folders.items():
+        if os.path.isdir(folder) and output.is_relative_to(folder):
+            if any(part.startswith(".") for part in output.relative_to(folder).parts):
+                continue  # where data is not looked for
+            raise ConfigError(
+                "output_dir",
+                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
+                "would read what this one writes as data; choose one outside",
+            )
 
 
 def check_room(folder: Path, config: Config, arch: Architecture) -> None:

@@ -16,7 +16,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moetrain.checkpoint import list_checkpoints, open_checkpoint, remove_leftovers, step_of
@@ -35,11 +35,13 @@ def claimed(folder: Path) -> Iterator[None]:
     """Meanwhile this process alone writes to ``folder``, which is made if there is none.
 
     What killed saves left there is removed first. The kernel ends the claim of a process that ends,
-    in whatever way.
+    in whatever way. A folder that was made for a run whose settings or data turn out to be wrong
+    goes again.
 
     Raises:
         ConfigError: it is being written already, or cannot be.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -48,9 +50,22 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         if _lock(descriptor, folder):
             remove_leftovers(folder / CHECKPOINTS)
-        yield
+        try:
+            yield
+        except ConfigError:
+            _unmake(made)
+            raise
     finally:
         os.close(descriptor)
+
+
+def _unmake(made: list[Path]) -> None:
+    """Remove the folders ``made``, innermost first, as far as nothing but a lock is in them."""
+    with suppress(OSError):  # something is
+        if made and [path.name for path in made[0].iterdir()] == [LOCK]:
+            (made[0] / LOCK).unlink()
+        for path in made:
+            path.rmdir()
 
 
 def _lock(descriptor: int, folder: Path) -> bool:

@@ -6,12 +6,14 @@ Everything is whole in the file and in parts on the ranks, so a checkpoint goes 
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 from torch import nn
 
 from moetrain.checkpoint import Checkpoint
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
+from moetrain.config_sources import leaves, shortened
 from moetrain.models import Architecture
 from moetrain.optim import load_whole_optimizer_state, whole_optimizer_state
 from moetrain.parallel.apply import load_whole_state, whole_state
@@ -76,22 +78,32 @@ def restore_snapshot(
         ) from None
 
 
-def check_data(found: Checkpoint, data: str, total_steps: int) -> None:
-    """Reject the end of a run on other rows than those that ``data`` identifies.
+def check_same_run(found: Checkpoint, config: Config, data: str, total_steps: int) -> None:
+    """Reject the end of a run on other rows than those of ``data``, or from other weights.
 
-    Other rows may follow those that a checkpoint was trained on, but a run that is over has nothing
-    to train on them.
+    Other rows may follow those that a checkpoint was trained on, and the checkpoint it began from
+    may have moved; but a run that is over would do nothing with either.
 
     Raises:
         ConfigError: so it is.
     """
-    if found.state.get("data", data) == data:  # earlier versions did not note it
+    changed = []
+    if found.state.get("data", data) != data:  # earlier versions did not note it
+        changed.append("was trained on other data")
+    began = dict(leaves(found.state["config"])).get("model.path")
+    if _real(began) != _real(config.model.path):
+        changed.append(f"began from model.path {shortened(began)}")
+    if not changed:
         return
     if found.state["step"] >= total_steps:
         raise ConfigError(
             "output_dir",
-            f"the run in it is over (step {found.state['step']}, {str(found.folder)!r}) and was "
-            "trained on other data; choose another output_dir, set checkpoint.resume never to "
-            "start again, or make train.steps or train.epochs longer to go on with this data",
+            f"the run in it is over (step {found.state['step']}, {str(found.folder)!r}) and "
+            f"{' and '.join(changed)}; choose another output_dir, set checkpoint.resume never to "
+            "start again, or make train.steps or train.epochs longer to go on with it",
         )
-    logger.warning("the data is not what %s was trained on; the run goes on with it", found.folder)
+    logger.warning("%s %s; the run goes on from it", found.folder, " and ".join(changed))
+
+
+def _real(path: object) -> str | None:
+    return os.path.realpath(os.path.expanduser(path)) if isinstance(path, str) else None

@@ -71,7 +71,7 @@ from moetrain.run_folder import (
     set_aside,
     where_it_failed,
 )
-from moetrain.snapshot import check_continues, check_data, restore_snapshot, take_snapshot
+from moetrain.snapshot import check_continues, check_same_run, restore_snapshot, take_snapshot
 
 logger = logging.getLogger("moetrain")
 
@@ -456,7 +456,7 @@ class Trainer:
 
     def resume(self, found: Checkpoint) -> None:
         """Take up where ``found`` was saved."""
-        check_data(found, self.data.fingerprint, self.total_steps)
+        check_same_run(found, self.config, self.data.fingerprint, self.total_steps)
         restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]

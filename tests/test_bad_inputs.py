@@ -490,6 +490,131 @@ FILES = [
 ]
 
 
+# ---- kinds that nobody had listed ---------------------------------------------------------------
+
+# Found by trying, as a user would who reads nothing: what is given, the files there are (by name,
+# {} for a folder), the setting that the line names, and words that it has.
+JSONL = "--data.source jsonl --data.path a.jsonl"
+TEXT = "--data.source text --data.path a.txt"
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
+SOME_TEXT = {"a.txt": "some text. " * 100}
+BPE = '{"model": {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}, "added_tokens": []}'
+
+
+def _template(text: str) -> dict[str, str]:
+    return {"a.jsonl": CHAT, "t.jinja": text}
+
+
+def _tokenizer(config: str, tokenizer: str = BPE) -> dict[str, str]:
+    return {**SOME_TEXT, "t/tokenizer.json": tokenizer, "t/tokenizer_config.json": config}
+
+
+UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
+    # Folders that lie in each other, data that is two things at once.
+    ("--output_dir x", {"x/config.json": '{"model_type": "qwen3"}'}, "output_dir", "is no run's"),
+    ("--output_dir .", {"config.json": "[]"}, "output_dir", "config.json is no run's"),
+    ("--data.source text --data.path .", SOME_TEXT, "output_dir", "lies in data.path '.': the nex"),
+    ("--data.source text --data.path x", {"x/a.txt": "x"}, "data.seq_len", "of the 2 tokens"),
+    (
+        TEXT + " --data.eval_path . --output_dir outputs",
+        SOME_TEXT,
+        "output_dir",
+        "lies in data.eval_path '.'",
+    ),
+    (TEXT + " --data.eval_path ./a.txt", SOME_TEXT, "data.eval_path", "is data.path itself"),
+    (
+        TEXT + " --data.eval_path b.txt --data.eval_fraction 0.5",
+        SOME_TEXT,
+        "data.eval_fraction",
+        "0.5 contradicts data.eval_path 'b.txt'",
+    ),
+    ("--data.source synthetic --data.packing whole", {}, "data.packing", "contradicts data.source"),
+    # Lists, patterns and addresses for a path.
+    ("--data.source jsonl --data.path *.jsonl", {"a.jsonl": CHAT}, "data.path", "does not exist"),
+    ("--data.source text --data.path a.txt,b.txt", SOME_TEXT, "data.path", "does not exist"),
+    ("--data.source jsonl --data.path https://a.b/c.jsonl", {}, "data.path", "does not exist"),
+    ("--data.source jsonl --data.path /dev/zero", {}, "data.path", "neither a file nor a folder"),
+    ("--data.source jsonl --data.path x", {"x/a.json": "{}"}, "data.path", "holds no .jsonl files"),
+    ("--data.source text --data.path x", {"x/.a": "text"}, "data.path", "holds no text files"),
+    # Text that is none.
+    (TEXT, {"a.txt": "some text".encode("utf-16")}, "data.path", "holds no text"),
+    (TEXT, {"a.txt": b"\xef\xbb\xbf"}, "data.path", "nothing to predict"),
+    (TEXT, {"a.txt": "tiny"}, "data.seq_len", "256 is too long .* 5 tokens .* lower it, add text"),
+    # Other trainers' lines.
+    (JSONL, {"a.jsonl": f"[{CHAT.strip()}]"}, "data.path", "a.jsonl:1: not a JSON object"),
+    (JSONL, {"a.jsonl": "{\n" + CHAT[1:]}, "data.path", "a.jsonl:1: not JSON"),
+    (JSONL, {"a.jsonl": CHAT.replace("\n", "\r") * 2}, "data.path", "a.jsonl:1: not JSON: Extra"),
+    (JSONL, {"a.jsonl": CHAT + CHAT[:30]}, "data.path", "a.jsonl:2: not JSON"),
+    (JSONL, {"a.jsonl": b"\x1f\x8b\x08\x00\xff"}, "data.path", "a.jsonl:1: not (JSON|UTF-8)"),
+    (JSONL, {"a.jsonl": '{"conversations": []}'}, "data.path", "no 'text' and no 'messages'"),
+    (JSONL, {"a.jsonl": '{"prompt": "a", "completion": "b"}'}, "data.path", "data.text_field"),
+    (JSONL, {"a.jsonl": '{"messages": "hi"}'}, "data.path", "not a list of turns"),
+    (JSONL, {"a.jsonl": '{"messages": ["hi"]}'}, "data.path", r"messages\[0\] is not an object"),
+    (JSONL, {"a.jsonl": CHAT.replace('"ho"', "null")}, "data.path", "content is missing or not te"),
+    (JSONL, {"a.jsonl": CHAT.replace("assistant", "Assistant")}, "data.path", "no assistant turn"),
+    (JSONL, {"a.jsonl": '{"text": NaN}'}, "data.path", "'text' is not text"),
+    (JSONL, {"a.jsonl": '{"text": "a", "text": 5}'}, "data.path", "'text' is not text"),
+    (JSONL, {"a.jsonl": CHAT}, "data.eval_fraction", "of the 1 documents .* add documents"),
+    (
+        JSONL + " --data.seq_len 4",
+        {"a.jsonl": CHAT * 9},
+        "data.eval_fraction",
+        "in rows of data.seq_len 4; raise that",
+    ),
+    # Templates that are programs.
+    (JSONL, _template("{% include 'x' %}"), "data.path", "template fails: .* no loader"),
+    (JSONL, _template("{{ ''.__class__.__mro__ }}"), "data.path", "template fails: .* unsafe"),
+    (JSONL, _template("{{ 'a' * 10**15 }}"), "data.path", "template fails: MemoryError"),
+    (JSONL, _template("{{ range(10**12) }}"), "data.path", "template fails: .* too big"),
+    (JSONL, _template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "data.path", "Recursion"),
+    (JSONL, _template("{{ raise_exception('two\nlines') }}"), "data.path", "fails: two lines"),
+    (JSONL, _template("{{ messages | tojson }}"), "data.path", "does not begin its rendering"),
+    (JSONL, _template("{% generation %}"), "data.chat_template", "unknown tag 'generation'"),
+    (JSONL, _template("{{ " + "(" * 5000), "data.chat_template", "line 1|cannot be compiled"),
+    # Tokenizers.
+    (TEXT, _tokenizer('{"eos_token": 5}'), "data.tokenizer", "eos_token 5 is no token"),
+    (TEXT, _tokenizer('{"eos_token": "<zz>"}'), "data.tokenizer", "no token '<zz>', its eos_token"),
+    (TEXT, _tokenizer("[" * 100_000), "data.tokenizer", "is not JSON: maximum recursion"),
+    (TEXT, _tokenizer("{}", BPE.replace("BPE", "No")), "data.tokenizer", "is not a tokenizer"),
+    (TEXT, _tokenizer("{}", BPE.replace("0", "-1")), "data.tokenizer", "is not a tokenizer"),
+    (TEXT, _tokenizer("{}", BPE.replace("0", "9999")), "data.tokenizer", "has 10000 tokens, more"),
+    (TEXT, _tokenizer("{}", BPE.replace("</s>", "b")), "data.tokenizer", "no known end-of-text"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "field", "says"),
+    UNLISTED,
+    ids=[f"{i}-{row[3][:30]}" for i, row in enumerate(UNLISTED)],
+)
+def test_kinds_that_nobody_had_listed(
+    words, files, field, says, tmp_path, tmp_path_factory, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    cache = tmp_path_factory.getbasetemp() / "unlisted-cache"
+    words = [*words.split(), "--train.device", "cpu", "--data.cache_dir", str(cache)]
+    words += ["--data.chat_template", "t.jinja"] * ("t.jinja" in files)
+    words += ["--data.tokenizer", "t"] * ("t/tokenizer.json" in files)
+    assert_refused(words, field, says, tmp_path, capsys)
+    for name, content in files.items():
+        assert Path(name).read_bytes() in (content, str(content).encode())
+
+
+def test_paths_from_home_wherever_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text(
+        '[model]\npreset = "debug"\n[data]\nsource = "text"\npath = "~/a"\neval_path = "~/b"\n'
+        'tokenizer = "~/t"\ncache_dir = "~/c"\n[checkpoint]\nresume = "~/s"'
+    )
+    config = Config.load(tmp_path / "mine.toml", ["--output_dir=~/o"], environ={})
+    data = config.data
+    given = data.path, data.eval_path, data.tokenizer, data.cache_dir, config.checkpoint.resume
+    assert [*given, config.output_dir] == [str(tmp_path / name) for name in "abtcso"]
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
     """Where the rows above point."""

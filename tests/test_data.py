@@ -209,7 +209,7 @@ def test_the_fingerprint_is_of_all_that_decides_the_rows(tmp_path: Path):
         {"packing": "whole"},
         {"text_field": "b"},
         {"tokenizer": str(words)},
-        {"eval_path": str(path)},
+        {"eval_path": str(path), "eval_fraction": 0.02},
         {"source": "synthetic", "path": None},
         {"source": "synthetic", "path": None, "num_documents": 7},
         {"source": "synthetic", "path": None, "seed": 1},

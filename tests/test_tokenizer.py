@@ -83,6 +83,15 @@ def test_bos_that_only_the_config_asks_for(tmp_path: Path):
         load_tokenizer(str(save(tmp_path / "v", add_bos_token=True, bos_token="<bos>")))
 
 
+def test_special_tokens_that_an_older_checkpoint_names_in_a_file_of_their_own(tmp_path: Path):
+    folder = save(tmp_path, eos_token=None)
+    content = json.dumps({"eos_token": "<unk>", "bos_token": {"content": "</s>"}})
+    (folder / "special_tokens_map.json").write_text(content)
+    ours, theirs = HFTokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.special_tokens["eos_token"] == theirs.eos_token == "<unk>"
+    assert ours.special_tokens["bos_token"] == theirs.bos_token == "</s>"
+
+
 def test_a_text_read_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 16)
     monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 40)

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -288,7 +289,27 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
         Trainer(tiny(*words))
     longer = fit(tiny(*words, "train.steps=5"))
     assert longer.step == 5
-    assert "goes on with it" in caplog.text
+    assert "was trained on other data; the run goes on from it" in caplog.text
+
+
+def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words, tmp_path, caplog):
+    words = ["train.steps=1", "data.tokenizer=byte", "train.epochs=none", "checkpoint.save_hf=yes"]
+    fit(tiny(*words, f"output_dir={tmp_path / 'made'}"))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        shutil.copytree(tmp_path / "made" / "hf", path)
+    sizes = ("model.hidden_size", "model.num_", "model.head_dim", "model.moe_")
+
+    def tuned(path, *more):
+        mine = [word for word in tiny_words if not word.startswith(sizes)]
+        return Config.load(None, [*mine, *words, f"model.path={path}", *more], environ={})
+
+    fit(tuned(first))
+    fit(tuned(first))  # nothing changed: nothing to do
+    with pytest.raises(ConfigError, match=r"is over .*began from model\.path '.*first'"):
+        Trainer(tuned(second))
+    assert fit(tuned(second, "train.steps=2")).step == 2
+    assert "the run goes on from it" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):

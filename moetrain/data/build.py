@@ -172,8 +172,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     raise ConfigError(
         "data.eval_fraction",
         f"{data.eval_fraction}: of the {total} documents of {where} none can be held out that "
-        "leaves both sides something to learn in rows of data.seq_len; add documents, name some in "
-        "data.eval_path, or set it to 0",
+        f"leaves both sides something to learn in rows of data.seq_len {data.seq_len}; raise that, "
+        "add documents, name some in data.eval_path, or set it to 0",
     )
 
 

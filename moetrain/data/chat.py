@@ -35,7 +35,7 @@ Span = tuple[int, int]
 """Characters ``start:end`` of a text."""
 
 
-# What templates raise: programs, if small ones. MemoryError is not theirs alone.
+# What templates raise: programs, if small ones.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -138,7 +138,7 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except _TEMPLATE_ERRORS as error:
+        except (MemoryError, *_TEMPLATE_ERRORS) as error:  # all that is made here is the template's
             raise BadLineError(f"the chat template fails: {_say(error)}") from None
 
 

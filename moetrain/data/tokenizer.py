@@ -124,6 +124,8 @@ class HFTokenizer(Tokenizer):
         """
         file = folder / file_name
         config = _read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # an older checkpoint: so `transformers` reads it
+            config |= _read_json(folder / "special_tokens_map.json")
         content = _read(file)
         with _library_errors(f"{file} is not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
