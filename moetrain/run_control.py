@@ -50,6 +50,7 @@ class StepWatch:
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self.limit = limit
+        self._steps = 0
         # Skipped in a row, skipped in all, ranks that were asked to stop.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._late = LateNumbers(self._counts)
@@ -64,6 +65,7 @@ class StepWatch:
             stops: 0-d, how many ranks were asked to stop.
         """
         self.check()
+        self._steps += 1
         in_row = torch.where(skipped, self._counts[0] + 1, 0)
         self._counts = torch.stack([in_row, self._counts[1] + skipped, stops.long()])
         self._late = LateNumbers(self._counts)
@@ -76,6 +78,15 @@ class StepWatch:
             raise BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
                 "(train.max_bad_steps); lower optim.lr, or look at the data"
+            )
+
+    def check_end(self) -> None:
+        """:meth:`check`, of a run's last step; and raise if none of its steps was a good one."""
+        self.check()
+        if 0 < self._steps == self.in_row():
+            raise BadSteps(
+                f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was "
+                "trained; look at the weights it started from, and at the data"
             )
 
     def in_row(self) -> int:

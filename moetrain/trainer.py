@@ -187,7 +187,7 @@ class Trainer:
                         self.save_if_good()
                     if self.due(config.train.gc_interval):
                         gc.collect()
-                self.watch.check()
+                self.watch.check_end()
                 if config.checkpoint.at_end:
                     self.save()  # before all that takes time, and while a stop signal can wait
                 stops = torch.full((), len(stop), device=self.device)

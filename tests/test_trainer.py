@@ -184,6 +184,14 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
     assert capsys.readouterr().err.splitlines()[-1].startswith("failed: 2 steps in a row")
 
 
+def test_a_run_without_one_good_step_fails_however_short(tiny):
+    trainer = Trainer(tiny("train.steps=3", "train.max_bad_steps=5"))
+    torch.nn.init.constant_(trainer.model.norm.weight, float("nan"))
+    with pytest.raises(RunFailed, match="all 3 steps had a non-finite"):
+        trainer.fit()
+    assert list_checkpoints(trainer.folder / "checkpoints") == []
+
+
 def test_what_a_run_leaves_behind(tiny):
     trainer = fit(tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1"))
     folder = trainer.folder
