@@ -135,6 +135,7 @@ def _expert_mlp_backward(
     """The gradients of x, w_gate_up, w_down and weights."""
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
+    del dh_RF  # before the products below: the largest rows of the backward are here together
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E)
     d_gate_up = grouped_weight_grad(da_R2F, x_RD, offsets_E)
