@@ -88,6 +88,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
             what = "a number from 0" if kind is int else "an object"
             raise _unreadable(path, f"its {name!r} is {_short(value)}, not {what}")
+    named = _NAME.fullmatch(folder.name)
+    if named is not None and int(named[1] or named[2]) != state["step"]:
+        raise _unreadable(path, f"its 'step' is {_short(state['step'])}, not that of its folder")
     groups = state.get("groups", [])  # checkpoints of earlier versions do not name theirs
     if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
         raise _unreadable(path, f"its 'groups' is {_short(groups)}, not a list of names")

@@ -180,6 +180,7 @@ DAMAGES = {
     "a list": lambda f: (f / "state.json").write_text("[]"),
     "huge": lambda f: (f / "state.json").write_text('{"step": ' + "9" * 5000 + "}"),
     "step": damage_state(step="two"),
+    "step of another": damage_state(step=10**30),
     "true": damage_state(step=True),
     "negative": damage_state(tokens=-1),
     "fraction": damage_state(sample_index=1.5),

@@ -461,3 +461,10 @@ def test_what_comes_after_the_run_is_printed_below_the_progress_bar(tmp_path, mo
 
 def test_the_last_step_is_logged_whatever_the_interval(tiny):
     assert sorted(losses(fit(tiny("log.interval=3")))) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 0.1), (0.1, 0)])
+def test_a_selection_bias_that_comes_or_goes_is_named(tiny, before, now):
+    fit(tiny("train.steps=1", f"moe.bias_update_rate={before}"))
+    with pytest.raises(ConfigError, match=r"moe\.bias_update_rate: .*set it as it was"):
+        Trainer(tiny("train.steps=2", f"moe.bias_update_rate={now}"))

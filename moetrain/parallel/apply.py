@@ -160,7 +160,14 @@ def load_whole_state(model: nn.Module, placed: Placed, state: Mapping[str, torch
         ConfigError: names other than the model's, or another shape or dtype.
     """
     buffers = dict(model.named_buffers())
-    if odd := set(state) ^ (set(placed.parts) | set(buffers)):
+    odd = set(state) ^ (set(placed.parts) | set(buffers))
+    if odd and all(name.endswith("router.bias") for name in odd):
+        raise ConfigError(
+            "moe.bias_update_rate",
+            f"the checkpoint was trained with{'' if odd & set(state) else 'out'} a selection bias; "
+            "set it as it was, or start again with checkpoint.resume never",
+        )
+    if odd:
         raise ConfigError("checkpoint.resume", f"it is of another model: {sorted(odd)[:3]}")
     for name, shape in {**placed.shapes, **{n: b.shape for n, b in buffers.items()}}.items():
         check_like(name, state[name], shape)
