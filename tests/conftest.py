@@ -4,6 +4,7 @@ Without a GPU, kernels that are asked for by name run in Triton's interpreter.
 """
 
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from moetrain.config import Config
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started behind a shell's "&": what tests start would inherit it, and ignore their Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # tiny tensors: threads only fight
 

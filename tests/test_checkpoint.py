@@ -420,7 +420,10 @@ def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)  # to one rank that works, and one that waits for it
-        _, error = process.communicate(timeout=30)
+        try:
+            _, error = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert (process.returncode, error) == (130, "interrupted\n")
 
 
