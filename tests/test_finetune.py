@@ -169,9 +169,9 @@ def test_scaled_rotary_embeddings_reach_further(checkpoint, chats, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(checkpoint / "model.safetensors", tmp_path)
     words = [f"model.path={tmp_path}", f"data.path={chats}", "data.tokenizer=byte"]
-    resolve_run(Config.load(None, [*words, "data.seq_len=2048"], environ={}))
-    with pytest.raises(ConfigError, match="2049 is more than the 2048 positions"):
-        resolve_run(Config.load(None, [*words, "data.seq_len=2049"], environ={}))
+    resolve_run(Config.load(None, [*words, f"data.seq_len={4 * POSITIONS}"], environ={}))
+    with pytest.raises(ConfigError, match=f"{4 * POSITIONS + 1} is more than the {4 * POSITIONS} "):
+        resolve_run(Config.load(None, [*words, f"data.seq_len={4 * POSITIONS + 1}"], environ={}))
 
 
 def test_dry_run_shows_what_the_checkpoint_decides_and_writes_nothing(
