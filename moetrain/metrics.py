@@ -7,7 +7,6 @@ Every number of a logged step is one flat mapping of names to floats; each outpu
 from __future__ import annotations
 
 import json
-import logging
 import math
 import resource
 import sys
@@ -22,8 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moetrain.config import LogSection
 from moetrain.models import RoutingStats
-
-logger = logging.getLogger("moetrain")
 
 LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 UNHEALTHY_LOGS = 20
@@ -235,7 +232,7 @@ def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, fl
 
 
 class RoutingWatch:
-    """Says once in a run that experts of a layer have died, and once that one takes most tokens.
+    """Finds, once in a run each, that experts of a layer have died and that one takes most tokens.
 
     Dead is an expert that no token of :data:`UNHEALTHY_LOGS` logged steps in a row chose; one takes
     most tokens if more than half of them choose it, and more than twice as many as its share.
@@ -248,7 +245,7 @@ class RoutingWatch:
         self._said: set[str] = set()
 
     def update(self, routing: RoutingStats) -> list[str]:
-        """Take in one logged step of a whole global batch; returns (and logs) what is new to say.
+        """Take in one logged step of a whole global batch; returns what is new to say.
 
         Waits for the device.
         """
@@ -263,8 +260,6 @@ class RoutingWatch:
             if what not in self._said and lasting_LE.any():
                 self._said.add(what)
                 found.append(self._describe(what, lasting_LE))
-        for text in found:
-            logger.warning(text)
         return found
 
     def _describe(self, what: str, lasting_LE: torch.Tensor) -> str:

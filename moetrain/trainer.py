@@ -330,7 +330,8 @@ class Trainer:
             routing = self.world_routing(result.routing)
             row |= routing_losses(routing, self.coefficients)
             row |= routing_health(routing, self.model.arch.moe_layer_indices)
-            self.routing_watch.update(routing)
+            for text in self.routing_watch.update(routing):  # every rank finds the same
+                self.log.say(text)
         self.log.log(self.step, row)
         self.clock.start()
 

@@ -192,6 +192,13 @@ def test_a_run_without_one_good_step_fails_however_short(tiny):
     assert list_checkpoints(trainer.folder / "checkpoints") == []
 
 
+def test_uneven_routing_is_said_by_the_runs_log(tiny, monkeypatch, capsys, caplog):
+    monkeypatch.setattr("moetrain.metrics.RoutingWatch.update", lambda self, routing: ["uneven!"])
+    fit(tiny("train.steps=1"))
+    assert capsys.readouterr().out.count("uneven!") == 1
+    assert "uneven!" not in caplog.text  # which every rank has
+
+
 def test_what_a_run_leaves_behind(tiny):
     trainer = fit(tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1"))
     folder = trainer.folder
