@@ -2,6 +2,7 @@
 
 from moetrain.models.architecture import Architecture, RopeScaling
 from moetrain.models.hf import load_hf, load_weights, save_hf
+from moetrain.models.init import init_weights
 from moetrain.models.moe import (
     Dispatched,
     Dispatcher,
@@ -14,18 +15,14 @@ from moetrain.models.moe import (
 from moetrain.models.presets import PRESETS, resolve_architecture
 from moetrain.models.recompute import set_recomputation
 from moetrain.models.registry import build_model, find_family
-from moetrain.models.transformer import (
-    Transformer,
-    compile_blocks,
-    init_weights,
-    initial_value,
-)
+from moetrain.models.transformer import Inputs, Transformer, compile_blocks
 
 __all__ = [
     "PRESETS",
     "Architecture",
     "Dispatched",
     "Dispatcher",
+    "Inputs",
     "LocalDispatcher",
     "RopeScaling",
     "RoutingStats",
@@ -34,7 +31,6 @@ __all__ = [
     "compile_blocks",
     "find_family",
     "init_weights",
-    "initial_value",
     "load_balancing_loss",
     "load_hf",
     "load_weights",

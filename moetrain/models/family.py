@@ -17,6 +17,7 @@ from torch import nn
 
 from moetrain.config import ConfigError, KernelsSection, MoeSection
 from moetrain.models.architecture import Architecture
+from moetrain.models.rules import Plan
 from moetrain.models.weight_map import Operation
 
 HFConfig = Mapping[str, Any]
@@ -84,30 +85,10 @@ class Family(NamedTuple):
     """By ``model_type``, which is also the ``Architecture.family`` of what it builds."""
     presets: Mapping[str, Architecture]
     """Named architectures."""
-    plan: Callable[[Architecture], Mapping[str, str]]
-    """Parameter patterns to styles; the styles are those of ``moetrain.parallel.plan``."""
+    plan: Callable[[Architecture], Plan]
+    """Rules of its parameters and styles of its parts."""
     make_block: Callable[[Architecture, int, KernelsSection, MoeSection], nn.Module]
-    """Block number ``i``: ``block(x_BSD, rotation, mask) -> (x_BSD, RouterStats | None)``."""
-
-
-def decoder_plan(arch: Architecture) -> dict[str, str]:
-    """The plan of everything but experts, for the parameter names that all families share."""
-    plan = {
-        "embed.weight": "colwise",
-        "*norm.weight": "replicate",
-        "layers.*.attn.w[qkv].*": "colwise",
-        "layers.*.attn.wo.weight": "rowwise",
-    }
-    if arch.out_bias:
-        plan["layers.*.attn.wo.bias"] = "replicate"
-    if arch.num_moe_layers < arch.num_layers:
-        plan["layers.*.mlp.w_gate.*"] = plan["layers.*.mlp.w_up.*"] = "colwise"
-        plan["layers.*.mlp.w_down.weight"] = "rowwise"
-        if arch.mlp_bias:
-            plan["layers.*.mlp.w_down.bias"] = "replicate"
-    if not arch.tie_embeddings:
-        plan["lm_head.weight"] = "colwise"
-    return plan
+    """Block number ``i``: ``block(x_BSD, context) -> (x_BSD, RouterStats | None)``."""
 
 
 def config_error(problem: str) -> ConfigError:

@@ -30,6 +30,7 @@ from moetrain.kernels import (
     unpermute,
 )
 from moetrain.models.architecture import Architecture
+from moetrain.models.layers import Context
 
 
 class RouterStats(NamedTuple):
@@ -229,11 +230,10 @@ class MoE(nn.Module):
         self.experts = Experts(arch, backend)
         self.dispatcher: Dispatcher = LocalDispatcher(arch.num_experts, backend)
 
-    def forward(
-        self, x_BSD: torch.Tensor, is_pad_BS: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, RouterStats]:
+    def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
+        is_pad_BS = context.is_pad_BS
         routed = self.router(x_TD, None if is_pad_BS is None else is_pad_BS.flatten())
         rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
         y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)

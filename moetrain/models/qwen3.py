@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.kernels import AttentionMask
 from moetrain.models.architecture import Architecture
+from moetrain.models.attention import Attention
 from moetrain.models.family import (
     ATTENTION_BIAS,
     COMMON_DEFAULTS,
@@ -18,9 +18,9 @@ from moetrain.models.family import (
     HFConfig,
     HFFamily,
     config_error,
-    decoder_plan,
 )
-from moetrain.models.layers import Attention, DenseMLP, RMSNorm, Rotation
+from moetrain.models.layers import Context, DenseMLP, RMSNorm
+from moetrain.models.rules import decoder_plan
 from moetrain.models.weight_map import DENSE
 
 
@@ -34,16 +34,11 @@ class DenseBlock(nn.Module):
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.mlp = DenseMLP(arch)
 
-    def forward(
-        self,
-        x_BSD: torch.Tensor,
-        rotation: Rotation,
-        mask: AttentionMask,
-        is_pad_BS: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
+    def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, None]:
         """The residual stream after this block; None stands for "no routing"."""
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rotation, mask)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD)), None
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), context)
+        y_BSD, stats = self.mlp(self.mlp_norm(x_BSD), context)
+        return x_BSD + y_BSD, stats
 
 
 def _make_block(

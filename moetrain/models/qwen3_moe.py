@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.kernels import AttentionMask, Backend
+from moetrain.kernels import Backend
 from moetrain.models.architecture import Architecture
+from moetrain.models.attention import Attention
 from moetrain.models.family import (
     ATTENTION_BIAS,
     COMMON_DEFAULTS,
@@ -18,11 +19,11 @@ from moetrain.models.family import (
     HFConfig,
     HFFamily,
     config_error,
-    decoder_plan,
 )
-from moetrain.models.layers import Attention, RMSNorm, Rotation
+from moetrain.models.layers import Context, RMSNorm
 from moetrain.models.moe import MoE, RouterStats
 from moetrain.models.qwen3 import DenseBlock
+from moetrain.models.rules import Plan, decoder_plan, with_experts
 from moetrain.models.weight_map import DENSE, moe_block
 
 
@@ -36,16 +37,10 @@ class MoEBlock(nn.Module):
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.moe = MoE(arch, moe, backend)
 
-    def forward(
-        self,
-        x_BSD: torch.Tensor,
-        rotation: Rotation,
-        mask: AttentionMask,
-        is_pad_BS: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, RouterStats]:
+    def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """The residual stream after this block, and its routing."""
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rotation, mask)
-        y_BSD, stats = self.moe(self.mlp_norm(x_BSD), is_pad_BS)
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), context)
+        y_BSD, stats = self.moe(self.mlp_norm(x_BSD), context)
         return x_BSD + y_BSD, stats
 
 
@@ -91,11 +86,8 @@ _EXPERTS = {
 }
 
 
-def _plan(arch: Architecture) -> dict[str, str]:
-    plan = decoder_plan(arch)
-    if arch.num_moe_layers:
-        plan |= {"layers.*.moe.router.weight": "fp32", "layers.*.moe.experts.*": "expert"}
-    return plan
+def _plan(arch: Architecture) -> Plan:
+    return with_experts(decoder_plan(arch), arch)
 
 
 FAMILY = Family(

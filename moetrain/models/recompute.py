@@ -5,8 +5,8 @@
     selective  the inputs, the routing, and the results of the ops that were asked for by a name
                of :data:`SAVED_OPS`; the backward runs the rest of the block again
 
-Selective recomputation lies inside the block's forward, where ``full`` lies outside of it, around
-``run_block``. So it is part of what is compiled, and the compiler cuts the joint graph by it: of
+Selective recomputation lies inside the block's forward, where ``full`` lies around it. So it is
+part of what is compiled, and the compiler cuts the joint graph by it: of
 an op with several results it keeps those that the backward needs. In eager mode the results of an
 op are kept as a whole. The recomputed forward reads the very parameters that the forward read,
 which therefore live until the block's backward, as they do without recomputation.
@@ -32,7 +32,8 @@ from torch.utils.checkpoint import (
 )
 
 from moetrain.config import ActivationSection, SavedName
-from moetrain.models.transformer import Transformer
+from moetrain.models.layers import Context
+from moetrain.models.transformer import Transformer, call
 
 SAVED_OPS: dict[SavedName, tuple[str, ...]] = {
     # Results of an exchange between ranks, both ways: tokens do not travel again.
@@ -62,11 +63,18 @@ ROUTING_OPS = ("moetrain::router_topk", "moetrain::expert_indices", "aten::sort.
 
 def set_recomputation(model: Transformer, activation: ActivationSection) -> None:
     """Let ``model`` keep what ``activation`` says. Comes before :func:`compile_blocks`."""
-    model.recompute = activation.policy == "full"
+    model.call_block = _recomputed if activation.policy == "full" else call
     if activation.policy == "selective":
         forward = _forward_keeping(activation.save)
         for block in model.layers:
             block.forward = MethodType(forward, block)
+
+
+def _recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
+    """The block's results; the backward runs it again, with the parameters it holds now."""
+    run = partial(_run_holding, _held(block), block)
+    # No block draws random numbers.
+    return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=False)
 
 
 def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

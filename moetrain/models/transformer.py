@@ -1,7 +1,8 @@
-"""The decoder that every family shares: embedding, blocks, final norm, vocabulary projection.
+"""The decoder that every family shares, in stages: prepare, embed, run (a range of blocks), head.
 
 A family supplies the blocks. What all blocks need (rotary angles, attention masks) is computed once
-per forward, outside them, so that each block is one compiled graph that the next one reuses.
+per forward, in ``prepare``, so that each block is one compiled graph that the next one reuses; and
+so that a pipeline stage is a range of blocks, and generation brings masks of its own.
 
 Left out on purpose: the loss (it never needs all logits at once), text generation, and everything
 about devices.
@@ -9,23 +10,73 @@ about devices.
 Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from moetrain.config import KernelsSection
 from moetrain.kernels import attention_mask
 from moetrain.models.architecture import Architecture
-from moetrain.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
+from moetrain.models.layers import Context, Embedding, Linear, RMSNorm
 from moetrain.models.moe import RouterStats, RoutingStats
+from moetrain.models.rope import RotaryEmbedding
 from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 
 if TYPE_CHECKING:
     from moetrain.models.hf_files import HFSource
+
+
+class Inputs(NamedTuple):
+    """What a model reads."""
+
+    tokens_BS: torch.Tensor
+    """Integer token ids."""
+    positions_BS: torch.Tensor | None = None
+    """Position of each token in its document; a 0 starts a document, and no token sees another
+    document. None: one document a row."""
+    cu_seqlens: torch.Tensor | None = None
+    """The same documents as ends over the B * S tokens, int32, from 0; cuDNN's packed attention
+    needs them, the other backends do not."""
+    is_pad_BS: torch.Tensor | None = None
+    """bool, tokens that only fill up a row, behind its documents or each of them: no expert sees
+    them and no statistics count them. Attention takes them for the end of the document before. They
+    should have no targets. None: there are none."""
+
+
+class Rows(NamedTuple):
+    """The rows of one forward pass, as blocks are told of them."""
+
+    batch: int
+    seq_len: int
+    contexts: dict[int | None, Context]
+    """By attention window."""
+
+
+CallBlock = Callable[[nn.Module, torch.Tensor, Context], Any]
+
+
+class Sharding(Protocol):
+    """Brings parameters to where they are used; the one seam between a model and how it is kept."""
+
+    def run(self, call: CallBlock, block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
+        """``call(block, x_BSD, context)`` while the block has its parameters whole."""
+        ...
+
+    def open(self, module: nn.Module) -> None:
+        """Let ``module`` (the embedding; the norm, with the head) have its parameters whole."""
+        ...
+
+
+class Unsharded:
+    """The :class:`Sharding` of a model that has its parameters."""
+
+    def run(self, call: CallBlock, block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
+        return call(block, x_BSD, context)
+
+    def open(self, module: nn.Module) -> None:
+        pass
 
 
 class Transformer(nn.Module):
@@ -33,8 +84,8 @@ class Transformer(nn.Module):
 
     Attributes:
         compute_dtype: dtype of the activations; None: the embedding's own.
-        recompute: whether the backward pass recomputes each block instead of keeping what it needs.
-        run_block: how a block is called, ``run_block(block, *inputs)``; sharding wraps it.
+        call_block: how a block is called; recomputation replaces it.
+        sharding: brings parameters to where they are used.
         source: what else the checkpoint holds that the weights came from; None: there was none.
         vocabulary: how the embedding's and the head's matrices are used; sharding replaces it.
     """
@@ -45,8 +96,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.arch, self.kernels = arch, kernels
         self.compute_dtype: torch.dtype | None = None
-        self.recompute = False
-        self.run_block: Callable[..., Any] = _call
+        self.call_block: CallBlock = call
+        self.sharding: Sharding = Unsharded()
         self.source: HFSource | None = None
         self.vocabulary: Vocabulary = WholeVocabulary(kernels.backend)
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)
@@ -63,7 +114,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [B, S, V] in the compute dtype; arguments as in :meth:`backbone`."""
+        """Logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`."""
         hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
         return self.vocabulary.logits(hidden_BSD, self.head_weight)
 
@@ -74,20 +125,20 @@ class Transformer(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         is_pad_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
-        """Hidden states after the final norm, and routing statistics (None: no MoE layer).
+        """All stages: hidden states [B, S, D] after the final norm, and routing statistics.
 
-        Args:
-            tokens_BS: integer token ids.
-            positions_BS: position of each token in its document; a 0 starts a document, and no
-                token sees another document. None: one document a row.
-            cu_seqlens: the same documents as ends over the B * S tokens, int32, from 0; cuDNN's
-                packed attention needs them, the other backends do not.
-            is_pad_BS: bool, tokens that only fill up a row, behind its documents or each of them:
-                no expert sees them and no statistics count them. Attention takes them for the end
-                of the document before. They should have no targets. None: there are none.
+        Arguments as in :class:`Inputs`; None for statistics: there is no MoE layer.
         """
+        rows = self.prepare(Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS))
+        x_BSD, layer_stats = self.run(self.embed_tokens(tokens_BS), rows)
+        return self.head(x_BSD, rows), self.routing(layer_stats)
+
+    def prepare(self, inputs: Inputs) -> Rows:
+        """What every block will need to know of the rows; no parameters are touched."""
+        tokens_BS, positions_BS, cu_seqlens, is_pad_BS = inputs
         batch, seq_len = tokens_BS.shape
-        windows = [self.arch.window(i) for i in range(self.arch.num_layers)]
+        if positions_BS is None:
+            cu_seqlens = None
         masks = {
             window: attention_mask(
                 positions_BS,
@@ -96,34 +147,48 @@ class Transformer(nn.Module):
                 device=tokens_BS.device,
                 window=window,
                 backend=self.kernels.attention,
-                cu_seqlens=None if positions_BS is None else cu_seqlens,
+                cu_seqlens=cu_seqlens,
                 dtype=self.compute_dtype or self.embed.weight.dtype,
             )
-            for window in dict.fromkeys(windows)
+            for window in {self.arch.window(i): None for i in range(self.arch.num_layers)}
         }
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         rotation = self.rope(positions_BS)
+        contexts = {w: Context(rotation, mask, cu_seqlens, is_pad_BS) for w, mask in masks.items()}
+        return Rows(batch, seq_len, contexts)
+
+    def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """The residual stream [B, S, D] before the first block, in the compute dtype."""
+        self.sharding.open(self.embed)
         x_BSD = self.embed(tokens_BS, self.vocabulary)
-        x_BSD = x_BSD.to(self.compute_dtype or x_BSD.dtype)
+        return x_BSD.to(self.compute_dtype or x_BSD.dtype)
+
+    def run(
+        self, x_BSD: torch.Tensor, rows: Rows, start: int = 0, stop: int | None = None
+    ) -> tuple[torch.Tensor, list[RouterStats]]:
+        """Blocks ``start`` to ``stop`` (None: the last), and the statistics of their MoE layers."""
         layer_stats: list[RouterStats] = []
-        for block, window in zip(self.layers, windows, strict=True):
-            inputs = (x_BSD, rotation, masks[window], is_pad_BS)
-            if self.recompute:
-                # No block draws random numbers.
-                x_BSD, stats = checkpoint(
-                    self.run_block, block, *inputs, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x_BSD, stats = self.run_block(block, *inputs)
+        for i in range(start, self.arch.num_layers if stop is None else stop):
+            context = rows.contexts[self.arch.window(i)]
+            x_BSD, stats = self.sharding.run(self.call_block, self.layers[i], x_BSD, context)
             if stats is not None:
                 layer_stats.append(stats)
-        routing = _stack(layer_stats, self.arch.num_experts_per_token)
-        return self.norm(x_BSD).view(batch, seq_len, -1), routing
+        return x_BSD, layer_stats
+
+    def head(self, x_BSD: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Hidden states [B, S, D] as ``vocabulary`` takes them, with :attr:`head_weight`."""
+        self.sharding.open(self.norm)
+        return self.norm(x_BSD).view(rows.batch, rows.seq_len, -1)
+
+    def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
+        """The statistics of all MoE layers together; None: there are none."""
+        return _stack(layer_stats, self.arch.num_experts_per_token)
 
 
-def _call(block: nn.Module, *inputs: Any) -> Any:
-    return block(*inputs)
+def call(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
+    """The block itself."""
+    return block(x_BSD, context)
 
 
 def _stack(layers: Sequence[RouterStats], top_k: int) -> RoutingStats | None:
@@ -141,34 +206,6 @@ def _stack(layers: Sequence[RouterStats], top_k: int) -> RoutingStats | None:
         counts[0].sum() // top_k,
         torch.stack(dropped).sum() if dropped else None,
     )
-
-
-@torch.no_grad()
-def init_weights(model: nn.Module, std: float, seed: int) -> None:
-    """Random initial values in place; parameters must have storage (``to_empty``)."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, parameter.shape, std, seed, parameter.device))
-    for buffer in model.buffers():  # only router biases: see Router
-        buffer.zero_()
-
-
-def initial_value(
-    name: str, shape: Sequence[int], std: float, seed: int, device: torch.device
-) -> torch.Tensor:
-    """Parameter ``name`` at random (fp32): matrices ~ N(0, std^2), norms one, biases zero.
-
-    Every parameter has a generator of its own, seeded by ``seed`` and its name: no value depends on
-    the other parameters, their order, or how they are sharded.
-    """
-    value = torch.zeros(shape, device=device)
-    if name.endswith("norm.weight"):
-        return value.fill_(1.0)
-    if name.endswith(".bias"):
-        return value
-    generator = torch.Generator(device)
-    # One hash of both: the CPU's generator keeps 32 bits of a seed.
-    generator.manual_seed(zlib.crc32(f"{seed}.{name}".encode()))
-    return value.normal_(0.0, std, generator=generator)
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
