@@ -19,7 +19,7 @@ from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 
 from moetrain.config import ConfigError, ModelSection
-from moetrain.models import Architecture, build_model, hf, init_weights, resolve_architecture
+from moetrain.models import build_model, hf, init_weights, make_architecture, resolve_architecture
 from moetrain.train import main
 
 SIZES = {
@@ -42,7 +42,7 @@ MOE = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    arch = Architecture(
+    arch = make_architecture(
         family="qwen3_moe",
         vocab_size=264,
         hidden_size=16,

@@ -18,7 +18,7 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.models import build_model, save_hf
-from moetrain.models.hf_config import architecture_from_hf
+from moetrain.models.hf.config import architecture_from_hf
 from moetrain.train import main
 
 HF_CONFIG = {

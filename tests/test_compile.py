@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from moetrain.config import KernelsSection, MoeSection
+from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.models import (
     Architecture,
     Transformer,
@@ -13,11 +13,13 @@ from moetrain.models import (
     compile_blocks,
     init_weights,
     load_balancing_loss,
+    make_architecture,
+    set_recomputation,
     update_router_bias,
 )
 
 ROWS, SEQ_LEN = 2, 24
-MOE = Architecture(
+MOE = make_architecture(
     family="qwen3_moe",
     vocab_size=40,
     hidden_size=16,
@@ -91,7 +93,7 @@ def train_step(model: Transformer, step: int) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_blocks_compile_once(attention, recompute):
     model = fresh_model(MOE, attention, bias_update_rate=0.01)
-    model.recompute = recompute
+    set_recomputation(model, ActivationSection(policy="full" if recompute else "none"))
     counter = compile_counting(model)
     patterns = set()
     for step in range(50):

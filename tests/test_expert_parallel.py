@@ -1,7 +1,7 @@
 """Expert parallelism on gloo: every rank's tokens, gradients and experts equal the whole's."""
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,14 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from moetrain.config import MoeSection
 from moetrain.kernels import Backend, Routed
-from moetrain.models import Architecture, init_weights
-from moetrain.models.moe import MoE
+from moetrain.models import make_architecture
+from moetrain.models.layers import Context
+from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.expert import ExpertParallelDispatcher, Received
 
 # More choices of a token than ranks in a world of 2, fewer in one of 4.
 EXPERTS, TOP_K, WIDTH = 8, 3, 16
-ARCH = Architecture(
+ARCH = make_architecture(
     family="qwen3_moe",
     vocab_size=40,
     hidden_size=WIDTH,
@@ -35,6 +36,8 @@ ARCH = Architecture(
     num_experts_per_token=TOP_K,
     moe_intermediate_size=12,
 )
+NOTHING: Any = None
+CONTEXT = Context(NOTHING, NOTHING)  # the layer asks for pads alone
 # Tokens of each rank.
 EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 100), (0, 5, 0, 0), (0, 0, 0, 0)
 FEW = (0, 7, 1, 3)  # for Triton's interpreter, which is slow
@@ -83,8 +86,10 @@ def make_dispatcher(backend: Backend = "auto") -> ExpertParallelDispatcher:
 def make_pair(backend: Backend = "auto") -> Pair:
     layers = []
     for _ in range(2):
-        layer = MoE(ARCH, MoeSection(), "auto")
-        init_weights(layer, std=0.5, seed=0)
+        layer = MoE(RoutedExperts.of(ARCH), MoeSection(), "auto")
+        generator = torch.Generator().manual_seed(0)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
         layer.router = Rerouted(layer.router)
         layers.append(layer)
     mine = layers[1]
@@ -116,9 +121,9 @@ def check_step(pair: Pair, tokens: tuple[int, ...], routing: str, seed: int, rec
         layer.router.table_E.copy_(torch.tensor(ROUTINGS[routing]))
         x_BSD = x_TD[rows][None].clone().requires_grad_()
         if recompute:
-            y_BSD, stats = checkpoint(layer, x_BSD, use_reentrant=False)
+            y_BSD, stats = checkpoint(layer, x_BSD, CONTEXT, use_reentrant=False)
         else:
-            y_BSD, stats = layer(x_BSD)
+            y_BSD, stats = layer(x_BSD, CONTEXT)
         loss = (y_BSD * slope_TD[rows]).sum() + stats.z_sum
         loss.backward()
         runs.append((y_BSD.detach()[0], x_BSD.grad[0], layer.router.router.weight.grad))
@@ -179,9 +184,9 @@ def check_waits() -> None:
         x_BSD = torch.randn(1, 5, WIDTH, requires_grad=True)
         with CountExchanges() as counted:
             y_BSD, _ = (
-                checkpoint(layer, x_BSD, use_reentrant=False, early_stop=False)
+                checkpoint(layer, x_BSD, CONTEXT, use_reentrant=False, early_stop=False)
                 if recompute
-                else layer(x_BSD)
+                else layer(x_BSD, CONTEXT)
             )
             y_BSD.sum().backward()
         assert counted.calls == {"exchange_counts": waits, "exchange_rows": exchanges}

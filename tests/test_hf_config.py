@@ -7,8 +7,9 @@ import transformers
 from transformers import AutoConfig
 
 from moetrain.config import ConfigError
-from moetrain.models import PRESETS, Architecture, RopeScaling
-from moetrain.models.hf_config import HF_FAMILIES, architecture_from_hf, architecture_to_hf
+from moetrain.models import PRESETS, RopeScaling, make_architecture
+from moetrain.models.hf.config import architecture_from_hf, architecture_to_hf
+from moetrain.models.registry import FAMILIES
 
 SIZES = {
     "vocab_size": 40,
@@ -57,7 +58,7 @@ def config_of(case: str) -> transformers.PreTrainedConfig:
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_sliding_window": True}], ids=["none", "window"])
-@pytest.mark.parametrize("family", HF_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_omitted_keys_mean_the_defaults_of_transformers(family, keys):
     config = {"model_type": family, **keys}
     theirs = AutoConfig.for_model(**config).to_dict()
@@ -178,4 +179,4 @@ def test_what_a_format_cannot_express_is_an_error():
     arch = architecture_from_hf({"model_type": "llama", **SIZES})
     for change in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (4, 4, 4)}):
         with pytest.raises(ValueError, match=rf"llama.*cannot express .*{next(iter(change))}"):
-            architecture_to_hf(Architecture(**{**arch.model_dump(), **change}))
+            architecture_to_hf(make_architecture(**{**arch.model_dump(), **change}))

@@ -19,9 +19,9 @@ from moetrain.config import ConfigError
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models import build_model, hf, init_weights
-from moetrain.models.hf_config import architecture_from_hf
-from moetrain.models.hf_export import write_side_files
-from moetrain.models.hf_files import MANIFEST, TokenizerFiles
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.export import write_side_files
+from moetrain.models.hf.files import MANIFEST, TokenizerFiles
 from moetrain.trainer import Trainer
 
 transformers.logging.set_verbosity_error()

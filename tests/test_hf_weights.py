@@ -17,9 +17,10 @@ from test_hf_config import CASES, SIZES, config_of
 from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
-from moetrain.models import PRESETS, build_model, hf, hf_files, init_weights
-from moetrain.models.hf_config import HF_FAMILIES
-from moetrain.models.hf_files import MANIFEST
+from moetrain.models import PRESETS, build_model, hf, init_weights
+from moetrain.models.hf import files
+from moetrain.models.hf.files import MANIFEST
+from moetrain.models.registry import FAMILIES
 from moetrain.models.weight_map import DENSE, Piece, all_pieces
 
 transformers.logging.set_verbosity_error()
@@ -329,7 +330,7 @@ class FakeHub:
 def use_hub(monkeypatch):
     def use(cache: Path | None, hub: Path | None) -> FakeHub:
         fake = FakeHub(cache, hub)
-        monkeypatch.setattr(hf_files, "snapshot_download", fake)
+        monkeypatch.setattr(files, "snapshot_download", fake)
         return fake
 
     return use
@@ -384,7 +385,7 @@ def test_unknown_path_or_id(name, monkeypatch, tmp_path):
 
 # The weight map alone.
 def test_weight_map_example():
-    table = HF_FAMILIES["qwen3_moe"].weight_map
+    table = FAMILIES["qwen3_moe"].hf.weight_map
     pieces = all_pieces(table, {"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
     prefix = "model.layers.7.mlp.experts"
     ours = "layers.7.moe.experts.w_gate_up"

@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.config_sources import Place
-from moetrain.models import Architecture
+from moetrain.models import make_architecture
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 from moetrain.parallel.world import join_world
 
-MOE = Architecture(
+MOE = make_architecture(
     family="qwen3_moe",
     vocab_size=64,
     hidden_size=16,

@@ -9,21 +9,21 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetrain.config import ConfigError, KernelsSection, ModelSection
+from moetrain.config import ConfigError, KernelsSection, ModelSection, MoeSection
 from moetrain.kernels import linear_cross_entropy
 from moetrain.models import (
     PRESETS,
-    Architecture,
     Transformer,
     build_model,
     init_weights,
     load_balancing_loss,
     load_hf,
+    make_architecture,
     resolve_architecture,
     save_hf,
 )
-from moetrain.models.hf_config import architecture_from_hf
-from moetrain.models.layers import RotaryEmbedding
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.rope import RotaryEmbedding
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -129,7 +129,7 @@ ROPES = {
     "llama3, no original length": {**LLAMA3, "original_max_position_embeddings": None},
 }
 
-MOE = Architecture(
+MOE = make_architecture(
     family="qwen3_moe",
     vocab_size=48,
     hidden_size=32,
@@ -146,8 +146,9 @@ MOE = Architecture(
 VARIANTS = {
     "moe": MOE,
     "some dense layers": MOE.model_copy(update={"moe_layers": (True, False, True)}),
-    "dense, every bias, tied": MOE.model_copy(
-        update={
+    "dense, every bias, tied": make_architecture(
+        **{
+            **MOE.model_dump(),
             "family": "llama",
             "num_experts": 0,
             "num_experts_per_token": 0,
@@ -229,12 +230,20 @@ def test_rope_frequencies_match_transformers(rope):
     parameters = {k: v for k, v in ROPES[rope].items() if v is not None}
     config = AutoConfig.for_model("llama", **SIZES, head_dim=64, rope_parameters=parameters)
     theirs = transformers.LlamaModel(config).rotary_emb
-    ours = RotaryEmbedding(architecture_from_hf(config.to_dict()))
+    ours = RotaryEmbedding(architecture_from_hf(config.to_dict()), 64)
     torch.testing.assert_close(ours.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert ours.scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
 # Formulas.
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parts_know_the_parameters_of_their_modules(name):
+    for part in VARIANTS[name].parts():
+        module = part.build(KernelsSection(), MoeSection())
+        want = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        assert {name: weight.shape for name, weight in part.weights.items()} == want
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameter_formulas_count_the_built_model(name):
     arch = VARIANTS[name]
@@ -426,4 +435,4 @@ def test_architecture_of_a_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path"):
         resolve_architecture(ModelSection(path=str(tmp_path / "absent")))
     with pytest.raises(ConfigError, match="gpt2"):
-        build_model(MOE.model_copy(update={"family": "gpt2"}))
+        make_architecture(**{**MOE.model_dump(), "family": "gpt2"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moetrain.config import KernelsSection, MoeSection
+from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.generate import generate
 from moetrain.kernels import router_logits
 from moetrain.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
@@ -18,12 +18,15 @@ from moetrain.models import (
     build_model,
     init_weights,
     load_balancing_loss,
+    make_architecture,
     router_z_loss,
+    set_recomputation,
     update_router_bias,
 )
-from moetrain.models.moe import MoE, Router
+from moetrain.models.layers import Context
+from moetrain.models.moe import MoE, RoutedExperts, Router
 
-ARCH = Architecture(
+ARCH = make_architecture(
     family="qwen3_moe",
     vocab_size=40,
     hidden_size=16,
@@ -40,13 +43,21 @@ ARCH = Architecture(
 
 
 def arch_with(**changes) -> Architecture:
-    return Architecture.model_validate({**ARCH.model_dump(), **changes})
+    return make_architecture(**{**ARCH.model_dump(), **changes})
 
 
 def random_layer(arch: Architecture = ARCH, **settings) -> MoE:
-    layer = MoE(arch, MoeSection(**settings), "auto")
-    init_weights(layer, std=0.5, seed=0)
+    layer = MoE(RoutedExperts.of(arch), MoeSection(**settings), "auto")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
     return layer
+
+
+def context(is_pad_BS: torch.Tensor | None = None) -> Context:
+    """What the layer alone looks at."""
+    nothing: Any = None
+    return Context(nothing, nothing, is_pad_BS=is_pad_BS)
 
 
 def dumb_moe(layer: MoE, x_TD: torch.Tensor, arch: Architecture) -> torch.Tensor:
@@ -78,7 +89,7 @@ def test_layer_and_gradients_match_a_dumb_loop(num_tokens, routing, normalize):
             layer.router.weight[3, 0], layer.router.weight[1, 0] = 60.0, 50.0
     x_BSD.requires_grad_()
     inputs = [x_BSD, *layer.parameters()]
-    y_BSD, stats = layer(x_BSD)
+    y_BSD, stats = layer(x_BSD, context())
     want_TD = dumb_moe(layer, x_BSD[0], arch)
     if routing == "one-hot":
         assert stats.counts_E.tolist() == [0, num_tokens, 0, num_tokens, 0]
@@ -93,7 +104,7 @@ def test_layer_and_gradients_match_a_dumb_loop(num_tokens, routing, normalize):
 def test_statistics():
     layer = random_layer()
     x_BSD = torch.randn(2, 9, 16)
-    _, stats = layer(x_BSD)
+    _, stats = layer(x_BSD, context())
     logits_TE = x_BSD.flatten(0, 1) @ layer.router.weight.T
     probs_TE = logits_TE.softmax(-1)
     chosen = probs_TE.topk(2).indices.flatten()
@@ -219,7 +230,7 @@ def test_a_pad_has_no_expert():
         routed = layer.router(x_BSD.flatten(0, 1), is_pad_BS.flatten())
         assert (routed.ids_TK < 0).all(1).tolist() == [False, True, False, True]
         assert routed.counts_E.sum() == 4
-        y_BSD, _ = layer(x_BSD, is_pad_BS)
+        y_BSD, _ = layer(x_BSD, context(is_pad_BS))
         assert (y_BSD[is_pad_BS] == 0).all()
         (d_x_BSD,) = torch.autograd.grad(y_BSD.pow(2).sum(), x_BSD)
         assert (d_x_BSD[is_pad_BS] == 0).all()
@@ -406,7 +417,7 @@ def test_recompute_gives_the_same_gradients_and_counts():
     for recompute in (False, True):
         model = build_model(ARCH)
         init_weights(model, std=0.1, seed=0)
-        model.recompute = recompute
+        set_recomputation(model, ActivationSection(policy="full" if recompute else "none"))
         calls = 0
 
         def count(*_):

@@ -15,7 +15,7 @@ from moetrain.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
     linear_cross_entropy_sum_reference,
 )
-from moetrain.models import Architecture, build_model, init_weights
+from moetrain.models import build_model, init_weights, make_architecture
 from moetrain.parallel.vocabulary import ShardedVocabulary
 from moetrain.parallel.world import plan_world
 
@@ -176,7 +176,7 @@ def run_on_a_rank(words):
 
 
 def test_biases_of_matrices_that_are_cut_or_added_up(tiny_words, tmp_path):
-    arch = Architecture(
+    arch = make_architecture(
         family="llama",
         vocab_size=264,
         hidden_size=16,

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
-from moetrain.models.hf_files import TokenizerFiles, is_tokenizer_file, read_json, small_files
+from moetrain.models.hf.files import TokenizerFiles, is_tokenizer_file, read_json, small_files
 
 _CONFIG = "tokenizer_config.json"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -12,10 +12,10 @@ from moetrain.models.moe import (
     router_z_loss,
     update_router_bias,
 )
-from moetrain.models.presets import PRESETS, resolve_architecture
+from moetrain.models.presets import resolve_architecture
 from moetrain.models.recompute import set_recomputation
-from moetrain.models.registry import build_model, find_family
-from moetrain.models.transformer import Inputs, Transformer, compile_blocks
+from moetrain.models.registry import PRESETS, find_family, make_architecture, register
+from moetrain.models.transformer import Inputs, Transformer, build_model, compile_blocks
 
 __all__ = [
     "PRESETS",
@@ -34,6 +34,8 @@ __all__ = [
     "load_balancing_loss",
     "load_hf",
     "load_weights",
+    "make_architecture",
+    "register",
     "resolve_architecture",
     "router_z_loss",
     "save_hf",

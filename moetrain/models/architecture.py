@@ -1,15 +1,18 @@
 """The shape of a model: every number that decides its parameters and its arithmetic.
 
-One frozen :class:`Architecture` describes models of every family; a family's file says how a
-Hugging Face ``config.json`` maps to it, what its presets are and how its blocks are built.
-The parameter and FLOP formulas live here and are tested against built models.
+One flat, frozen :class:`Architecture` describes a model; a family's class of it says of which parts
+each layer is made (:mod:`moetrain.models.parts`), and may have fields of its own. What a model has
+and costs in all is added up here, from what its parts say, and is tested against built models.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from moetrain.models.parts import AttentionPart, Part
 
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a
 # damaged config.json is to be refused, not to be computed with.
@@ -55,9 +58,17 @@ class RopeScaling(BaseModel):
 
 
 class Architecture(BaseModel):
-    """Sizes and switches of one decoder-only transformer."""
+    """Sizes and switches of one decoder-only transformer.
+
+    Abstract: each family has its own class (``Family.architecture``), which
+    :func:`moetrain.models.make_architecture` finds. Fields that no part of a family reads keep
+    their defaults.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kinds: ClassVar[tuple[type[Part], ...]] = ()
+    """Of which parts layers of the family may be made."""
 
     family: str
     """Hugging Face ``model_type``; :mod:`moetrain.models.registry` knows them."""
@@ -91,42 +102,40 @@ class Architecture(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
-        if self.num_experts_per_token > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_token {self.num_experts_per_token} is more than "
-                f"num_experts {self.num_experts}"
-            )
-        for name in ("num_experts_per_token", "moe_intermediate_size") if self.num_experts else ():
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")
         for name in ("sliding_windows", "moe_layers"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
                 raise ValueError(
                     f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
                 )
-        if self.num_params() > MAX_PARAMS:
+        if self.num_params() > MAX_PARAMS:  # which also asks each part whether it can be
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
 
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether block ``layer`` routes tokens to experts."""
-        return self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
+    @abstractmethod
+    def attention(self, layer: int) -> AttentionPart:
+        """The first part of block ``layer``, counted from 0."""
+
+    @abstractmethod
+    def feed_forward(self, layer: int) -> Part:
+        """The second part of block ``layer``."""
+
+    def layers(self) -> list[tuple[AttentionPart, Part]]:
+        """Both parts of every block."""
+        return [(self.attention(i), self.feed_forward(i)) for i in range(self.num_layers)]
+
+    def parts(self) -> list[Part]:
+        """Each distinct part, in the order of layers."""
+        return list(dict.fromkeys(part for layer in self.layers() for part in layer))
 
     def window(self, layer: int) -> int | None:
         """Sliding attention window of block ``layer`` in tokens, None: unlimited."""
-        return self.sliding_windows[layer] if self.sliding_windows else None
+        return self.attention(layer).window
 
     @property
     def moe_layer_indices(self) -> list[int]:
-        """Numbers of the blocks with experts, from 0."""
-        return [i for i in range(self.num_layers) if self.is_moe_layer(i)]
+        """Numbers of the blocks that route tokens to experts, from 0."""
+        return [i for i in range(self.num_layers) if self.feed_forward(i).style == "routed"]
 
     @property
     def num_moe_layers(self) -> int:
@@ -135,11 +144,12 @@ class Architecture(BaseModel):
 
     def num_params(self) -> int:
         """Parameters of the built model (tied embeddings counted once)."""
-        return self._count(self.num_experts)
+        return self._frame() + sum(part.num_params() for layer in self.layers() for part in layer)
 
     def num_active_params(self) -> int:
         """Parameters one token uses: as :meth:`num_params` with only its chosen experts."""
-        return self._count(self.num_experts_per_token)
+        parts = (part for layer in self.layers() for part in layer)
+        return self._frame() + sum(part.num_active_params() for part in parts)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs of one token in a causal row of ``seq_len`` tokens.
@@ -148,31 +158,11 @@ class Architecture(BaseModel):
         recomputation, norms, embedding lookups or biases. Causal attention counts the average
         number of keys a query sees, ``seq_len / 2`` (less with a window).
         """
-        d, moe = self.hidden_size, self.num_moe_layers
-        matrices = self.num_layers * self._attention_matrix()
-        matrices += (self.num_layers - moe) * 3 * d * self.intermediate_size
-        matrices += moe * (
-            self.num_experts_per_token * 3 * d * self.moe_intermediate_size + d * self.num_experts
-        )
-        matrices += self.vocab_size * d
-        keys = 0.0
-        for i in range(self.num_layers):
-            window = min(self.window(i) or seq_len, seq_len)
-            keys += window * (1 - window / (2 * seq_len))
-        attention = 2 * self.num_heads * self.head_dim * keys  # scores, then the weighted values
-        return 6.0 * (matrices + attention)
+        parts = (part for layer in self.layers() for part in layer)
+        products = sum(part.products_per_token(seq_len) for part in parts)
+        return 6.0 * (products + self.vocab_size * self.hidden_size)
 
-    def _attention_matrix(self) -> int:
-        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-
-    def _count(self, experts: int) -> int:
-        d, heads, kv = self.hidden_size, self.num_heads, self.num_kv_heads
-        block = self._attention_matrix() + 2 * d
-        block += self.qkv_bias * self.head_dim * (heads + 2 * kv) + self.out_bias * d
-        block += self.qk_norm * 2 * self.head_dim
-        f = self.intermediate_size
-        dense = 3 * d * f + self.mlp_bias * (2 * f + d)
-        routed = experts * 3 * d * self.moe_intermediate_size + d * self.num_experts
-        moe = self.num_moe_layers
-        total = self.num_layers * block + (self.num_layers - moe) * dense + moe * routed + d
-        return total + self.vocab_size * d * (1 if self.tie_embeddings else 2)
+    def _frame(self) -> int:
+        """Parameters outside the parts: of the vocabulary and of norms."""
+        matrices = 1 if self.tie_embeddings else 2
+        return self.hidden_size * (matrices * self.vocab_size + 2 * self.num_layers + 1)

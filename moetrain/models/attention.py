@@ -3,15 +3,98 @@
 Legend: B batch, S sequence, D model width, H query heads, G key/value heads, d head width.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels import attention
-from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context, Linear, RMSNorm
+from moetrain.models.parts import FP32, AttentionPart, Divided, Share, Weight
 from moetrain.models.rope import rotate
+from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryAttention(AttentionPart):
+    """Causal attention whose query heads share keys and values (arXiv 2305.13245)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normalised, head by head, before they are rotated."""
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "Attention":
+        return Attention(self)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of all queries together, and of all keys."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        dim, (q_dim, kv_dim) = self.hidden_size, self.widths
+        outs = {"wq": q_dim, "wk": kv_dim, "wv": kv_dim}
+        found = {f"{name}.weight": Weight((out, dim), COLWISE) for name, out in outs.items()}
+        found["wo.weight"] = Weight((dim, q_dim), ROWWISE)
+        if self.qkv_bias:
+            found |= {f"{name}.bias": Weight((out,), BIAS) for name, out in outs.items()}
+        if self.out_bias:
+            found["wo.bias"] = Weight((dim,), SHARED_BIAS)
+        if self.qk_norm:
+            norm = Weight((self.head_dim,), NORM)
+            found |= {"q_norm.weight": norm, "k_norm.weight": norm}
+        return found
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return tuple(Divided("tp", name, count) for name, count in heads.items())
+
+    def products_per_token(self, seq_len: int) -> float:
+        window = min(self.window or seq_len, seq_len)
+        keys = window * (1 - window / (2 * seq_len))
+        scores_and_values = 2 * self.widths[0] * keys
+        return super().products_per_token(seq_len) + scores_and_values
+
+    def activations(self, share: Share) -> float:
+        """Queries, keys, values, result and its log-sum-exp, of all tokens and this rank's heads.
+
+        With q/k norms, what comes out of the products is kept beside what goes into attention.
+        """
+        w, numbers = share.width, sum(self.widths)
+        values = 2 * w * numbers  # the result and the values; queries and keys, as taken
+        if self.qk_norm:
+            values += (w if share.is_compiled else FP32 + w) * numbers
+        return share.tokens * (values + FP32 * self.num_heads) / share.tp
+
+    def saved(self, share: Share) -> Mapping[SavedName, float]:
+        w, (q_dim, kv_dim) = share.width, self.widths
+        products = share.tokens * w * (q_dim + 2 * kv_dim) / share.tp
+        return {
+            "attention": share.tokens * (w * q_dim + FP32 * self.num_heads) / share.tp,
+            "linear": products + share.part_tokens * w * self.hidden_size,
+        }
 
 
 class AttentionCore(Protocol):
@@ -36,26 +119,24 @@ def masked_attention(
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions, optional biases and q/k norms.
+    """The module of :class:`GroupedQueryAttention`, with rotary positions.
 
     ``core`` is a plain attribute, to be replaced.
     """
 
-    def __init__(self, arch: Architecture, core: AttentionCore = masked_attention) -> None:
+    def __init__(
+        self, sizes: GroupedQueryAttention, core: AttentionCore = masked_attention
+    ) -> None:
         super().__init__()
         self.core = core
-        self.head_dim = arch.head_dim
-        dim, q_dim, kv_dim = (
-            arch.hidden_size,
-            arch.num_heads * arch.head_dim,
-            arch.num_kv_heads * arch.head_dim,
-        )
-        self.wq = Linear(dim, q_dim, bias=arch.qkv_bias)
-        self.wk = Linear(dim, kv_dim, bias=arch.qkv_bias)
-        self.wv = Linear(dim, kv_dim, bias=arch.qkv_bias)
-        self.wo = Linear(q_dim, dim, bias=arch.out_bias)
-        self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
-        self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        self.head_dim = sizes.head_dim
+        dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
+        self.wq = Linear(dim, q_dim, bias=sizes.qkv_bias)
+        self.wk = Linear(dim, kv_dim, bias=sizes.qkv_bias)
+        self.wv = Linear(dim, kv_dim, bias=sizes.qkv_bias)
+        self.wo = Linear(q_dim, dim, bias=sizes.out_bias)
+        self.q_norm = RMSNorm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.k_norm = RMSNorm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mixes tokens: [B, S, D] in ``x_BSD``'s dtype."""

@@ -1,23 +1,25 @@
 """What a model family says about itself, in its one file: a :class:`Family`.
 
-That is how its blocks are built, its presets, and how each Hugging Face ``model_type`` of it is
-written down (:class:`HFFamily`), with the tables that ``config.json`` files of all families share.
+That is of which parts its layers are made (its class of :class:`Architecture`), its presets, its
+plan, and how Hugging Face writes it down (:class:`HFFamily`). Here is also what many families
+share: the dense decoder, the plan that follows from parts, tables of ``config.json`` keys.
 
 Left out on purpose: which families there are (:mod:`moetrain.models.registry`) and the conversion
-that walks these tables (:mod:`moetrain.models.hf_config`).
+that walks these tables (:mod:`moetrain.models.hf.config`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import nn
-
-from moetrain.config import ConfigError, KernelsSection, MoeSection
+from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
-from moetrain.models.rules import Plan
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.layers import SwiGLU
+from moetrain.models.parts import Part
+from moetrain.models.rules import COLWISE, EMBEDDING, NORM, PartStyle, Plan, Rule
 from moetrain.models.weight_map import Operation
 
 HFConfig = Mapping[str, Any]
@@ -38,6 +40,11 @@ COMMON_FIELDS = {
 """Architecture fields and the keys that hold them in every family's files."""
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 """For ``HFFamily.fields``: one key for both biases."""
+EXPERTS = {
+    "num_experts_per_token": "num_experts_per_tok",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}
+"""For ``HFFamily.fields``: what all families with experts call the same."""
 COMMON_DEFAULTS: HFConfig = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -50,11 +57,16 @@ COMMON_DEFAULTS: HFConfig = {
     "rope_theta": 10000.0,
 }
 """For ``HFFamily.defaults``, to be completed and overridden."""
+COMMON_DERIVED: Mapping[str, Callable[[HFConfig], Any]] = {
+    "num_key_value_heads": lambda config: config["num_attention_heads"],
+    "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
+}
+"""For ``HFFamily.derived``."""
 
 
 @dataclass(frozen=True)
 class HFFamily:
-    """How one ``model_type`` is written down."""
+    """How Hugging Face writes a family's models down."""
 
     hf_class: str
     """``transformers`` class of the model, for ``architectures``."""
@@ -67,6 +79,12 @@ class HFFamily:
     """Architecture fields that are the same in the whole family."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys that files use."""
+    derived: Mapping[str, Callable[[HFConfig], Any]] = field(default_factory=lambda: COMMON_DERIVED)
+    """Sizes (keys of ``defaults``) that may be null, and what they then are."""
+    nullable: Mapping[str, type] = field(default_factory=dict)
+    """Other keys of ``defaults`` that may be null, and what they hold otherwise."""
+    activation: str = "silu"
+    """What ``hidden_act`` has to be."""
     read_layers: Callable[[HFConfig], dict[str, Any]] = lambda config: {}
     """``sliding_windows`` and ``moe_layers`` from the keys, ``defaults`` filled in."""
     write_layers: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
@@ -78,17 +96,53 @@ class HFFamily:
         return {**COMMON_FIELDS, **self.fields}
 
 
-class Family(NamedTuple):
+class DenseArchitecture(Architecture):
+    """Grouped-query attention, then SwiGLU, in every layer."""
+
+    kinds = (GroupedQueryAttention, SwiGLU)
+
+    def attention(self, layer: int) -> GroupedQueryAttention:
+        window = self.sliding_windows[layer] if self.sliding_windows else None
+        return GroupedQueryAttention.of(self, window=window)
+
+    def feed_forward(self, layer: int) -> Part:
+        return SwiGLU.of(self)
+
+
+def decoder_plan(arch: Architecture) -> Plan:
+    """What the parts say of themselves, and what holds of every decoder beside them.
+
+    Raises:
+        ValueError: parts of one name disagree about a parameter.
+    """
+    rules: dict[str, Rule] = {"embed.weight": EMBEDDING, "norm.weight": NORM}
+    rules |= {"layers.*.attn_norm.weight": NORM, "layers.*.mlp_norm.weight": NORM}
+    styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather", "layers.*norm": "own"}
+    if not arch.tie_embeddings:
+        rules["lm_head.weight"], styles["lm_head"] = COLWISE, "vocabulary"
+    for part in arch.parts():
+        name = f"layers.*.{part.name}"
+        own = {f"{name}.{leaf}": weight.rule for leaf, weight in part.weights.items()}
+        if any(rules.get(key, rule) != rule for key, rule in own.items()):
+            raise ValueError(f"plan: parts called {part.name} disagree about their rules")
+        rules |= own
+        styles[name] = part.style
+    return Plan(rules, styles)
+
+
+@dataclass(frozen=True)
+class Family:
     """What a family's file says about its models."""
 
-    hf: Mapping[str, HFFamily]
-    """By ``model_type``, which is also the ``Architecture.family`` of what it builds."""
-    presets: Mapping[str, Architecture]
+    name: str
+    """Hugging Face ``model_type``, and the ``Architecture.family`` of its models."""
+    architecture: type[Architecture]
+    """Says of which parts the layers are made."""
+    hf: HFFamily
+    presets: Mapping[str, Architecture] = field(default_factory=dict)
     """Named architectures."""
-    plan: Callable[[Architecture], Plan]
+    plan: Callable[[Architecture], Plan] = decoder_plan
     """Rules of its parameters and styles of its parts."""
-    make_block: Callable[[Architecture, int, KernelsSection, MoeSection], nn.Module]
-    """Block number ``i``: ``block(x_BSD, context) -> (x_BSD, RouterStats | None)``."""
 
 
 def config_error(problem: str) -> ConfigError:

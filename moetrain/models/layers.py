@@ -9,15 +9,19 @@ Left out on purpose: dropout, and initial values (:mod:`moetrain.models.init` ha
 Legend: B batch, S sequence, D model width, V vocabulary, F MLP width.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels import AttentionMask
-from moetrain.models.architecture import Architecture
+from moetrain.models.parts import Divided, Part, Share, Weight
 from moetrain.models.rope import Rotation
+from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
 from moetrain.models.vocabulary import Vocabulary
 
 
@@ -73,12 +77,51 @@ class Context(NamedTuple):
     """bool, tokens that only fill up a row; None: there are none."""
 
 
-class DenseMLP(nn.Module):
-    """SwiGLU feed-forward: ``w_down(silu(w_gate x) * w_up x)`` (arXiv 2002.05202)."""
+@dataclass(frozen=True, kw_only=True)
+class SwiGLU(Part):
+    """A gated feed-forward layer (arXiv 2002.05202)."""
 
-    def __init__(self, arch: Architecture) -> None:
+    intermediate_size: int
+    mlp_bias: bool = False
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "DenseMLP":
+        return DenseMLP(self)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        dim, width = self.hidden_size, self.intermediate_size
+        wide = ("w_gate", "w_up")
+        found = {f"{name}.weight": Weight((width, dim), COLWISE) for name in wide}
+        found["w_down.weight"] = Weight((dim, width), ROWWISE)
+        if self.mlp_bias:
+            found |= {f"{name}.bias": Weight((width,), BIAS) for name in wide}
+            found["w_down.bias"] = Weight((dim,), SHARED_BIAS)
+        return found
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        return (Divided("tp", "intermediate_size", self.intermediate_size),)
+
+    def activations(self, share: Share) -> float:
+        return (3 if share.is_compiled else 4) * self._wide(share)
+
+    def saved(self, share: Share) -> Mapping[SavedName, float]:
+        return {"linear": 2 * self._wide(share)}
+
+    def working_set(self, share: Share) -> float:
+        return 3 * self._wide(share)
+
+    def _wide(self, share: Share) -> float:
+        """One tensor of the layer's own width."""
+        return share.tokens * self.intermediate_size * share.width / share.tp
+
+
+class DenseMLP(nn.Module):
+    """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
+
+    def __init__(self, sizes: SwiGLU) -> None:
         super().__init__()
-        dim, width, bias = arch.hidden_size, arch.intermediate_size, arch.mlp_bias
+        dim, width, bias = sizes.hidden_size, sizes.intermediate_size, sizes.mlp_bias
         self.w_gate = Linear(dim, width, bias=bias)
         self.w_up = Linear(dim, width, bias=bias)
         self.w_down = Linear(width, dim, bias=bias)

@@ -11,13 +11,14 @@ K experts a token, R routed rows, L MoE layers.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from moetrain.config import MoeSection
+from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels import (
     Backend,
     ExpertIndices,
@@ -29,8 +30,90 @@ from moetrain.kernels import (
     router_topk,
     unpermute,
 )
-from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context
+from moetrain.models.parts import FP32, Divided, Part, Share, Weight
+from moetrain.models.rules import EXPERT, ROUTER, PartStyle
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedExperts(Part):
+    """SwiGLU experts, of which a router chooses some for each token."""
+
+    name: ClassVar[str] = "moe"
+    style: ClassVar[PartStyle] = "routed"
+    # Grouped matrix products read rows in pieces of 16 bytes: 8 numbers of bfloat16.
+    aligned: ClassVar[Mapping[str, int]] = {"hidden_size": 8, "moe_intermediate_size": 8}
+
+    num_experts: int
+    num_experts_per_token: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    """Whether the chosen experts' weights are renormalised to sum to one."""
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token {self.num_experts_per_token} is more than "
+                f"num_experts {self.num_experts}"
+            )
+        for name in ("num_experts_per_token", "moe_intermediate_size"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")
+
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "MoE":
+        return MoE(self, moe, kernels.backend)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        e, dim, width = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        return {
+            "router.weight": Weight((e, dim), ROUTER),
+            "experts.w_gate_up": Weight((e, 2 * width, dim), EXPERT),
+            "experts.w_down": Weight((e, dim, width), EXPERT),
+        }
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        return (Divided("ep", "num_experts", self.num_experts),)
+
+    @property
+    def least_tensors(self) -> int:
+        return self.num_experts
+
+    def num_active_params(self) -> int:
+        expert = 3 * self.hidden_size * self.moe_intermediate_size
+        return self.num_params() - (self.num_experts - self.num_experts_per_token) * expert
+
+    def products_per_token(self, seq_len: int) -> float:
+        return self.num_active_params()
+
+    def activations(self, share: Share) -> float:
+        """Rows, pre-activations and the routing."""
+        row = share.width * (self.hidden_size + 2 * self.moe_intermediate_size)
+        return share.part_tokens * (self.num_experts_per_token * row + self._routing())
+
+    def saved(self, share: Share) -> Mapping[SavedName, float]:
+        pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
+        return {
+            "experts": share.part_tokens * (pre + self._routing()),
+            "dispatch": self._received(share),
+        }
+
+    def working_set(self, share: Share) -> float:
+        row = share.width * (2 * self.hidden_size + 3 * self.moe_intermediate_size)
+        rows = share.part_tokens * self.num_experts_per_token * row
+        return rows + 2 * self._received(share)
+
+    def _routing(self) -> int:
+        """A token's logits, and its ids, weights and indices."""
+        return FP32 * (self.num_experts + 5 * self.num_experts_per_token)
+
+    def _received(self, share: Share) -> float:
+        """Tokens that reach this rank, each once, if every expert is as likely as the next."""
+        if share.ep == 1:
+            return 0.0
+        reached = 1 - (1 - 1 / share.ep) ** self.num_experts_per_token
+        return share.part_tokens * share.ep * reached * self.hidden_size * share.width
 
 
 class RouterStats(NamedTuple):
@@ -122,16 +205,16 @@ class Router(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, arch: Architecture, moe: MoeSection, backend: Backend) -> None:
+    def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
         super().__init__()
-        self.top_k, self.normalize = arch.num_experts_per_token, arch.norm_topk_prob
+        self.top_k, self.normalize = sizes.num_experts_per_token, sizes.norm_topk_prob
         self.backend: Backend = backend
         self.balanced_stride = (
-            _balanced_stride(arch.num_experts, self.top_k) if moe.force_balanced else None
+            _balanced_stride(sizes.num_experts, self.top_k) if moe.force_balanced else None
         )
-        self.weight = nn.Parameter(torch.empty(arch.num_experts, arch.hidden_size))
+        self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size))
         self.register_buffer(
-            "bias", torch.zeros(arch.num_experts) if moe.bias_update_rate > 0 else None
+            "bias", torch.zeros(sizes.num_experts) if moe.bias_update_rate > 0 else None
         )
 
     def forward(self, x_TD: torch.Tensor, is_pad_T: torch.Tensor | None = None) -> Routed:
@@ -193,12 +276,12 @@ def _balanced_stride(num_experts: int, top_k: int) -> int:
 class Experts(nn.Module):
     """All experts' SwiGLU weights, stacked; gate's F rows lie before up's."""
 
-    def __init__(self, arch: Architecture, backend: Backend) -> None:
+    def __init__(self, sizes: RoutedExperts, backend: Backend) -> None:
         super().__init__()
         num_experts, dim, width = (
-            arch.num_experts,
-            arch.hidden_size,
-            arch.moe_intermediate_size,
+            sizes.num_experts,
+            sizes.hidden_size,
+            sizes.moe_intermediate_size,
         )
         self.backend: Backend = backend
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
@@ -224,11 +307,11 @@ class MoE(nn.Module):
     ``dispatcher`` is a plain attribute: expert parallelism replaces it.
     """
 
-    def __init__(self, arch: Architecture, moe: MoeSection, backend: Backend) -> None:
+    def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
         super().__init__()
-        self.router = Router(arch, moe, backend)
-        self.experts = Experts(arch, backend)
-        self.dispatcher: Dispatcher = LocalDispatcher(arch.num_experts, backend)
+        self.router = Router(sizes, moe, backend)
+        self.experts = Experts(sizes, backend)
+        self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts, backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""

@@ -1,20 +1,16 @@
 """The architecture of a run: a preset with overrides, or what a checkpoint's config.json says."""
 
+from collections.abc import Iterable
+from dataclasses import fields
+
 from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf import check_checkpoint, read_checkpoint_config, resolve
-from moetrain.models.hf_config import architecture_from_hf
-from moetrain.models.registry import FAMILIES
-
-PRESETS: dict[str, Architecture] = {
-    name: arch for family in FAMILIES for name, arch in family.presets.items()
-}
-
-_EXPERT_FIELDS = ("num_experts", "num_experts_per_token", "moe_intermediate_size")
-# Grouped matrix products read rows in pieces of 16 bytes: 8 numbers of bfloat16.
-_EXPERT_WIDTH_MULTIPLE = 8
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.parts import Part
+from moetrain.models.registry import FAMILIES, PRESETS
 
 
 def resolve_architecture(section: ModelSection) -> Architecture:
@@ -36,12 +32,14 @@ def resolve_architecture(section: ModelSection) -> Architecture:
         known = ", ".join(sorted(PRESETS))
         raise ConfigError("model.preset", f"{section.preset!r} is not one of {known}")
     overrides = section.overrides()
-    for field in _EXPERT_FIELDS:
-        if field in overrides and not preset.num_experts:
-            problem = f"{overrides[field]}, but preset {section.preset!r} has no experts; unset it"
-            raise ConfigError(f"model.{field}", problem)
+    kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
+    foreign = _fields_of(kinds) - _fields_of(preset.kinds)
+    for field in overrides:
+        if field in foreign:
+            problem = f"{overrides[field]}, but preset {section.preset!r} has no use for it"
+            raise ConfigError(f"model.{field}", f"{problem}; unset it")
     try:
-        arch = Architecture.model_validate({**preset.model_dump(), **overrides})
+        arch = type(preset).model_validate({**preset.model_dump(), **overrides})
     except ValidationError as error:
         first = error.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
@@ -51,8 +49,13 @@ def resolve_architecture(section: ModelSection) -> Architecture:
             ) from None
         guilty = next((name for name in overrides if name in problem.split()), "preset")
         raise ConfigError(f"model.{guilty}", problem) from None
-    for field in ("hidden_size", "moe_intermediate_size") if arch.num_experts else ():
-        if getattr(arch, field) % _EXPERT_WIDTH_MULTIPLE:
-            problem = f"{getattr(arch, field)} is not a multiple of {_EXPERT_WIDTH_MULTIPLE}"
-            raise ConfigError(f"model.{field}", f"{problem}, which expert weights need")
+    for part in arch.parts():
+        for field, multiple in part.aligned.items():
+            if getattr(part, field) % multiple:
+                problem = f"{getattr(part, field)} is not a multiple of {multiple}"
+                raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
     return arch
+
+
+def _fields_of(kinds: Iterable[type[Part]]) -> set[str]:
+    return {field.name for kind in kinds for field in fields(kind)}

@@ -1,40 +1,54 @@
-"""Which families there are, and how a model of one is built.
+"""Which families there are: every file of ``moetrain/models/families``, and what was registered.
 
-A new family is one new file that exports a :class:`Family`, and its name in :data:`FAMILIES`: the
-only list of families.
+A new family is one new file there that has a :class:`Family` called ``FAMILY``. A family outside of
+the package says :func:`register` before its name is used.
 """
 
-from moetrain.config import ConfigError, KernelsSection, MoeSection
-from moetrain.models import qwen3, qwen3_moe
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+from moetrain.config import ConfigError
+from moetrain.models import families
 from moetrain.models.architecture import Architecture
 from moetrain.models.family import Family
-from moetrain.models.transformer import Transformer
 
-FAMILIES: tuple[Family, ...] = (qwen3.FAMILY, qwen3_moe.FAMILY)
+FAMILIES: dict[str, Family] = {}
+"""By ``model_type``."""
+PRESETS: dict[str, Architecture] = {}
+"""Every family's named architectures."""
 
-_KERNELS, _MOE = KernelsSection(), MoeSection()
 
-
-def build_model(
-    arch: Architecture, *, kernels: KernelsSection = _KERNELS, moe: MoeSection = _MOE
-) -> Transformer:
-    """A model of ``arch`` on the current default device, in the default dtype.
-
-    Its parameters are not initialised: call :func:`init_weights` or load a checkpoint. Built on
-    ``torch.device("meta")`` it takes no memory; ``to_empty`` then gives it storage.
+def register(family: Family) -> None:
+    """From here on models of ``family`` are built, trained, read and written.
 
     Raises:
-        ConfigError: no family builds ``arch.family``.
+        ValueError: there is another of its name, or a preset is.
     """
-    make_block = find_family(arch).make_block
-    blocks = [make_block(arch, i, kernels, moe) for i in range(arch.num_layers)]
-    return Transformer(arch, blocks, kernels)
+    taken = {family.name} & FAMILIES.keys() | family.presets.keys() & PRESETS.keys()
+    if taken:
+        raise ValueError(f"family {family.name!r}: {', '.join(sorted(taken))} is there already")
+    FAMILIES[family.name] = family
+    PRESETS.update(family.presets)
 
 
 def find_family(arch: Architecture) -> Family:
-    """The family that builds ``arch``; ConfigError if there is none."""
-    for family in FAMILIES:
-        if arch.family in family.hf:
-            return family
-    known = ", ".join(name for family in FAMILIES for name in family.hf)
-    raise ConfigError("model", f"family {arch.family!r} is not one of {known}")
+    """The family of ``arch``."""
+    return FAMILIES[arch.family]
+
+
+def make_architecture(*, family: str, **fields: Any) -> Architecture:
+    """The architecture of these fields, in its family's own class.
+
+    Raises:
+        ConfigError: no such family.
+        ValidationError: fields that it does not have, or that do not fit each other.
+    """
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError("model", f"family {family!r} is not one of {known}")
+    return FAMILIES[family].architecture(family=family, **fields)
+
+
+for _module in pkgutil.iter_modules(families.__path__):
+    register(import_module(f"{families.__name__}.{_module.name}").FAMILY)

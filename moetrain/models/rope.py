@@ -20,13 +20,13 @@ class Rotation(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (arXiv 2104.09864) with the scalings of :class:`RopeScaling`."""
+    """The angles of heads of which ``dim`` numbers turn."""
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, dim: int) -> None:
         super().__init__()
         # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
         # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
-        self.inv_freq, self.scale = _rope_frequencies(arch)
+        self.inv_freq, self.scale = _rope_frequencies(arch, dim)
 
     def forward(self, positions_BS: torch.Tensor) -> Rotation:
         """Angles of integer ``positions_BS``; computed once per forward, used by every layer."""
@@ -43,9 +43,9 @@ def rotate(x_BSHd: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BSHd.dtype)
 
 
-def _rope_frequencies(arch: Architecture) -> tuple[torch.Tensor, float]:
+def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
     """Radians a token of each of the d/2 pairs (fp32, CPU), and the factor on cos and sin."""
-    rope, dim = arch.rope, arch.head_dim
+    rope = arch.rope
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     inv_freq = 1.0 / arch.rope_theta**exponents
     if rope.kind == "linear":
@@ -53,7 +53,7 @@ def _rope_frequencies(arch: Architecture) -> tuple[torch.Tensor, float]:
     if rope.kind == "llama3":
         return _llama3_frequencies(arch, inv_freq), 1.0
     if rope.kind == "yarn":
-        return _yarn_frequencies(arch, inv_freq), _yarn_scale(arch)
+        return _yarn_frequencies(arch, dim, inv_freq), _yarn_scale(arch)
     return inv_freq, 1.0
 
 
@@ -66,9 +66,9 @@ def _llama3_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Ten
     return (1 - blend) * inv_freq / rope.factor + blend * inv_freq
 
 
-def _yarn_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Tensor:
+def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
     """A linear ramp over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
-    rope, dim = arch.rope, arch.head_dim
+    rope = arch.rope
     context = rope.original_max_positions or arch.max_positions
 
     def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often in a context

@@ -1,9 +1,10 @@
 """The plan of a model: what holds for each parameter and each part, as tables beside the code.
 
-A family exports a :class:`Plan`: shell-style patterns over dotted names, to a :class:`Rule` for
-parameters and to a word for parts (what of a block, or of the model, sees activations). All that
-differs from parameter to parameter is said here and nowhere else: how it is cut, drawn, decayed,
-stored, gathered, and whether it is trained.
+A family has a :class:`Plan`: shell-style patterns over dotted names, to a :class:`Rule` for
+parameters and to a word for parts (what of a block, or of the model, sees activations). It is put
+together of what each part says of itself (:mod:`moetrain.models.parts`). All that differs from
+parameter to parameter is said there and nowhere else: how it is cut, drawn, decayed, stored,
+gathered, and whether it is trained.
 
 Styles of parameters, over tensor parallel (``expert``: expert parallel) ranks:
 
@@ -34,8 +35,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-
-from moetrain.models.architecture import Architecture
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
@@ -74,36 +73,6 @@ BIAS = Rule("colwise", init="zeros", decay=False)
 SHARED_BIAS = replace(BIAS, style="partial")
 EMBEDDING = Rule("colwise", decay=False)
 ROUTER = Rule("replicate", decay=False, gather=torch.float32)  # computed in fp32 whatever the dtype
-
-
-def decoder_plan(arch: Architecture) -> Plan:
-    """The plan of everything but experts, for the names that all families share."""
-    rules = {"embed.weight": EMBEDDING, "*norm.weight": NORM}
-    rules |= {"layers.*.attn.w[qkv].weight": COLWISE, "layers.*.attn.wo.weight": ROWWISE}
-    parts: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
-    parts |= {"layers.*norm": "own", "layers.*.attn": "all"}
-    if arch.qkv_bias:
-        rules["layers.*.attn.w[qkv].bias"] = BIAS
-    if arch.out_bias:
-        rules["layers.*.attn.wo.bias"] = SHARED_BIAS
-    if arch.num_moe_layers < arch.num_layers:
-        parts["layers.*.mlp"] = "all"
-        rules["layers.*.mlp.w_gate.weight"] = rules["layers.*.mlp.w_up.weight"] = COLWISE
-        rules["layers.*.mlp.w_down.weight"] = ROWWISE
-        if arch.mlp_bias:
-            rules["layers.*.mlp.w_gate.bias"] = rules["layers.*.mlp.w_up.bias"] = BIAS
-            rules["layers.*.mlp.w_down.bias"] = SHARED_BIAS
-    if not arch.tie_embeddings:
-        rules["lm_head.weight"], parts["lm_head"] = COLWISE, "vocabulary"
-    return Plan(rules, parts)
-
-
-def with_experts(plan: Plan, arch: Architecture) -> Plan:
-    """``plan`` with the rules of MoE layers, if there are any."""
-    if not arch.num_moe_layers:
-        return plan
-    rules = {"layers.*.moe.router.weight": ROUTER, "layers.*.moe.experts.*": EXPERT}
-    return Plan({**plan.parameters, **rules}, {**plan.parts, "layers.*.moe": "routed"})
 
 
 T = TypeVar("T")

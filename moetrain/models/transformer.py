@@ -1,8 +1,9 @@
 """The decoder that every family shares, in stages: prepare, embed, run (a range of blocks), head.
 
-A family supplies the blocks. What all blocks need (rotary angles, attention masks) is computed once
-per forward, in ``prepare``, so that each block is one compiled graph that the next one reuses; and
-so that a pipeline stage is a range of blocks, and generation brings masks of its own.
+A block is made of the two parts that the family's architecture names for its layer. What all blocks
+need (rotary angles, attention masks) is computed once per forward, in ``prepare``, so that each
+block is one compiled graph that the next one reuses; and so that a pipeline stage is a range of
+blocks, and generation brings masks of its own.
 
 Left out on purpose: the loss (it never needs all logits at once), text generation, and everything
 about devices.
@@ -11,21 +12,49 @@ Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection
+from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels import attention_mask
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context, Embedding, Linear, RMSNorm
 from moetrain.models.moe import RouterStats, RoutingStats
 from moetrain.models.rope import RotaryEmbedding
+from moetrain.models.source import HFSource
 from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 
-if TYPE_CHECKING:
-    from moetrain.models.hf_files import HFSource
+_KERNELS, _MOE = KernelsSection(), MoeSection()
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then a pre-norm feed-forward layer, each added to the residual stream.
+
+    The modules of its two parts are attributes of the parts' names: ``attn``, and ``mlp`` or
+    ``moe``.
+    """
+
+    def __init__(
+        self, arch: Architecture, layer: int, kernels: KernelsSection, moe: MoeSection
+    ) -> None:
+        super().__init__()
+        attention, feed_forward = arch.attention(layer), arch.feed_forward(layer)
+        self.parts = (attention.name, feed_forward.name)
+        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.add_module(attention.name, attention.build(kernels, moe))
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.add_module(feed_forward.name, feed_forward.build(kernels, moe))
+
+    def forward(
+        self, x_BSD: torch.Tensor, context: Context
+    ) -> tuple[torch.Tensor, RouterStats | None]:
+        """The residual stream after this block, and its routing (None: it has no experts)."""
+        attention, feed_forward = self.parts
+        x_BSD = x_BSD + getattr(self, attention)(self.attn_norm(x_BSD), context)
+        y_BSD, stats = getattr(self, feed_forward)(self.mlp_norm(x_BSD), context)
+        return x_BSD + y_BSD, stats
 
 
 class Inputs(NamedTuple):
@@ -101,7 +130,9 @@ class Transformer(nn.Module):
         self.source: HFSource | None = None
         self.vocabulary: Vocabulary = WholeVocabulary(kernels.backend)
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)
-        self.rope = RotaryEmbedding(arch)
+        mixers = [arch.attention(i) for i in range(arch.num_layers)]
+        self.windows = [mixer.window for mixer in mixers]
+        self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
@@ -150,7 +181,7 @@ class Transformer(nn.Module):
                 cu_seqlens=cu_seqlens,
                 dtype=self.compute_dtype or self.embed.weight.dtype,
             )
-            for window in {self.arch.window(i): None for i in range(self.arch.num_layers)}
+            for window in dict.fromkeys(self.windows)
         }
         if positions_BS is None:
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
@@ -170,7 +201,7 @@ class Transformer(nn.Module):
         """Blocks ``start`` to ``stop`` (None: the last), and the statistics of their MoE layers."""
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
-            context = rows.contexts[self.arch.window(i)]
+            context = rows.contexts[self.windows[i]]
             x_BSD, stats = self.sharding.run(self.call_block, self.layers[i], x_BSD, context)
             if stats is not None:
                 layer_stats.append(stats)
@@ -184,6 +215,18 @@ class Transformer(nn.Module):
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """The statistics of all MoE layers together; None: there are none."""
         return _stack(layer_stats, self.arch.num_experts_per_token)
+
+
+def build_model(
+    arch: Architecture, *, kernels: KernelsSection = _KERNELS, moe: MoeSection = _MOE
+) -> Transformer:
+    """A model of ``arch`` on the current default device, in the default dtype.
+
+    Its parameters are not initialised: call :func:`init_weights` or load a checkpoint. Built on
+    ``torch.device("meta")`` it takes no memory; ``to_empty`` then gives it storage.
+    """
+    blocks = [Block(arch, i, kernels, moe) for i in range(arch.num_layers)]
+    return Transformer(arch, blocks, kernels)
 
 
 def call(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:

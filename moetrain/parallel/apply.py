@@ -30,7 +30,7 @@ from moetrain.models import (
     set_recomputation,
 )
 from moetrain.models.hf import ExportDtype, resolve, warn_about_router_bias
-from moetrain.models.hf_files import TokenizerFiles
+from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.moe import MoE
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport

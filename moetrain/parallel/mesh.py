@@ -118,15 +118,13 @@ class ParallelDims:
 
     def _check_model(self, arch: Architecture) -> None:
         where = f"in a world of {self.world_size} ({self.describe()}, ep {self.ep})"
-        if self.ep > 1 and arch.num_experts == 0:
+        needs = [need for part in arch.parts() for need in part.divided]
+        if self.ep > 1 and all(need.axis != "ep" for need in needs):
             raise ConfigError(
                 "parallel.ep", f"{self.ep} {where}, but {arch.family} has no experts; use 1"
             )
-        divided = [("ep", "num_experts"), ("tp", "num_heads"), ("tp", "num_kv_heads")]
-        if arch.num_moe_layers < arch.num_layers:
-            divided.append(("tp", "intermediate_size"))
-        for axis, name in divided:
-            degree, count = getattr(self, axis), getattr(arch, name)
+        for axis, name, count in needs:
+            degree = getattr(self, axis)
             if count % degree:
                 raise ConfigError(
                     f"parallel.{axis}",

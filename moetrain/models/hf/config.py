@@ -22,13 +22,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from moetrain.models.architecture import Architecture, RopeScaling
-from moetrain.models.family import HFConfig, HFFamily, config_error
+from moetrain.models.family import Family, HFConfig, HFFamily, config_error
 from moetrain.models.registry import FAMILIES
-
-HF_FAMILIES: dict[str, HFFamily] = {
-    model_type: entry for family in FAMILIES for model_type, entry in family.hf.items()
-}
-"""Every family's entries, by ``model_type``."""
 
 
 def architecture_from_hf(config: HFConfig) -> Architecture:
@@ -38,48 +33,49 @@ def architecture_from_hf(config: HFConfig) -> Architecture:
         ConfigError: an unsupported model type, activation, rope type or quantization, or a value
             of the wrong type.
     """
-    family = family_of(config.get("model_type"))
-    given: dict[str, Any] = {**family.defaults, **_rename(config, family)}
-    _check_types(given, family.defaults)
-    if given["hidden_act"] != "silu":
-        raise config_error(f"hidden_act {given['hidden_act']!r} is not supported, only 'silu'")
+    family = _family_of(config.get("model_type"))
+    hf = family.hf
+    given: dict[str, Any] = {**hf.defaults, **_rename(config, hf)}
+    _check_types(given, hf)
+    if given["hidden_act"] != hf.activation:
+        problem = f"hidden_act {given['hidden_act']!r} is not supported, only {hf.activation!r}"
+        raise config_error(problem)
     if given.get("quantization_config") is not None:
         raise config_error(
             "the weights are quantized (quantization_config); use an unquantized one"
         )
-    if given["num_key_value_heads"] is None:
-        given["num_key_value_heads"] = given["num_attention_heads"]
-    if given["head_dim"] is None:
-        given["head_dim"] = given["hidden_size"] // max(1, given["num_attention_heads"])
+    for key, value in hf.derived.items():
+        if given[key] is None:
+            given[key] = value(given)
     try:
         given["rope_theta"], rope = _read_rope(given)
-        fields = {ours: given[theirs] for ours, theirs in family.all_fields.items()}
-        fields |= {"family": config["model_type"], "rope": rope, **family.fixed}
-        Architecture(**fields)  # sizes are sound before layers are counted by them
-        arch = Architecture(**fields, **family.read_layers(given))
+        fields = {ours: given[theirs] for ours, theirs in hf.all_fields.items()}
+        fields |= {"family": family.name, "rope": rope, **hf.fixed}
+        family.architecture(**fields)  # sizes are sound before layers are counted by them
+        arch = family.architecture(**fields, **hf.read_layers(given))
     except ValidationError as error:
-        raise config_error(_first_problem(error, family)) from None
+        raise config_error(_first_problem(error, hf)) from None
     return _canonical(arch)
 
 
-def _rename(config: HFConfig, family: HFFamily) -> dict[str, Any]:
+def _rename(config: HFConfig, hf: HFFamily) -> dict[str, Any]:
     """``config`` with each key under the one name that the family's tables use."""
-    for other, key in family.aliases.items():
+    for other, key in hf.aliases.items():
         if key in config and other in config and config[key] != config[other]:
             raise config_error(f"{other} {config[other]!r} contradicts {key} {config[key]!r}")
-    return {family.aliases.get(key, key): value for key, value in config.items()}
+    return {hf.aliases.get(key, key): value for key, value in config.items()}
 
 
-def _first_problem(error: ValidationError, family: HFFamily) -> str:
+def _first_problem(error: ValidationError, hf: HFFamily) -> str:
     """What pydantic finds wrong, under the file's own name for it."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        for ours, theirs in family.all_fields.items():
+        for ours, theirs in hf.all_fields.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
         return message
     field = str(problem["loc"][0])
-    return f"{family.all_fields.get(field, field)} is {problem['input']!r:.80}: {message}"
+    return f"{hf.all_fields.get(field, field)} is {problem['input']!r:.80}: {message}"
 
 
 def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
@@ -88,14 +84,14 @@ def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
     Raises:
         ValueError: the family's format cannot express ``arch``; it names the fields.
     """
-    family = family_of(arch.family)
+    hf = _family_of(arch.family).hf
     config = {
-        "architectures": [family.hf_class],
+        "architectures": [hf.hf_class],
         "model_type": arch.family,
-        "hidden_act": "silu",
-        **{theirs: getattr(arch, ours) for ours, theirs in family.all_fields.items()},
+        "hidden_act": hf.activation,
+        **{theirs: getattr(arch, ours) for ours, theirs in hf.all_fields.items()},
         "rope_scaling": _write_rope(arch.rope),
-        **family.write_layers(arch),
+        **hf.write_layers(arch),
     }
     wanted, got = _canonical(arch).model_dump(), architecture_from_hf(config).model_dump()
     lost = [f"{key} {wanted[key]!r}" for key in wanted if wanted[key] != got[key]]
@@ -116,37 +112,28 @@ def exported_config(arch: Architecture, source: HFConfig | None) -> dict[str, An
         return architecture_to_hf(arch)
     if architecture_from_hf(source) == _canonical(arch):
         return dict(source)
-    own, family = architecture_to_hf(arch), family_of(arch.family)
-    spelled = {*own, *family.defaults, *family.aliases, *_ROPE_KEYS}
+    own, hf = architecture_to_hf(arch), _family_of(arch.family).hf
+    spelled = {*own, *hf.defaults, *hf.aliases, *_ROPE_KEYS}
     return {key: value for key, value in source.items() if key not in spelled} | own
 
 
-_NULLABLE: dict[str, type] = {
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "sliding_window": int,
-    "mlp_only_layers": list,
-    "layer_types": list,
-}
-"""Keys that may be null, and what they hold otherwise."""
-
-
-def family_of(model_type: object) -> HFFamily:
-    """The entry of ``model_type`` in :data:`HF_FAMILIES`; ConfigError if there is none."""
-    if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-        supported = ", ".join(sorted(HF_FAMILIES))
+def _family_of(model_type: object) -> Family:
+    """The family of ``model_type``; ConfigError if there is none."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(sorted(FAMILIES))
         raise config_error(f"model_type {model_type!r} is not supported; supported: {supported}")
-    return HF_FAMILIES[model_type]
+    return FAMILIES[model_type]
 
 
-def _check_types(given: HFConfig, defaults: HFConfig) -> None:
+def _check_types(given: HFConfig, hf: HFFamily) -> None:
     """Wrong types in the keys that have a default: arithmetic on them would end in a traceback."""
-    for key, default in defaults.items():
+    nullable = dict.fromkeys(hf.derived, int) | dict(hf.nullable)
+    for key, default in hf.defaults.items():
         value = given[key]
-        kind = _NULLABLE.get(key, type(default))
+        kind = nullable.get(key, type(default))
         expected = (int, float) if kind is float else kind
         is_bool_for_number = isinstance(value, bool) and kind is not bool
-        if value is None and key in _NULLABLE:
+        if value is None and key in nullable:
             continue
         if is_bool_for_number or not isinstance(value, expected):
             like = f"of type {kind.__name__}" if default is None else f"like {default!r}"

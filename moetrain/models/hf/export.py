@@ -4,7 +4,7 @@
 or the tokenizer may have changed; everything in them that none of these decide stays. Other files
 are copies.
 
-Left out on purpose: the weights (:mod:`moetrain.models.hf`), and how a run's tokenizer becomes
+Left out on purpose: the weights (:mod:`moetrain.models.hf.save`), and how a run's tokenizer becomes
 files (:mod:`moetrain.data.tokenizer_files`).
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.hf_config import exported_config
-from moetrain.models.hf_files import (
+from moetrain.models.hf.config import exported_config
+from moetrain.models.hf.files import (
     CONFIG,
     GENERATION,
-    HFSource,
     TokenizerFiles,
     copy_file,
     is_tokenizer_file,
     write_json,
     write_text,
 )
+from moetrain.models.source import HFSource
 
 SideFile = Path | str | Mapping[str, Any]
 """A file to copy, text to write, or an object to write as JSON."""

@@ -1,0 +1,28 @@
+"""Llama 2 and 3, and what is written down like them: dense, biases by choice."""
+
+from moetrain.models.family import (
+    ATTENTION_BIAS,
+    COMMON_DEFAULTS,
+    DenseArchitecture,
+    Family,
+    HFFamily,
+)
+from moetrain.models.weight_map import DENSE
+
+FAMILY = Family(
+    name="llama",
+    architecture=DenseArchitecture,
+    hf=HFFamily(
+        hf_class="LlamaForCausalLM",
+        defaults={
+            **COMMON_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        weight_map=DENSE,
+        fields={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+    ),
+)

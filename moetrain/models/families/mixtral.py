@@ -1,0 +1,67 @@
+"""Mixtral: grouped-query attention, then routed experts, in every layer."""
+
+from typing import Any
+
+from moetrain.models.architecture import Architecture
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    EXPERTS,
+    DenseArchitecture,
+    Family,
+    HFConfig,
+    HFFamily,
+)
+from moetrain.models.moe import RoutedExperts
+from moetrain.models.parts import Part
+from moetrain.models.weight_map import DENSE, moe_block
+
+
+class Mixtral(DenseArchitecture):
+    """Grouped-query attention, then routed experts."""
+
+    kinds = (GroupedQueryAttention, RoutedExperts)
+
+    def feed_forward(self, layer: int) -> Part:
+        return RoutedExperts.of(self)
+
+
+def _read_layers(config: HFConfig) -> dict[str, Any]:
+    return {"sliding_windows": (config["sliding_window"],) * config["num_hidden_layers"]}
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    return {"sliding_window": arch.window(0)}
+
+
+FAMILY = Family(
+    name="mixtral",
+    architecture=Mixtral,
+    hf=HFFamily(
+        hf_class="MixtralForCausalLM",
+        defaults={
+            **COMMON_DEFAULTS,
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "router_aux_loss_coef": 0.001,
+            "rope_theta": 1000000.0,
+        },
+        weight_map=DENSE + moe_block("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        fields={
+            **EXPERTS,
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},
+        nullable={"sliding_window": int},
+        aliases={"num_experts": "num_local_experts"},
+        read_layers=_read_layers,
+        write_layers=_write_layers,
+    ),
+)
