@@ -57,8 +57,7 @@ def parallelize(
         parallel.reduce,
         device,
         is_alone=meshes.dims.world_size == 1,
-        # What recomputes a block needs its parameters once more, and not in between.
-        reshard=parallel.reshard_after_forward or config.activation.policy == "full",
+        reshard=reshards(config, meshes.dims.world_size),
         reduce_last=parallel.reduce_at == "last",
     )
     head = [model.norm] if model.lm_head is None else [model.norm, model.lm_head]
@@ -74,6 +73,15 @@ def parallelize(
     if meshes.dims.ep > 1:
         _send_tokens(model, styles, meshes, device, dtype, config)
     return fsdp
+
+
+def reshards(config: Config, world_size: int) -> bool:
+    """Whether blocks' full parameters are away between a block's forward and its backward.
+
+    So they are where nothing travels but a block is recomputed: a cast more is cheap.
+    """
+    recomputes = {"none": False, "selective": world_size == 1, "full": True}
+    return config.parallel.reshard_after_forward or recomputes[config.activation.policy]
 
 
 def _send_tokens(

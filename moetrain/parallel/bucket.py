@@ -47,9 +47,13 @@ class Region:
         """All of it, as bytes; allocated at the first use."""
         if self._memory is None:
             self._memory = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        elif self._memory.untyped_storage().size() == 0:
+        elif not self.memory_in_use():
             self._memory.untyped_storage().resize_(self.size)
         return self._memory
+
+    def memory_in_use(self) -> int:
+        """Bytes that are allocated now."""
+        return 0 if self._memory is None else self._memory.untyped_storage().size()
 
     def free(self) -> None:
         """Give the memory back until the next use; tensors in it stay, and have no values."""
