@@ -211,6 +211,10 @@ class ParallelSection(Section):
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
     """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
     fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
+    reduce_at: Literal["each", "last"] = "each"
+    """With gradient accumulation, when gradients travel. each: every micro-batch's, while its
+    backward runs; last: once a step, added up before in fp32 on the rank that made them, at 4 bytes
+    for every parameter that it gathers."""
 
 
 class MoeSection(Section):

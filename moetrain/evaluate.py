@@ -15,7 +15,7 @@ from moetrain.data import Data, Dataset, eval_batches
 from moetrain.generate import SampleError, generate
 from moetrain.loss import cross_entropy_sum
 from moetrain.models import Transformer
-from moetrain.parallel.placed import Placed
+from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.world import World
 
 PROMPT_TOKENS = 16  # of a held-out row, given to the sample
@@ -27,7 +27,7 @@ ExactSizes = Callable[[], AbstractContextManager[None]]
 @torch.no_grad()
 def held_out_loss(
     model: Transformer,
-    placed: Placed,
+    fsdp: FSDP,
     world: World,
     rows: Dataset,
     train: TrainSection,
@@ -42,16 +42,15 @@ def held_out_loss(
     sum_loss, targets = torch.zeros(2, dtype=torch.float64, device=world.device).unbind()
     for batch in batches:
         batch = batch.to(world.device)
-        with exactly():
+        with exactly(), fsdp.work():
             sum_loss += cross_entropy_sum(model, batch)[0]
-        placed.finish_backward()
         targets += (batch.targets_BS >= 0).sum()
     return (world.sum(sum_loss) / world.sum_rows(targets)).item()
 
 
 def sample_text(
     model: Transformer,
-    placed: Placed,
+    fsdp: FSDP,
     world: World,
     data: Data,
     config: Config,
@@ -62,7 +61,7 @@ def sample_text(
     Raises:
         SampleError: the prompt is empty or no text, or the model's logits are not finite.
     """
-    with exactly():
+    with exactly(), fsdp.work():
         return generate(
             model,
             data.tokenizer,
@@ -71,7 +70,6 @@ def sample_text(
             max_len=config.data.seq_len,
             seed=config.train.seed,
             multiple=world.dims.tp,
-            after_forward=placed.finish_backward,
         )
 
 

@@ -6,7 +6,7 @@ its end. Rollout generation for post-training is another thing and another file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,14 +29,12 @@ def generate(
     temperature: float = 0.7,
     seed: int = 0,
     multiple: int = 1,
-    after_forward: Callable[[], None] = lambda: None,
 ) -> str:
     """``prompt`` (token ids) and up to ``num_tokens`` sampled after it, as text.
 
     The model sees the last ``max_len`` tokens; sampling stops at the end-of-document token. Token
     ids that the tokenizer does not have are never sampled. The model's input is padded at its end
-    to a ``multiple`` of tokens, which no expert and no token before it sees. ``after_forward`` is
-    called after each forward pass, with nothing of it needed any more.
+    to a ``multiple`` of tokens, which no expert and no token before it sees.
 
     Raises:
         SampleError: an empty prompt, or logits that are not finite.
@@ -58,7 +56,6 @@ def generate(
             hidden_BSD, _ = model.backbone(tokens_BS, is_pad_BS=is_pad_BS if pads else None)
             logits = model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
             logits = logits[: tokenizer.vocab_size].float().cpu()
-            after_forward()
             if not torch.isfinite(logits).all():
                 raise SampleError("the model's logits are not finite")
             token = int(

@@ -13,27 +13,20 @@ from collections.abc import Mapping
 import torch
 
 from moetrain.config import ConfigError, OptimSection
-from moetrain.parallel.placed import Placed, check_like
+from moetrain.parallel.apply import check_like
+from moetrain.parallel.bucket import Member
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors beside its step, each like its parameter."""
 
 
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: matrices only, and neither embeddings nor routers."""
-    return parameter.ndim >= 2 and not any(part in name for part in ("embed.", "router."))
-
-
-def build_optimizer(
-    parameters: Mapping[str, torch.Tensor], config: OptimSection
-) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101), always torch's fused one, which CPU and CUDA both have.
-
-    ``parameters``: fp32 leaves by name; a rank's shards where the model is sharded.
-    """
-    groups = {True: [], False: []}
-    for name, parameter in parameters.items():
-        groups[decays(name, parameter)].append((name, parameter))
+def build_optimizer(members: Mapping[str, Member], config: OptimSection) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) of what is trained, always torch's fused one, which CPU and CUDA
+    both have. It updates this rank's pieces."""
+    groups: dict[bool, list[tuple[str, torch.Tensor]]] = {True: [], False: []}
+    for name, member in members.items():
+        if member.rule.trainable:
+            groups[member.rule.decay].append((name, member.local))
     return torch.optim.AdamW(
         [
             {"params": members, "weight_decay": config.weight_decay if decayed else 0.0}
@@ -95,23 +88,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def whole_optimizer_state(
-    optimizer: torch.optim.Optimizer, placed: Placed, *, keep: bool
+    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], *, keep: bool
 ) -> dict[str, torch.Tensor]:
     """``{"<parameter>.<moment>": tensor}``, whole, in host memory where ``keep`` is set.
 
     Collective. Empty before the first step.
     """
     state = {}
-    for name, part in placed.parts.items():
-        for key, value in optimizer.state.get(part, {}).items():
-            whole = placed.whole(name, value)  # by every rank
+    for name, member in members.items():
+        for key, value in optimizer.state.get(member.local, {}).items():
+            # The step is a scalar, the same on every rank.
+            whole = member.layout.whole(value) if key in MOMENTS else value
             if keep:
-                state[f"{name}.{key}"] = whole.cpu()
+                state[f"{name}.{key}"] = whole.to("cpu", copy=True)
     return state
 
 
 def load_whole_optimizer_state(
-    optimizer: torch.optim.Optimizer, placed: Placed, state: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    members: Mapping[str, Member],
+    state: Mapping[str, torch.Tensor],
 ) -> None:
     """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
 
@@ -120,16 +116,18 @@ def load_whole_optimizer_state(
     Raises:
         ConfigError: state of other parameters or another optimizer; another shape or dtype.
     """
-    wanted = {f"{name}.{key}" for name in placed.parts for key in ("step", *MOMENTS)}
+    trained = {name: member for name, member in members.items() if member.rule.trainable}
+    wanted = {f"{name}.{key}" for name in trained for key in ("step", *MOMENTS)}
     if state and (odd := set(state) ^ wanted):
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
-    for name, part in placed.parts.items() if state else ():
-        loaded = {"step": torch.empty((), device=part.device)}
-        loaded |= {key: torch.empty_like(part, requires_grad=False) for key in MOMENTS}
+    for name, member in trained.items() if state else ():
+        local = member.local
+        loaded = {"step": torch.empty((), device=local.device)}
+        loaded |= {key: torch.empty_like(local, requires_grad=False) for key in MOMENTS}
         for key, value in loaded.items():
             whole = state[f"{name}.{key}"]
-            check_like(f"{name}.{key}", whole, placed.shapes[name] if key in MOMENTS else ())
-            value.copy_(placed.part(name, whole))
-        optimizer.state[part] = loaded
+            check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
+            value.copy_(member.layout.part(whole) if key in MOMENTS else whole)
+        optimizer.state[local] = loaded

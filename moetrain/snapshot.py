@@ -17,14 +17,14 @@ from moetrain.config_sources import leaves, shortened
 from moetrain.models import Architecture
 from moetrain.optim import load_whole_optimizer_state, whole_optimizer_state
 from moetrain.parallel.apply import load_whole_state, whole_state
-from moetrain.parallel.placed import Placed
+from moetrain.parallel.fsdp import FSDP
 
 logger = logging.getLogger("moetrain")
 
 
 def take_snapshot(
     model: nn.Module,
-    placed: Placed,
+    fsdp: FSDP,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     *,
@@ -35,8 +35,8 @@ def take_snapshot(
     if device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(device)
     return {
-        "model": whole_state(model, placed, keep=keep),
-        "optim": whole_optimizer_state(optimizer, placed, keep=keep),
+        "model": whole_state(model, fsdp, keep=keep),
+        "optim": whole_optimizer_state(optimizer, fsdp.members, keep=keep),
         "rng": rng,
     }
 
@@ -56,7 +56,7 @@ def check_continues(found: Checkpoint, arch: Architecture) -> None:
 def restore_snapshot(
     found: Checkpoint,
     model: nn.Module,
-    placed: Placed,
+    fsdp: FSDP,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
@@ -65,8 +65,8 @@ def restore_snapshot(
     Raises:
         ConfigError: files missing or damaged; tensors of other names, shapes, dtypes.
     """
-    load_whole_state(model, placed, found.tensors("model"))
-    load_whole_optimizer_state(optimizer, placed, found.tensors("optim"))
+    load_whole_state(model, fsdp, found.tensors("model"))
+    load_whole_optimizer_state(optimizer, fsdp.members, found.tensors("optim"))
     rng = found.tensors("rng")
     try:
         torch.set_rng_state(rng["cpu"])

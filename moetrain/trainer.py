@@ -127,10 +127,10 @@ class Trainer:
             world_size=self.world.dims.data_ranks,
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
-        self.model, self.placed = place_model(config, arch, self.world)
+        self.model, self.fsdp = place_model(config, arch, self.world)
         self.static = static_transport(self.model)
         self.retried_steps = 0
-        self.optimizer = build_optimizer(self.placed.parts, config.optim)
+        self.optimizer = build_optimizer(self.fsdp.members, config.optim)
         aux = config.moe.aux_loss_coef
         self.coefficients = LossCoefficients(
             arch.router_aux_loss_coef if aux is None else aux,
@@ -223,21 +223,22 @@ class Trainer:
         sizes = GlobalBatch(*self.world.sum_rows(counted).clamp(min=1).unbind())
         batches = [b.to(self.device) for b in batches]
         self.model.train()
-        losses, dropped = self.run_batches(batches, sizes)
+        with self.fsdp.work():
+            losses, dropped = self.run_batches(batches, sizes)
         # With fixed sizes alone: waits for the last forward, while its backward runs.
         if dropped is not None and dropped.read() > 0:
             self.retried_steps += 1
-            self.placed.clear_gradients()
-            with self.exact_sizes():
+            self.fsdp.clear_gradients()
+            with self.exact_sizes(), self.fsdp.work():
                 losses, _ = self.run_batches(batches, sizes)
         terms = [torch.stack([m.total, m.cross_entropy]) for m in losses]
         total, loss = self.world.sum(torch.stack(terms).sum(0)).unbind()
         routing = _sum_routing([m.routing for m in losses])
-        norm = self.placed.gradient_norm()
+        norm = self.fsdp.gradient_norm()
         lr = learning_rate(self.step, self.total_steps, self.config.optim)
         set_learning_rate(self.optimizer, lr)
         skipped = guarded_step(self.optimizer, total, norm, self.config.optim.max_grad_norm)
-        self.placed.clear_gradients()
+        self.fsdp.clear_gradients()
         if routing is not None and self.config.moe.bias_update_rate:
             rate = self.config.moe.bias_update_rate * ~skipped
             update_router_bias(self.model, self.world.sum(routing.counts_LE), rate)
@@ -264,8 +265,7 @@ class Trainer:
                 dropped = loss.routing.dropped + (0 if dropped is None else dropped)
                 if batch is batches[-1]:  # before the backward, which then runs while this is read
                     late = LateNumbers(self.world.sum(dropped))
-            loss.total.backward()
-            self.placed.finish_backward()
+            self.fsdp.backward(loss.total, is_last=batch is batches[-1])
             losses.append(loss._replace(total=loss.total.detach()))
         return losses, late
 
@@ -292,7 +292,6 @@ class Trainer:
             for b in batches:
                 inputs = (b.tokens_BS, b.positions_BS, b.cu_seqlens, b.is_pad_BS)
                 routings.append(self.model.backbone(*inputs)[1])
-                self.placed.finish_backward()
         routing = _sum_routing(routings)
         assert routing is not None  # the model has MoE layers
         counts_LE = self.world.sum(routing.counts_LE)
@@ -307,7 +306,7 @@ class Trainer:
             return
         self.pause_clock()
         loss = held_out_loss(
-            self.model, self.placed, self.world, rows, self.config.train, self.exact_sizes
+            self.model, self.fsdp, self.world, rows, self.config.train, self.exact_sizes
         )
         self.evaluated_at = self.step
         self.log.log(self.step, {"eval_loss": loss})
@@ -375,7 +374,7 @@ class Trainer:
             is_text = self.config.data.source != "synthetic"  # else the ids are of no tokenizer
             save_whole_model(
                 self.model,
-                self.placed,
+                self.fsdp,
                 self.folder / "hf",
                 write=self.world.is_main,
                 dtype=self.config.checkpoint.hf_dtype,
@@ -387,7 +386,7 @@ class Trainer:
         if self.config.train.sample_tokens and self.config.data.source != "synthetic":
             try:
                 text = sample_text(
-                    self.model, self.placed, self.world, self.data, self.config, self.exact_sizes
+                    self.model, self.fsdp, self.world, self.data, self.config, self.exact_sizes
                 )
             except SampleError as error:  # the run did what it was for
                 self.log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
@@ -410,7 +409,7 @@ class Trainer:
             return path
         self.pause_clock()
         groups = take_snapshot(
-            self.model, self.placed, self.optimizer, self.device, keep=self.world.is_main
+            self.model, self.fsdp, self.optimizer, self.device, keep=self.world.is_main
         )
         state = {
             "step": self.step,
@@ -458,7 +457,7 @@ class Trainer:
     def resume(self, found: Checkpoint) -> None:
         """Take up where ``found`` was saved."""
         check_same_run(found, self.config, self.data.fingerprint, self.total_steps)
-        restore_snapshot(found, self.model, self.placed, self.optimizer, self.device)
+        restore_snapshot(found, self.model, self.fsdp, self.optimizer, self.device)
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]
         self.loader.sample_index = found.state["sample_index"]

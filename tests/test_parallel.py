@@ -53,6 +53,7 @@ VARIANTS = {
     "reshard": ["parallel.reshard_after_forward=yes"],
     "compile+reshard": ["compile.enabled=yes", "parallel.reshard_after_forward=yes"],
     "accumulate": ["train.micro_batch_size=1"],
+    "accumulate+last": ["train.micro_batch_size=1", "parallel.reduce_at=last"],
     "kernels": ["kernels.backend=triton", "compile.enabled=yes"],
 }
 # What a variant is about shows in these layouts; the interpreter of the kernels is slow besides.
@@ -122,8 +123,9 @@ def run(words, pads=False):
 
     def keep(optimizer, args, kwargs):
         if not gradients:
-            for name, part in trainer.placed.parts.items():
-                gradients[name] = trainer.placed.whole(name, part.grad).to("cpu", copy=True)
+            for name, member in trainer.fsdp.members.items():
+                whole = member.layout.whole(member.local.grad)
+                gradients[name] = whole.to("cpu", copy=True)
 
     trainer.optimizer.register_step_pre_hook(keep)
     results = [trainer.train_step() for _ in range(STEPS)]

@@ -48,7 +48,7 @@ def gradients(config):
     kept = {}
 
     def keep(optimizer, args, kwargs):
-        kept.update({n: p.grad.clone() for n, p in trainer.placed.parts.items()})
+        kept.update({n: m.local.grad.clone() for n, m in trainer.fsdp.members.items()})
 
     trainer.optimizer.register_step_pre_hook(keep)  # the fused update scales them when clipping
     return kept, trainer.train_step()

@@ -83,7 +83,8 @@ class Rows(NamedTuple):
     """By attention window."""
 
 
-CallBlock = Callable[[nn.Module, torch.Tensor, Context], Any]
+CallBlock = Callable[..., Any]
+"""``call(block, x_BSD, context)``."""
 
 
 class Sharding(Protocol):

@@ -1,16 +1,17 @@
 """Spread one model over a world of ranks; the order is the same for every model and layout.
 
-plan -> sharded parameters -> tensor parallel layers -> dispatchers -> gathers around the units ->
-values -> recomputation -> compile
+plan -> sharded parameters -> what parts do with shared tokens -> dispatchers -> values ->
+recomputation -> compile
 
-What the model is stays single-device math: it gets DTensors for parameters, another dispatcher in
-its MoE layers, another vocabulary, hooks around its attention and dense MLPs, and another way to
-call a block.
+What the model is stays single-device math. It is attached to in four ways, all of them here:
+parameters are DTensors that :class:`~moetrain.parallel.fsdp.FSDP` unshards (``model.sharding``);
+hooks around parts, by the plan's word for each (:func:`~moetrain.parallel.tensor.share_tokens`);
+another ``dispatcher`` in parts that are routed; another ``vocabulary``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,22 +24,22 @@ from moetrain.models import (
     build_model,
     compile_blocks,
     find_family,
-    init_weights,
-    initial_value,
     load_weights,
     save_hf,
     set_recomputation,
 )
-from moetrain.models.hf import ExportDtype, resolve, warn_about_router_bias
+from moetrain.models.hf import resolve
 from moetrain.models.hf.files import TokenizerFiles
+from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
+from moetrain.models.init import draw
 from moetrain.models.moe import MoE
+from moetrain.models.rules import PartStyle, parameter_rules, part_styles
 from moetrain.parallel.deepep import DeepEP, choose_transport
-from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
+from moetrain.parallel.expert import ExpertParallelDispatcher
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
-from moetrain.parallel.placed import Placed, ShardedModel, WholeModel, check_like
 from moetrain.parallel.shard import shard_model
-from moetrain.parallel.tensor import TokenParts, gather_after, split_layers
+from moetrain.parallel.tensor import TokenParts, share_tokens
 from moetrain.parallel.vocabulary import ShardedVocabulary
 from moetrain.parallel.world import World
 
@@ -51,39 +52,57 @@ def parallelize(
     ``dtype``: the compute dtype, in which parameters are gathered.
     """
     plan = find_family(model.arch).plan(model.arch)
+    styles = part_styles(plan, model)
+    parallel = config.parallel
+    fsdp = FSDP(
+        parallel.reduce,
+        device,
+        is_alone=meshes.dims.world_size == 1,
+        reshard=reshards(config, meshes.dims.world_size),
+        reduce_last=parallel.reduce_at == "last",
+    )
     head = [model.norm] if model.lm_head is None else [model.norm, model.lm_head]
     units = [[model.embed], *([block] for block in model.layers), head]
-    fsdp = shard_model(
-        model, plan, units, meshes, device=device, dtype=dtype, mode=config.parallel.reduce
-    )
+    shard_model(model, parameter_rules(plan, model), units, meshes, fsdp, dtype)
+    model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
         parts = TokenParts.of(group)
-        split_layers(model.layers, parts)
-        gather_after(model.norm, parts)
+        for name, style in styles.items():
+            share_tokens(model.get_submodule(name), style, parts)
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
     if meshes.dims.ep > 1:
-        group = meshes.expert_parameters.get_group("ep")
-        transport = choose_transport(config, model.arch, group, device, dtype)
-        _send_tokens_by(transport, model, config)
-    # Recomputed blocks gather their parameters again by themselves.
-    recomputes = config.activation.policy == "full"
-    fsdp.reshard = config.parallel.reshard_after_forward and not recomputes
-    model.run_block = fsdp.run
-    # The embedding and the head stay open until the backward is over: a tied head is the
-    # embedding's matrix, and the loss reads the head's outside its module.
-    model.embed.register_forward_pre_hook(fsdp.open)
-    model.norm.register_forward_pre_hook(fsdp.open)
+        _send_tokens(model, styles, meshes, device, dtype, config)
     return fsdp
 
 
-def _send_tokens_by(transport: Transport, model: Transformer, config: Config) -> None:
-    for module in model.modules():
-        if not isinstance(module, MoE):
-            continue
-        module.dispatcher = ExpertParallelDispatcher(
-            model.arch.num_experts, transport, config.kernels.backend
-        )
+def reshards(config: Config, world_size: int) -> bool:
+    """Whether blocks' full parameters are away between a block's forward and its backward.
+
+    So they are where nothing travels but a block is recomputed: a cast more is cheap.
+    """
+    recomputes = {"none": False, "selective": world_size == 1, "full": True}
+    return config.parallel.reshard_after_forward or recomputes[config.activation.policy]
+
+
+def _send_tokens(
+    model: Transformer,
+    styles: Mapping[str, PartStyle],
+    meshes: Meshes,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: Config,
+) -> None:
+    """Let the tokens of routed parts travel to the ranks of their experts."""
+    group = meshes.expert_parameters.get_group("ep")
+    transport = choose_transport(config, model.arch, group, device, dtype)
+    for name, style in styles.items():
+        if style == "routed":
+            part = model.get_submodule(name)
+            assert isinstance(part, MoE)  # what has a dispatcher
+            part.dispatcher = ExpertParallelDispatcher(
+                model.arch.num_experts, transport, config.kernels.backend
+            )
 
 
 def static_transport(model: nn.Module) -> DeepEP | None:
@@ -102,7 +121,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def place_model(config: Config, arch: Architecture, world: World) -> tuple[Transformer, Placed]:
+def place_model(config: Config, arch: Architecture, world: World) -> tuple[Transformer, FSDP]:
     """The model of a run on this rank's device, with values, ready to train.
 
     Raises:
@@ -111,56 +130,52 @@ def place_model(config: Config, arch: Architecture, world: World) -> tuple[Trans
     dtype = compute_dtype(config, world.device)
     with torch.device("meta"):
         model = build_model(arch, kernels=config.kernels, moe=config.moe)
-    std, seed, path = config.model.init_std, config.train.seed, config.model.path
-    if world.meshes is None:
-        model.to_empty(device=world.device)
-        init_weights(model, std, seed)
-        placed, write = WholeModel(model), None
+    fsdp = parallelize(model, world.meshes, device=world.device, dtype=dtype, config=config)
+    if config.model.path is None:
+        draw_values(fsdp, config.model.init_std, config.train.seed)
     else:
-        fsdp = parallelize(model, world.meshes, device=world.device, dtype=dtype, config=config)
-        placed = ShardedModel(model, fsdp)
-        draw_values(placed, std, seed)
-        write = placed.write
-    if path is not None:
-        folder = resolve(path, is_downloader=world.is_first_on_machine, barrier=world.wait)
-        load_weights(model, folder, write)
+        folder = resolve(
+            config.model.path, is_downloader=world.is_first_on_machine, barrier=world.wait
+        )
+        load_weights(model, folder, fsdp.write)
     model.compute_dtype = dtype
     set_recomputation(model, config.activation)
     if config.compile.enabled:
         compile_blocks(model)
-    return model, placed
+    return model, fsdp
 
 
 @torch.no_grad()
-def draw_values(placed: ShardedModel, std: float, seed: int) -> None:
-    """The values that :func:`moetrain.models.init_weights` gives on one device, shard by shard."""
-    for name, member in placed.members.items():
-        whole = initial_value(name, member.parameter.shape, std, seed, member.local.device)
-        member.local.copy_(placed.part(name, whole))
+def draw_values(fsdp: FSDP, std: float, seed: int) -> None:
+    """The values that :func:`moetrain.models.init_weights` gives, of this rank's pieces."""
+    for name, member in fsdp.members.items():
+        layout = member.layout
+        rows, *columns = layout.box
+        draw(member.local, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
 
 
 @torch.no_grad()
-def whole_state(model: nn.Module, placed: Placed, *, keep: bool) -> dict[str, torch.Tensor]:
+def whole_state(model: nn.Module, fsdp: FSDP, *, keep: bool) -> dict[str, torch.Tensor]:
     """Every parameter and buffer whole, in host memory where ``keep`` is set. Collective."""
     state = {}
-    for name, part in placed.parts.items():
-        whole = placed.whole(name, part)
+    for name, member in fsdp.members.items():
+        whole = member.layout.whole(member.local)
         if keep:
-            state[name] = whole.detach().cpu()
+            state[name] = whole.to("cpu", copy=True)
     if keep:
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
+        state |= {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers()}
     return state
 
 
 @torch.no_grad()
-def load_whole_state(model: nn.Module, placed: Placed, state: Mapping[str, torch.Tensor]) -> None:
+def load_whole_state(model: nn.Module, fsdp: FSDP, state: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's part of everything in ``state``, the inverse of :func:`whole_state`.
 
     Raises:
         ConfigError: names other than the model's, or another shape or dtype.
     """
     buffers = dict(model.named_buffers())
-    odd = set(state) ^ (set(placed.parts) | set(buffers))
+    odd = set(state) ^ (set(fsdp.members) | set(buffers))
     if odd and all(name.endswith("router.bias") for name in odd):
         raise ConfigError(
             "moe.bias_update_rate",
@@ -169,17 +184,35 @@ def load_whole_state(model: nn.Module, placed: Placed, state: Mapping[str, torch
         )
     if odd:
         raise ConfigError("checkpoint.resume", f"it is of another model: {sorted(odd)[:3]}")
-    for name, shape in {**placed.shapes, **{n: b.shape for n, b in buffers.items()}}.items():
-        check_like(name, state[name], shape)
-    for name, part in placed.parts.items():
-        part.copy_(placed.part(name, state[name]))
+    for name, member in fsdp.members.items():
+        check_like(name, state[name], member.layout.shape, member.local.dtype)
+    for name, buffer in buffers.items():
+        check_like(name, state[name], buffer.shape, buffer.dtype)
+    for name, member in fsdp.members.items():
+        member.local.copy_(member.layout.part(state[name]))
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
 
 
+def check_like(
+    name: str, saved: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> None:
+    """Raise :class:`ConfigError` unless ``saved``, a checkpoint's ``name``, is such a tensor.
+
+    Copies would otherwise broadcast, cut or round it in silence.
+    """
+    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
+        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
+            f"where this run has {ours} of shape {list(shape)}",
+        )
+
+
 def save_whole_model(
     model: Transformer,
-    placed: Placed,
+    fsdp: FSDP,
     folder: Path,
     *,
     write: bool,
@@ -187,7 +220,7 @@ def save_whole_model(
     tokenizer: TokenizerFiles | None = None,
 ) -> None:
     """:func:`moetrain.models.save_hf` by the rank that has ``write``. Collective."""
-    state = whole_state(model, placed, keep=write)
+    state = whole_state(model, fsdp, keep=write)
     if write:
         with torch.device("meta"):
             whole = build_model(model.arch)

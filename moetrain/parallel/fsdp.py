@@ -1,185 +1,66 @@
-"""Our own FSDP: sharded fp32 parameters, gathered in the compute dtype where they are used.
+"""Our own FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
 Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
-tensor or expert parallel ranks). A :class:`Unit` is a block, or the embedding, or the head: the
-parameters that are gathered together. Around its forward the unit's modules hold full tensors
-instead of their DTensors; one autograd function hands them out, and its backward reduces their
-gradients into fp32 shards.
+tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A :class:`Unit` is a block, or
+the embedding, or the head: the parameters that are gathered together. Its life cycle is explicit:
 
-    forward   gather(i+1) runs while block i computes
-    backward  the reduction of block i runs while block i-1 computes
+    unshard   its full parameters lie in its region of memory, gathered there if they do not yet
+    reshard   they no longer do: its region is another unit's, or free
+    reduce    gradients of full parameters are summed into this rank's fp32 gradient
 
-The gather lives outside the compiled block. Inside, the compiler would see it but could not start
-it before the block begins; outside, it runs a block ahead, and the compiled block only sees plain
+All of it happens within :meth:`FSDP.work`, during which parameters do not change: however many
+micro-batches are in flight, and in whatever order their forwards and backwards come, a unit that is
+unsharded need not be gathered again. Around a block its modules hold full tensors instead of their
+DTensors; one autograd function hands them out, and its backward reduces their gradients.
+
+    forward   unshard(i + 1) starts before block i computes
+    backward  unshard(i - 1) starts before block i's backward, and the reduction of block i runs
+              while block i - 1 computes
+
+The gather lies outside the compiled block. Inside, the compiler would see it but could not start it
+before the block begins; outside, it runs a block ahead, and the compiled block only sees plain
 tensors, so no hook breaks its graph.
 
-What is gathered stays until the backward has used it: with experts sharded over expert parallel
-ranks it is small (38 MB a layer for Qwen3-30B-A3B). With ``reshard`` it is freed after the block
-and gathered again for its backward (:mod:`moetrain.parallel.reshard`). Under full recomputation it
-is freed too, and the recomputed forward gathers it; both run a block ahead in the backward as well.
+Full parameters lie at fixed addresses. Every unit has a region of its own, in which they stay until
+the work is over; with experts sharded over expert parallel ranks they are small (38 MB a layer for
+Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: what one block needs is gathered
+into one while its neighbour computes with the other, in the forward and again in the backward. What
+autograd saved are tensors in a region, which has the right values whenever they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
-
-Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
+from torch.utils import _pytree as pytree
 
-from moetrain.parallel.collectives import (
-    PendingReduce,
-    ReduceMode,
-    all_gather_start,
-    reduce_scatter_start,
-)
-from moetrain.parallel.reshard import Loan, Memory
-
-Gathering = tuple[torch.Tensor, dist.Work | None]
-"""A gather under way: its output [W, N], and what to wait for."""
+from moetrain.parallel.bucket import Bucket, Member, Region
+from moetrain.parallel.collectives import PendingReduce, ReduceMode
 
 
-@dataclass
-class Member:
-    """One parameter of a bucket, as one rank sees it."""
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-    """The DTensor that ``named_parameters`` shows."""
-    local: torch.Tensor
-    """This rank's rows, fp32: a view into the bucket. The optimizer's parameter."""
-    shape: torch.Size
-    """The gathered shape: all rows of this tensor (or expert) parallel rank."""
-    start: int
-    numel: int
-    """Where its padded shard lies in the bucket, in numbers."""
-    cut: tuple[slice, ...]
-    """``local`` is this part of the whole parameter."""
-    model_axis: tuple[dist.ProcessGroup, int] | None
-    """Tensor or expert parallel ranks that split the whole, and on which dim; None: not split."""
-
-
-@dataclass
-class Bucket:
-    """Parameters that travel in one collective: one flat fp32 shard a rank, and its gradient."""
-
-    members: list[Member]
-    group: dist.ProcessGroup
-    shard_N: torch.Tensor
-    gradient_N: torch.Tensor
-    replicas: dist.ProcessGroup | None
-    """Ranks that hold this very shard, over which its gradient is still to be summed."""
-    dtype: torch.dtype
-    """What it is gathered in."""
-    has_gradient: bool = False
-    gathering: Gathering | None = None
-    """A gather under way, for the next forward."""
-    reducing: PendingReduce | None = None
-    """A reduction under way."""
-
-    @property
-    def rows_are_views(self) -> bool:
-        """Whether full parameters are views of the gathered buffer; else they are copies."""
-        return len(self.members) == 1 or self.group.size() == 1
-
-    @property
-    def is_never_sharded(self) -> bool:
-        """Whether the gathered buffer is the shard itself."""
-        return self.group.size() == 1 and self.dtype == self.shard_N.dtype
-
-    def begin_gather(self, out_WN: torch.Tensor | None = None) -> Gathering:
-        """The all-gather, into ``out_WN`` or a buffer of its own."""
-        shard_N = self.shard_N.to(self.dtype)
-        if self.group.size() > 1:
-            return all_gather_start(shard_N, self.group, out_WN)
-        return (shard_N[None] if out_WN is None else out_WN.copy_(shard_N)), None
-
-    def start_gather(self) -> None:
-        """Begin the next forward's all-gather, unless it is under way."""
-        if self.gathering is None:
-            self.gathering = self.begin_gather()
-
-    def finish_gather(self) -> Gathered:
-        """The full parameters, in the order of ``members``."""
-        assert self.gathering is not None  # start_gather came first
-        (whole_WN, work), self.gathering = self.gathering, None
-        if work is not None:
-            work.wait()
-        rows = self.rows(whole_WN)
-        return Gathered(rows, None if self.is_never_sharded else Memory(self, whole_WN, rows))
-
-    def rows(self, whole_WN: torch.Tensor) -> list[torch.Tensor]:
-        """The full parameters out of the gathered buffer."""
-        return [_rows(whole_WN, member) for member in self.members]
-
-    def start_reduce(self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode) -> None:
-        """Begin to sum the full parameters' gradients over the group."""
-        chunks_WN = _chunks(self.members, gradients, self.group.size())
-        self.reducing = reduce_scatter_start(
-            chunks_WN, self.group, out_N=self.gradient_N, accumulate=self.has_gradient, mode=mode
-        )
-        self.has_gradient = True
-
-    def finish_reduce(self) -> None:
-        """Add the sum to this step's gradient."""
-        assert self.reducing is not None  # start_reduce came first
-        self.reducing.finish()
-        self.reducing = None
-
-
-class Gathered(NamedTuple):
-    """A bucket's full parameters, and the memory that they lie in (None: the parameters' own)."""
-
-    rows: list[torch.Tensor]
-    memory: Memory | None
-
-
-def _rows(gathered_WN: torch.Tensor, member: Member) -> torch.Tensor:
-    """One full parameter out of a gathered bucket: see ``Bucket.rows_are_views``."""
-    shard_WN = gathered_WN[:, member.start : member.start + member.numel]
-    numbers = member.shape.numel()  # cuts the last ranks' padding
-    return shard_WN.contiguous().view(-1)[:numbers].view(member.shape)
-
-
-def _chunks(
-    members: Sequence[Member], gradients: Sequence[torch.Tensor | None], ranks: int
-) -> torch.Tensor:
-    """Gradients of full parameters as [W, N]: row r is what rank r's shard receives."""
-    dtype = next(g.dtype for g in gradients if g is not None)
-    only = gradients[0]
-    if len(members) == 1 and only is not None and only.numel() == ranks * members[0].numel:
-        return only.contiguous().view(ranks, -1)
-    size = members[-1].start + members[-1].numel
-    chunks_WN = members[0].local.new_zeros((ranks, size), dtype=dtype)
-    for member, gradient in zip(members, gradients, strict=True):
-        if gradient is None:
-            continue
-        flat = gradient.reshape(-1)
-        whole, rest = divmod(flat.numel(), member.numel)
-        target_WN = chunks_WN[:, member.start : member.start + member.numel]
-        target_WN[:whole] = flat[: whole * member.numel].view(whole, -1)
-        if rest:
-            target_WN[whole, :rest] = flat[whole * member.numel :]
-    return chunks_WN
-
-
-@dataclass
 class Unit:
-    """Parameters gathered together; ``fsdp`` owns the order and what is under way."""
+    """Parameters that are unsharded together.
 
-    buckets: list[Bucket]
-    fsdp: FSDP
-    index: int
+    ``region`` is where they then lie, and ``staging`` where what must be copied there is gathered;
+    both may be shared with other units.
+    """
+
+    def __init__(self, index: int, buckets: list[Bucket], region: Region, staging: Region) -> None:
+        self.index, self.buckets = index, buckets
+        self.region, self.staging = region, staging
+        self.works: list[dist.Work | None] | None = None
+        """The gathers under way; None: there are none."""
+        self._is_laid_out = False
+        region.reserve(sum(bucket.region_bytes for bucket in buckets))
+        staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
 
     @property
     def members(self) -> Iterator[Member]:
@@ -187,18 +68,37 @@ class Unit:
         for bucket in self.buckets:
             yield from bucket.members
 
-    @record_function("fsdp_gather")
-    def start_gather(self) -> None:
-        """Begin gathering every bucket that is not under way."""
-        for bucket in self.buckets:
-            bucket.start_gather()
+    @property
+    def is_trained(self) -> bool:
+        """Whether every one of its parameters is."""
+        return all(bucket.is_trained for bucket in self.buckets)
 
-    def gather(self) -> list[Gathered]:
-        """Full parameters, detached; the neighbour's gather starts behind this one."""
-        self.start_gather()
-        gathered = [bucket.finish_gather() for bucket in self.buckets]
-        self.fsdp.prefetch(self)
-        return gathered
+    def start_gather(self) -> None:
+        """Begin to gather every bucket."""
+        memory = self.region.memory
+        if not self._is_laid_out:
+            sizes = [bucket.region_bytes for bucket in self.buckets]
+            for bucket, part in zip(self.buckets, _parts(memory, sizes), strict=True):
+                bucket.lay_out(part)
+            self._is_laid_out = True
+        self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
+
+    def finish_gather(self) -> None:
+        """Wait for the gathers, and let every member lie in its place."""
+        works, self.works = self.works or [], None
+        for work in works:
+            if work is not None:
+                work.wait()
+        for bucket, part in self._staged():
+            bucket.copy_out(part)
+
+    def _staged(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        sizes = [bucket.staging_bytes for bucket in self.buckets]
+        return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Full parameters, in the order of members; not differentiable."""
+        return [row for bucket in self.buckets for row in bucket.rows()]
 
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
         """Let the modules hold ``full`` in place of their DTensors."""
@@ -210,14 +110,197 @@ class Unit:
         for member in self.members:
             member.module._parameters[member.name] = member.parameter
 
+
+def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The first of ``memory``, cut to ``sizes``."""
+    return memory[: sum(sizes)].split(list(sizes))
+
+
+class FSDP:
+    """The units of one model in forward order, and what is under way between them.
+
+    Args:
+        mode: how gradients are summed over ranks.
+        reshard: whether blocks take turns in two regions instead of having one each.
+        is_alone: whether this is the only rank. Memory then counts for more than fixed addresses:
+            what is unsharded goes with its last use, gradients come with their first.
+        reduce_last: whether gradients of several micro-batches are added up unsharded, in fp32, and
+            travel with the last; else each micro-batch's travel by themselves.
+    """
+
+    def __init__(
+        self,
+        mode: ReduceMode,
+        device: torch.device,
+        *,
+        is_alone: bool,
+        reshard: bool,
+        reduce_last: bool,
+    ) -> None:
+        self.mode: ReduceMode = mode
+        self.device, self.is_alone = device, is_alone
+        self.reshards, self.reduce_last = reshard, reduce_last
+        self.units: list[Unit] = []
+        self.members: dict[str, Member] = {}
+        """Every parameter, by its name in the model."""
+        self._unit_of: dict[nn.Module, Unit] = {}
+        self._turns = (Region(device), Region(device))
+        self._staging = (Region(device), Region(device))
+        self._reducing: list[PendingReduce] = []
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._is_working = self._is_last = False
+
+    def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
+        """Append the unit of ``modules``; units are added in the order their forwards run."""
+        index = len(self.units)
+        takes_turns = self.reshards and is_block
+        region = self._turns[index % 2] if takes_turns else Region(self.device)
+        unit = Unit(index, buckets, region, self._staging[index % 2])
+        self.units.append(unit)
+        self._unit_of.update(dict.fromkeys(modules, unit))
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket of the model."""
+        for unit in self.units:
+            yield from unit.buckets
+
+    # ---- the life cycle ------------------------------------------------------------------------
+
     @contextmanager
-    def swapped(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
-        """:meth:`swap_in` for the length of a block."""
-        self.swap_in(full)
+    def work(self) -> Iterator[None]:
+        """Forwards and backwards of one step, or of one evaluation, in any order.
+
+        Meanwhile parameters must not change. Afterwards every reduction is done, every module holds
+        its DTensors again, and nothing is unsharded. May be entered again within itself.
+        """
+        if self._is_working:
+            yield
+            return
+        self._is_working = True
         try:
             yield
+            self._finish_reductions()
         finally:
-            self.swap_out()
+            self._is_working, self._reducing = False, []
+            for unit in self.units:
+                unit.swap_out()
+                self.reshard(unit)
+
+    def start_unshard(self, unit: Unit) -> None:
+        """Begin to gather ``unit``, unless it is unsharded or on the way."""
+        if unit.region.owner is unit:
+            return
+        if isinstance(unit.region.owner, Unit):
+            self.reshard(unit.region.owner)
+        if isinstance(unit.staging.owner, Unit):  # gathered ahead, and not used yet
+            self._finish_gather(unit.staging.owner)
+        unit.region.owner = unit.staging.owner = unit
+        with record_function("fsdp_gather"):
+            unit.start_gather()
+
+    def unshard(self, unit: Unit) -> None:
+        """Let ``unit``'s full parameters lie in its region when what is queued next runs."""
+        self.start_unshard(unit)
+        self._finish_gather(unit)
+
+    def _finish_gather(self, unit: Unit) -> None:
+        if unit.works is not None:
+            unit.finish_gather()
+            unit.staging.owner = None
+
+    def reshard(self, unit: Unit) -> None:
+        """Let the region of ``unit`` be another's, or be filled anew."""
+        if unit.region.owner is unit:
+            self._finish_gather(unit)
+            unit.region.owner = None
+
+    @record_function("fsdp_reduce")
+    def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begin the unit's reductions, then finish those of the unit before it."""
+        started, rest = [], list(gradients)
+        for bucket in unit.buckets:
+            mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
+            if any(g is not None for g in mine):
+                now = self._is_last or not self.reduce_last
+                started.append(bucket.start_reduce(mine, self.mode, now=now))
+        self._finish_reductions()
+        self._reducing = [pending for pending in started if pending is not None]
+        if self.is_alone and self._is_last and unit.is_trained:
+            self.reshard(unit)
+            unit.region.free()
+
+    def _finish_reductions(self) -> None:
+        for pending in self._reducing:
+            pending.finish()
+        self._reducing = []
+
+    # ---- the model's seam: moetrain.models.transformer.Sharding --------------------------------
+
+    def run(self, call: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
+        """``call(block, *inputs)`` with the block's full parameters."""
+        unit = self._unit_of[block]
+        full = self._hand_out(unit)
+        if unit.index + 1 < len(self.units):
+            self.start_unshard(self.units[unit.index + 1])
+        unit.swap_in(full)
+        try:
+            outputs = call(block, *inputs)
+        finally:
+            unit.swap_out()
+        if not self.reshards or not torch.is_grad_enabled():
+            return outputs
+        leaves, spec = pytree.tree_flatten(outputs)
+        at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        wrapped = _BeforeBackward.apply(self, unit, *(leaves[i] for i in at))
+        for i, leaf in zip(at, wrapped, strict=True):
+            leaves[i] = leaf
+        return pytree.tree_unflatten(leaves, spec)
+
+    def open(self, module: nn.Module) -> None:
+        """Let the unit of ``module`` hold full parameters until the work is over."""
+        unit = self._unit_of[module]
+        unit.swap_in(self._hand_out(unit))
+
+    def _hand_out(self, unit: Unit) -> list[torch.Tensor]:
+        """Full parameters of ``unit``, differentiable where they are trained."""
+        if not self._is_working:
+            raise RuntimeError("sharded parameters were asked for outside of FSDP.work()")
+        self.unshard(unit)
+        return list(_HandOut.apply(self._anchor, self, unit))
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """``loss.backward()``; ``is_last``: no other backward follows before the step."""
+        self._is_last = is_last
+        loss.backward()
+
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: torch.Tensor) -> None:
+        """Copy what this rank holds of ``parameter[place] = tensor``."""
+        member = self.members[name]
+        member.layout.write(member.local, place, tensor)
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def gradient_norm(self) -> torch.Tensor:
+        """After the step's work: complete every member's gradient.
+
+        Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
+        """
+        squares = []
+        for bucket in self.buckets:
+            if bucket.is_trained:
+                gradient_N = bucket.publish_gradient()
+                replicas = 1 if bucket.replicas is None else bucket.replicas.size()
+                squares.append(torch.linalg.vector_norm(gradient_N).square() / replicas)
+        total = torch.stack(squares).sum()
+        if not self.is_alone:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        for bucket in self.buckets:
+            bucket.clear_gradient(free=self.is_alone)
 
 
 class _HandOut(torch.autograd.Function):
@@ -228,150 +311,35 @@ class _HandOut(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, unit: Unit, gathered: Sequence[Gathered]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, anchor: torch.Tensor, fsdp: FSDP, unit: Unit) -> tuple[torch.Tensor, ...]:
+        ctx.fsdp, ctx.unit = fsdp, unit
         ctx.set_materialize_grads(False)
-        return tuple(row for bucket in gathered for row in bucket.rows)
+        rows = unit.rows()
+        pairs = zip(rows, unit.members, strict=True)
+        ctx.mark_non_differentiable(*(row for row, member in pairs if not member.rule.trainable))
+        return tuple(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        ctx.unit.fsdp.reduce(ctx.unit, gradients)
+        ctx.fsdp.reduce(ctx.unit, gradients)
         return None, None, None
 
 
-class FSDP:
-    """The units of one model in forward order, and the collectives under way between them.
+class _BeforeBackward(torch.autograd.Function):
+    """An identity around a block's outputs: its backward runs once all their gradients are there,
+    before anything of the block's own, and unshards the block again."""
 
-    ``reshard``: whether a block's full parameters are away between its forward and its backward.
-    """
+    @staticmethod
+    def forward(
+        ctx: Any, fsdp: FSDP, unit: Unit, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.fsdp, ctx.unit = fsdp, unit
+        ctx.set_materialize_grads(False)
+        return outputs
 
-    def __init__(self, mode: ReduceMode) -> None:
-        self.mode: ReduceMode = mode
-        self.reshard = False
-        self.units: list[Unit] = []
-        self.unit_of: dict[nn.Module, Unit] = {}
-        self._reducing: list[Bucket] = []
-        self._anchor: torch.Tensor | None = None
-        self._in_backward = False
-        self._last_loan: Loan | None = None
-
-    def add(self, buckets: list[Bucket], modules: Sequence[nn.Module]) -> None:
-        """Append the unit of ``modules``; units are added in the order their forwards run."""
-        unit = Unit(buckets, self, index=len(self.units))
-        self.units.append(unit)
-        self.unit_of.update(dict.fromkeys(modules, unit))
-
-    @property
-    def members(self) -> Iterator[Member]:
-        """Every parameter of the model."""
-        for unit in self.units:
-            yield from unit.members
-
-    def full_parameters(self, unit: Unit, gathered: Sequence[Gathered]) -> list[torch.Tensor]:
-        """What ``unit`` has gathered, differentiable."""
-        if self._anchor is None:
-            device = unit.buckets[0].shard_N.device
-            self._anchor = torch.zeros((), device=device, requires_grad=True)
-        return list(_HandOut.apply(self._anchor, unit, gathered))
-
-    def prefetch(self, unit: Unit) -> None:
-        """Begin the gather of the unit that will be asked for next."""
-        # A gather during the backward is a recomputed block's; the embedding never recomputes.
-        neighbour = unit.index - 1 if self._in_backward else unit.index + 1
-        if neighbour < len(self.units) and not (self._in_backward and neighbour == 0):
-            self.units[neighbour].start_gather()
-
-    def run(self, block: nn.Module, *inputs: Any) -> Any:
-        """``block(*inputs)`` with its full parameters."""
-        unit = self.unit_of[block]
-        gathered = unit.gather()
-        with unit.swapped(self.full_parameters(unit, gathered)):
-            outputs = block(*inputs)
-        if not self.reshard or not torch.is_grad_enabled():
-            return outputs
-        # The last block's backward comes next: what it holds stays.
-        stays = unit.index == len(self.units) - 2
-        memories = [] if stays else [g.memory for g in gathered if g.memory is not None]
-        self._last_loan = Loan(memories, unit.index, self._last_loan)
-        self._last_loan.close()
-        return self._last_loan.wrap(outputs)
-
-    def open(self, module: nn.Module, inputs: Any = None) -> None:
-        """Let the unit of ``module`` hold full parameters until :meth:`finish_backward`."""
-        unit = self.unit_of[module]
-        unit.swap_in(self.full_parameters(unit, unit.gather()))
-
-    @record_function("fsdp_reduce")
-    def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begin the unit's reductions, then finish those of the unit before it."""
-        self._in_backward = True
-        started, rest = [], list(gradients)
-        for bucket in unit.buckets:
-            mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
-            if any(g is not None for g in mine):
-                bucket.start_reduce(mine, self.mode)
-                started.append(bucket)
-        self._finish_reductions()
-        self._reducing = started
-
-    def _finish_reductions(self) -> None:
-        for bucket in self._reducing:
-            bucket.finish_reduce()
-        self._reducing = []
-
-    def finish_backward(self) -> None:
-        """End of a micro-batch: every reduction is done, every module holds its DTensors again."""
-        self._finish_reductions()
-        self._in_backward, self._last_loan = False, None
-        for unit in self.units:
-            unit.swap_out()
-
-    def publish_gradients(self) -> None:
-        """End of a step: sum over replicas and show each parameter's gradient as a DTensor."""
-        for unit in self.units:
-            for bucket in unit.buckets:
-                if not bucket.has_gradient:  # nothing used these parameters in this step
-                    bucket.gradient_N.zero_()
-                if bucket.replicas is not None:
-                    dist.all_reduce(bucket.gradient_N, group=bucket.replicas)
-                for member in bucket.members:
-                    rows = bucket.gradient_N[member.start :][: member.local.numel()]
-                    gradient = rows.view(member.local.shape)
-                    member.local.grad = gradient
-                    member.parameter.grad = like(member.parameter, gradient)
-
-    def clear_gradients(self) -> None:
-        """Forget the step's gradients; the buffers stay."""
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.has_gradient = False
-                for member in bucket.members:
-                    member.local.grad = member.parameter.grad = None
-
-    def squared_norm(self) -> torch.Tensor:
-        """Squared 2-norm of all gradients over the world (fp32 scalar on the device)."""
-        buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        squares = [
-            torch.linalg.vector_norm(b.gradient_N).square()
-            / (1 if b.replicas is None else b.replicas.size())
-            for b in buckets
-        ]
-        total = torch.stack(squares).sum()
-        dist.all_reduce(total)
-        return total
-
-
-def like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
-    """``local`` as a DTensor laid out as ``parameter``."""
-    data = parameter.data
-    assert isinstance(data, DTensor)  # FSDP made it
-    return DTensor.from_local(
-        local,
-        data.device_mesh,
-        data.placements,
-        run_check=False,
-        shape=data.shape,
-        stride=data.stride(),
-    )
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.fsdp.unshard(ctx.unit)
+        if ctx.unit.index > 0:
+            ctx.fsdp.start_unshard(ctx.fsdp.units[ctx.unit.index - 1])
+        return None, None, *gradients

@@ -1,157 +1,95 @@
-"""From a model on the meta device to sharded parameters with storage, values and gather hooks.
+"""From a model on the meta device to sharded parameters with storage, under :class:`FSDP`.
 
-The order, the same for every model: match the plan, lay each parameter out as a DTensor over its
-mesh, give each unit flat fp32 buffers, draw or load values, wrap the units' forwards.
-
-A parameter is cut twice: first over tensor (or expert) parallel ranks by its style, then its first
-dim over FSDP ranks; both times in equal pieces, the last ones shorter or empty (``torch.chunk``'s
-rule, which is DTensor's).
+Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
+parameter, with no copy. The rest of a unit shares a bucket wherever the same ranks gather it in the
+same dtype from the same storage.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moetrain.parallel.collectives import ReduceMode
-from moetrain.parallel.fsdp import FSDP, Bucket, Member
+from moetrain.models.rules import Rule
+from moetrain.parallel.bucket import ALIGNMENT, Bucket, Member
+from moetrain.parallel.fsdp import FSDP
+from moetrain.parallel.layout import Layout
 from moetrain.parallel.mesh import Meshes
-from moetrain.parallel.plan import STYLES, match_plan
 
-
-@dataclass(frozen=True)
-class Layout:
-    """How one style's parameters lie: a mesh (replicate, model axis, fsdp) and a style."""
-
-    mesh: DeviceMesh
-    style: str
-
-    @property
-    def placements(self) -> tuple[Replicate | Shard, ...]:
-        """Over the mesh's axes; the FSDP axis cuts what the model axis has left."""
-        return (Replicate(), STYLES[self.style], Shard(0))  # pyright: ignore[reportReturnType]
-
-    def cut(self, shape: Sequence[int]) -> tuple[torch.Size, tuple[slice, ...], int]:
-        """This rank's part of a parameter of ``shape``.
-
-        Returns the shape that the FSDP gather gives, the part of the whole parameter that this rank
-        holds, and the rows of the padded shard.
-        """
-        cut = [slice(0, size) for size in shape]
-        placement = STYLES[self.style]
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            cut[dim] = chunk_of(shape[dim], self.mesh.size(1), self.mesh.get_local_rank(1))
-        gathered = torch.Size(part.stop - part.start for part in cut)
-        first, ranks = cut[0].start, self.mesh.size(2)
-        rows = chunk_of(gathered[0], ranks, self.mesh.get_local_rank(2))
-        cut[0] = slice(first + rows.start, first + rows.stop)
-        return gathered, tuple(cut), math.ceil(gathered[0] / ranks)
-
-
-def chunk_of(size: int, ranks: int, rank: int) -> slice:
-    """Which of ``size`` rows are ``rank``'s, by ``torch.chunk``'s rule."""
-    rows = math.ceil(size / ranks)
-    return slice(min(rank * rows, size), min((rank + 1) * rows, size))
-
-
-def shard_model(
-    model: nn.Module,
-    plan: Mapping[str, str],
-    units: Sequence[Sequence[nn.Module]],
-    meshes: Meshes,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    mode: ReduceMode,
-) -> FSDP:
-    """Replace every parameter of ``model`` (on meta) by a DTensor over uninitialised storage.
-
-    Args:
-        units: modules whose parameters are gathered together, in forward order; together they hold
-            every parameter.
-        dtype: what parameters are gathered in.
-    """
-    styles = match_plan(plan, [name for name, _ in model.named_parameters()])
-    names = {id(p): name for name, p in model.named_parameters()}
-    fsdp = FSDP(mode)
-    for modules in units:
-        # Experts are large and have a mesh of their own: a bucket each, so that the gathered
-        # buffer is the parameter, with no copy. The rest share one wherever the same ranks gather
-        # it in the same dtype.
-        groups: dict[object, list[_Entry]] = {}
-        for owner in (owner for module in modules for owner in module.modules()):
-            for key, parameter in owner.named_parameters(recurse=False):
-                style = styles[names[id(parameter)]]
-                kind = torch.float32 if style == "fp32" else dtype
-                entry = _Entry(owner, key, parameter, Layout(_mesh(style, meshes), style), kind)
-                alike = parameter if style == "expert" else entry.layout.mesh.get_group(2)
-                groups.setdefault((id(alike), kind), []).append(entry)
-        buckets = [_make_bucket(group, device) for group in groups.values()]
-        fsdp.add(buckets, modules)
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, torch.zeros_like(buffer, device=device))
-    return fsdp
+_ALIGNED_NUMBERS = ALIGNMENT // 2
+"""A member begins at a multiple of this in its bucket, in any dtype of two bytes or more."""
 
 
 class _Entry(NamedTuple):
     owner: nn.Module
+    key: str
     name: str
     parameter: nn.Parameter
+    rule: Rule
     layout: Layout
-    dtype: torch.dtype
-    """What it is gathered in."""
 
 
-def _mesh(style: str, meshes: Meshes) -> DeviceMesh:
-    """Over which the parameters of a style are cut."""
-    if style == "expert":
-        return meshes.expert_parameters
-    is_split = isinstance(STYLES[style], Shard)
-    return meshes.split_parameters if is_split else meshes.shared_parameters
+def shard_model(
+    model: nn.Module,
+    rules: Mapping[str, Rule],
+    units: Sequence[Sequence[nn.Module]],
+    meshes: Meshes,
+    fsdp: FSDP,
+    dtype: torch.dtype,
+) -> None:
+    """Replace every parameter of ``model`` (on meta) by a DTensor over uninitialised storage.
+
+    Args:
+        rules: of every parameter, by name.
+        units: modules whose parameters are gathered together, in forward order; together they hold
+            every parameter. A block is a unit of its own.
+        dtype: what parameters are gathered in where their rule does not say.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    blocks = {
+        block for child in model.modules() if isinstance(child, nn.ModuleList) for block in child
+    }
+    members: dict[str, Member] = {}
+    for modules in units:
+        groups: dict[object, list[_Entry]] = {}
+        for owner in (owner for module in modules for owner in module.modules()):
+            for key, parameter in owner.named_parameters(recurse=False):
+                name = names[id(parameter)]
+                rule = rules[name]
+                layout = Layout.of(parameter.shape, rule.style, meshes)
+                entry = _Entry(owner, key, name, parameter, rule, layout)
+                alike = name if rule.style == "expert" else layout.group
+                kind = (alike, rule.gather, rule.storage, rule.trainable)
+                groups.setdefault(kind, []).append(entry)
+        buckets = []
+        for group in groups.values():
+            bucket = _make_bucket(group, fsdp.device, dtype, meshes.dims.tp)
+            members |= {e.name: m for e, m in zip(group, bucket.members, strict=True)}
+            buckets.append(bucket)
+        fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
+    fsdp.members = {name: members[name] for name in names.values()}
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
 
 
-def _make_bucket(group: Sequence[_Entry], device: torch.device) -> Bucket:
-    cuts = [entry.layout.cut(entry.parameter.shape) for entry in group]
-    sizes = [padded * math.prod(shape[1:]) for shape, _, padded in cuts]
-    shard_N = torch.zeros(sum(sizes), device=device)
-    members, start = [], 0
-    for (owner, key, parameter, layout, _), (shape, cut, _), numel in zip(
-        group, cuts, sizes, strict=True
-    ):
-        local_shape = [part.stop - part.start for part in cut]
-        local = shard_N[start : start + math.prod(local_shape)].view(local_shape)
-        data = DTensor.from_local(
-            local,
-            layout.mesh,
-            layout.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        sharded = nn.Parameter(data)
+def _make_bucket(
+    group: Sequence[_Entry], device: torch.device, dtype: torch.dtype, tensor_ranks: int
+) -> Bucket:
+    starts, size = [], 0
+    for entry in group:
+        starts.append(-(-size // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
+        size = starts[-1] + entry.layout.padded_numel
+    rule = group[0].rule
+    shard_N = torch.zeros(size, device=device, dtype=rule.storage)
+    members = []
+    for (owner, key, _, _, own_rule, layout), start in zip(group, starts, strict=True):
+        local = shard_N[start : start + layout.local_shape.numel()].view(layout.local_shape)
+        sharded = nn.Parameter(layout.dtensor(local), requires_grad=own_rule.trainable)
         owner.register_parameter(key, sharded)
-        placement = STYLES[layout.style]
-        model_axis = None
-        if isinstance(placement, Shard) and layout.mesh.size(1) > 1:
-            model_axis = layout.mesh.get_group(1), placement.dim
-        members.append(Member(owner, key, sharded, local, shape, start, numel, cut, model_axis))
-        start += numel
-    *_, layout, dtype = group[0]
-    mesh = layout.mesh
-    return Bucket(
-        members,
-        mesh.get_group(2),
-        shard_N,
-        torch.zeros_like(shard_N),
-        mesh.get_group(0) if mesh.size(0) > 1 else None,
-        dtype,
-    )
+        share = 1 / tensor_ranks if own_rule.style == "partial" else 1.0
+        members.append(Member(owner, key, sharded, local, layout, own_rule, start, share))
+    return Bucket(members, shard_N, rule.gather or dtype)

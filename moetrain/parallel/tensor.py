@@ -22,15 +22,14 @@ Legend: W tensor parallel ranks, B batch, S sequence, T = B * S tokens, N = T / 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
-from moetrain.models.layers import Attention, DenseMLP, Linear, RMSNorm
-from moetrain.models.moe import MoE
+from moetrain.models.rules import PartStyle
 from moetrain.parallel.collectives import all_gather_start, reduce_scatter_start, resolve_group
 
 
@@ -59,61 +58,45 @@ class TokenParts:
         return _scatter_tokens(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
 
 
-def split_layers(layers: nn.Module, parts: TokenParts) -> None:
-    """Let each attention and dense MLP in ``layers`` work on all tokens with its part of weights.
+def share_tokens(part: nn.Module, style: PartStyle, parts: TokenParts) -> None:
+    """Let ``part`` of a model do what ``style`` says (:mod:`moetrain.models.rules`).
 
-    Their weights are (or will be) cut as ``moetrain.models.family.decoder_plan`` says.
+    Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with it.
     """
-
-    def gather_rows(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_ND, rotation, mask = args
-        x_BSD = parts.gather(x_ND).view(-1, rotation.cos.shape[1], x_ND.shape[-1])
-        return x_BSD, rotation, mask
-
-    def part_of_pads(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_ND, is_pad_BS = args
-        return x_ND, None if is_pad_BS is None else parts.part(is_pad_BS.flatten())
-
-    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (parts.gather(args[0]),)
-
-    def scatter(module: nn.Module, args: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
-        return parts.scatter(y)
-
-    for module in layers.modules():
-        if isinstance(module, Attention):
-            module.register_forward_pre_hook(gather_rows)
-            _share_bias(module.wo, parts.ranks)
-        elif isinstance(module, DenseMLP):
-            module.register_forward_pre_hook(gather)
-            _share_bias(module.w_down, parts.ranks)
-        elif isinstance(module, MoE):
-            module.register_forward_pre_hook(part_of_pads)
-            continue
-        else:
-            continue
-        module.register_forward_hook(scatter)
+    hooks = {
+        "own": (None, None),
+        "vocabulary": (None, None),
+        "all": (_gather_input, _scatter_output),
+        "routed": (_cut_pads, None),
+        "gather": (None, _gather_output),
+    }
+    before, after = hooks[style]
+    if before is not None:
+        part.register_forward_pre_hook(partial(before, parts))
+    if after is not None:
+        part.register_forward_hook(partial(after, parts))
 
 
-def gather_after(norm: RMSNorm, parts: TokenParts) -> None:
-    """Give all tokens to what comes after ``norm``."""
-
-    def gather(module: nn.Module, args: tuple[Any, ...], x_ND: torch.Tensor) -> torch.Tensor:
-        return parts.gather(x_ND)
-
-    norm.register_forward_hook(gather)
+def _gather_input(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_ND, context = args
+    return parts.gather(x_ND).view(-1, context.rotation.cos.shape[1], x_ND.shape[-1]), context
 
 
-def _share_bias(linear: Linear, ranks: int) -> None:
-    """Every rank adds a share of the bias, since their results are added up."""
-    if linear.bias is None:
-        return
+def _scatter_output(parts: TokenParts, part: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+    return (parts.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else parts.scatter(y)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        assert linear.bias is not None  # seen above
-        return F.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype) / ranks)
 
-    linear.forward = forward
+def _cut_pads(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_ND, context = args
+    if context.is_pad_BS is None:
+        return args
+    return x_ND, context._replace(is_pad_BS=parts.part(context.is_pad_BS.flatten()))
+
+
+def _gather_output(
+    parts: TokenParts, part: nn.Module, args: tuple[Any, ...], x_ND: torch.Tensor
+) -> torch.Tensor:
+    return parts.gather(x_ND)
 
 
 @torch.library.custom_op("moetrain::gather_tokens", mutates_args=())

@@ -34,7 +34,7 @@ from moetrain.kernels.vocabulary_chunk import (
     token_stats,
 )
 from moetrain.parallel.collectives import all_gather_start
-from moetrain.parallel.shard import chunk_of
+from moetrain.parallel.layout import chunk_of
 from moetrain.parallel.tensor import TokenParts
 
 IGNORED = -100  # the target of a token without one

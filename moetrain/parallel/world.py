@@ -1,7 +1,7 @@
 """Join the processes of a run: this rank's device, its process group, its meshes; and leave again.
 
-Apart from :mod:`moetrain.parallel.mesh` because a world of one has no group and no meshes, and
-because this is where the machine is looked at: its GPUs, and the address where ranks meet.
+Apart from :mod:`moetrain.parallel.mesh` because this is where the machine is looked at: its GPUs,
+and the address where ranks meet. One process is a world of one, with meshes like any other.
 
 Left out on purpose: starting processes (:mod:`moetrain.launch`).
 """
@@ -30,17 +30,16 @@ class World:
     size: int
     device: torch.device
     dims: ParallelDims
-    meshes: Meshes | None
-    """None: a world of one, with no process group."""
+    meshes: Meshes
     owns_group: bool
     """Whether :meth:`leave` ends the default process group; not if the caller made it."""
     meeting: Meeting | None
-    """None: as ``meshes``."""
+    """None: a world of one."""
 
     @property
     def data_rank(self) -> int:
         """Which of ``dims.data_ranks`` parts of a global batch this rank takes."""
-        return 0 if self.meshes is None else self.meshes.data.rank()
+        return self.meshes.data.rank()
 
     @property
     def is_main(self) -> bool:
@@ -54,11 +53,11 @@ class World:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` summed over every rank that works on tokens of its own: losses, say."""
-        return x if self.meshes is None else _sum(x, self.meshes.tokens)
+        return _sum(x, self.meshes.tokens)
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` summed over the ranks with different rows: what is counted on whole rows."""
-        return x if self.meshes is None else _sum(x, self.meshes.data)
+        return _sum(x, self.meshes.data)
 
     def wait(self) -> None:
         """Return when every rank has come here, however long what it does before may take.
@@ -90,7 +89,8 @@ class World:
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.clone()
-    dist.all_reduce(x, group=group)
+    if group.size() > 1:
+        dist.all_reduce(x, group=group)
     return x
 
 
@@ -133,9 +133,12 @@ def join_world(config: Config, arch: Architecture) -> World:
             # Routing changes the size of activations every step, and segments that grow in place
             # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    if size == 1:
-        return World(rank, gpu, size, device, dims, meshes=None, owns_group=False, meeting=None)
     owns_group = not dist.is_initialized()
+    if size == 1:
+        if owns_group:  # a mesh of one; nothing ever travels, so no GPU has a part in it
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        meshes = build_meshes(dims, device.type)
+        return World(rank, gpu, size, device, dims, meshes, owns_group, meeting=None)
     if owns_group:
         assert place is not None  # else the size is one
         dist.init_process_group(

@@ -1,0 +1,289 @@
+"""Parameters that travel together: one flat shard a rank, its gradient, and where it is gathered.
+
+A :class:`Bucket` is one collective: its members lie end to end in one flat shard, each padded to
+the same length on every rank. A :class:`Region` is memory at a fixed address that buckets gather
+into, for a time or for good.
+
+Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moetrain.models.rules import Rule
+from moetrain.parallel.collectives import (
+    PendingReduce,
+    ReduceMode,
+    all_gather_start,
+    reduce_scatter_start,
+)
+from moetrain.parallel.layout import Layout
+
+ALIGNMENT = 256
+"""Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
+
+
+class Region:
+    """Memory that holds the gathered parameters of one owner at a time, at one address."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.size = 0
+        self.owner: object | None = None
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, size: int) -> None:
+        """Be large enough for ``size`` bytes, before the first use."""
+        self.size = max(self.size, size)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, as bytes; allocated at the first use."""
+        if self._memory is None:
+            self._memory = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        elif not self.memory_in_use():
+            self._memory.untyped_storage().resize_(self.size)
+        return self._memory
+
+    def memory_in_use(self) -> int:
+        """Bytes that are allocated now."""
+        return 0 if self._memory is None else self._memory.untyped_storage().size()
+
+    def free(self) -> None:
+        """Give the memory back until the next use; tensors in it stay, and have no values."""
+        if self._memory is not None:
+            self._memory.untyped_storage().resize_(0)
+
+
+@dataclass
+class Member:
+    """One parameter of a bucket, as one rank sees it."""
+
+    module: nn.Module
+    name: str
+    """Under which ``module`` holds it."""
+    parameter: nn.Parameter
+    """The DTensor that ``named_parameters`` shows."""
+    local: torch.Tensor
+    """This rank's piece: a view into the bucket's shard. The optimizer's parameter."""
+    layout: Layout
+    rule: Rule
+    start: int
+    """Where its padded shard lies in the bucket, in numbers; ``layout.padded_numel`` long."""
+    share: float
+    """Of the value, what a rank uses: 1, or 1/tp where tensor parallel ranks' uses are added up."""
+
+
+@dataclass
+class Bucket:
+    """Members that the same ranks gather in the same dtype."""
+
+    members: list[Member]
+    shard_N: torch.Tensor
+    dtype: torch.dtype
+    """What it is gathered in."""
+    gradient_N: torch.Tensor | None = None
+    """fp32, this step's; None: there is none yet, or never."""
+    has_gradient: bool = False
+    unreduced_WN: torch.Tensor | None = None
+    """fp32: gradients of earlier micro-batches that are still to travel."""
+    _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _rows: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gather it."""
+        return self.members[0].layout.group
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Ranks that hold this very shard, over which its gradient is still to be summed."""
+        return self.members[0].layout.replicas
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its members have gradients."""
+        return self.members[0].rule.trainable
+
+    @property
+    def is_never_sharded(self) -> bool:
+        """Whether what is used is the shard itself."""
+        return self.group.size() == 1 and self.dtype == self.shard_N.dtype
+
+    @property
+    def needs_copies(self) -> bool:
+        """Whether members must be copied out of what a gather gives, rank by rank."""
+        return len(self.members) > 1 and self.group.size() > 1
+
+    # ---- gathering -----------------------------------------------------------------------------
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of what a gather writes."""
+        return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of what is gathered to be copied out."""
+        return self.gathered_bytes if self.needs_copies else 0
+
+    @property
+    def region_bytes(self) -> int:
+        """Of where the members lie gathered, in the end."""
+        if self.is_never_sharded:
+            return 0
+        if not self.needs_copies:
+            return self.gathered_bytes
+        numels = [member.layout.gathered_shape.numel() for member in self.members]
+        return sum(aligned(numel * self.dtype.itemsize) for numel in numels)
+
+    def lay_out(self, memory: torch.Tensor) -> None:
+        """Let members lie gathered in ``memory``, of ``region_bytes``."""
+        whole_N = self.shard_N.detach() if self.is_never_sharded else memory.view(self.dtype)
+        self._gathered_N, self._rows, start = whole_N, [], 0
+        for member in self.members:
+            shape = member.layout.gathered_shape
+            first = start if self.needs_copies else member.start
+            self._rows.append(whole_N[first : first + shape.numel()].view(shape))
+            start += aligned(shape.numel() * self.dtype.itemsize) // self.dtype.itemsize
+
+    def start_gather(self, staging: torch.Tensor) -> dist.Work | None:
+        """Begin to gather, where members lie or, if they are to be copied out, to ``staging``."""
+        if self.is_never_sharded:
+            return None
+        target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
+        # Through .data, which has a version counter of its own: autograd would else take the next
+        # gather for a change of what it saved.
+        target_N = target_N[: self.group.size() * self.shard_N.numel()].data
+        if self.group.size() == 1:
+            target_N.copy_(self.shard_N)
+            return None
+        shard_N = self.shard_N.to(self.dtype)
+        return all_gather_start(shard_N, self.group, target_N.view(self.group.size(), -1))[1]
+
+    def copy_out(self, staging: torch.Tensor) -> None:
+        """Copy members from ``staging`` to where they lie, if they are to be copied."""
+        if not self.needs_copies:
+            return
+        ranks = self.group.size()
+        numbers = ranks * self.shard_N.numel()
+        staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)
+        for member, row in zip(self.members, self._rows, strict=True):
+            padded = member.layout.padded_numel
+            part_WN = staged_WN[:, member.start : member.start + padded]
+            target = row.data.view(-1)
+            if padded * ranks == row.numel():
+                target.view(ranks, -1).copy_(part_WN)
+            else:  # the last ranks have less
+                target.copy_(part_WN.reshape(-1)[: row.numel()])
+
+    def rows(self) -> list[torch.Tensor]:
+        """The gathered parameters, in the order of members; new tensors, for autograd to mark."""
+        return [
+            row.view(row.shape) if member.share == 1 else row * member.share
+            for member, row in zip(self.members, self._rows, strict=True)
+        ]
+
+    # ---- reducing ------------------------------------------------------------------------------
+
+    def start_reduce(
+        self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode, *, now: bool
+    ) -> PendingReduce | None:
+        """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
+
+        ``now``: else they are added up in fp32 here, until a later call sends all of them.
+        """
+        if self.gradient_N is None:
+            self.gradient_N = torch.empty_like(self.shard_N)
+        if self.group.size() == 1:
+            self._add(self.gradient_N, gradients)
+            return None
+        chunks_WN = self._chunks(gradients)
+        if self.unreduced_WN is not None:
+            chunks_WN = self.unreduced_WN.add_(chunks_WN)
+        if not now:
+            self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
+            return None
+        if self.unreduced_WN is not None:
+            self.unreduced_WN = None
+            chunks_WN = chunks_WN.to(self.dtype)
+        pending = reduce_scatter_start(
+            chunks_WN,
+            self.group,
+            out_N=self.gradient_N,
+            accumulate=self.has_gradient,
+            mode=mode,
+        )
+        self.has_gradient = True
+        return pending
+
+    def _add(self, gradient_N: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients of gathered parameters, where no other rank has a part of them."""
+        given = sum(0 if gradient is None else gradient.numel() for gradient in gradients)
+        adds = self.has_gradient or given < gradient_N.numel()
+        if not self.has_gradient and adds:
+            gradient_N.zero_()
+        self.has_gradient = True
+        for member, gradient in zip(self.members, gradients, strict=True):
+            if gradient is None:
+                continue
+            target = gradient_N[member.start : member.start + gradient.numel()]
+            if member.share != 1:
+                gradient = gradient * member.share
+            target = target.view(gradient.shape)
+            target.add_(gradient) if adds else target.copy_(gradient)
+
+    def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
+        ranks = self.group.size()
+        dtype = next(g.dtype for g in gradients if g is not None)
+        only, (first, *others) = gradients[0], self.members
+        is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
+        if not others and first.share == 1 and only is not None and is_even:
+            return only.contiguous().view(ranks, -1)
+        chunks_WN = self.shard_N.new_zeros((ranks, self.shard_N.numel()), dtype=dtype)
+        for member, gradient in zip(self.members, gradients, strict=True):
+            if gradient is None:
+                continue
+            if member.share != 1:
+                gradient = gradient * member.share
+            flat, padded = gradient.reshape(-1), member.layout.padded_numel
+            whole, rest = divmod(flat.numel(), padded)
+            target_WN = chunks_WN[:, member.start : member.start + padded]
+            target_WN[:whole] = flat[: whole * padded].view(whole, -1)
+            if rest:
+                target_WN[whole, :rest] = flat[whole * padded :]
+        return chunks_WN
+
+    def publish_gradient(self) -> torch.Tensor:
+        """Complete this step's gradient, and show it on every member."""
+        if self.gradient_N is None:
+            self.gradient_N = torch.zeros_like(self.shard_N)
+        if not self.has_gradient:  # nothing used these parameters in this step
+            self.gradient_N.zero_()
+        if self.replicas is not None:
+            dist.all_reduce(self.gradient_N, group=self.replicas)
+        for member in self.members:
+            rows = self.gradient_N[member.start :][: member.local.numel()]
+            member.local.grad = rows.view(member.local.shape)
+            member.parameter.grad = member.layout.dtensor(member.local.grad)
+        return self.gradient_N
+
+    def clear_gradient(self, *, free: bool) -> None:
+        """Forget this step's gradient; ``free``: and give its memory back."""
+        self.has_gradient, self.unreduced_WN = False, None
+        if free:
+            self.gradient_N = None
+        for member in self.members:
+            member.local.grad = member.parameter.grad = None
+
+
+def aligned(size: int) -> int:
+    """``size`` bytes, filled up to whole :data:`ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,227 @@
+"""FSDP's life cycle: any order of forwards and backwards, stages, fixed addresses, freed memory."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from distributed import spawn
+
+from moetrain.config import Config
+from moetrain.models import Inputs, resolve_architecture
+from moetrain.models.rules import Rule
+from moetrain.parallel import apply
+from moetrain.parallel.bucket import Region
+from moetrain.parallel.world import join_world
+
+ORDERS = {
+    "sequential": "f1 b1 f2 b2",
+    "in flight": "f1 f2 b1 b2",
+    "last first": "f1 f2 b2 b1",
+}
+VARIANTS = {
+    "dp": [],
+    "dp reshard": ["parallel.reshard_after_forward=yes"],
+    "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
+    "ep full": ["parallel.ep=2", "activation.policy=full"],
+    "ep selective reshard": [
+        "parallel.ep=2",
+        "activation.policy=selective",
+        "parallel.reshard_after_forward=yes",
+    ],
+    "ep last": ["parallel.ep=2", "parallel.reduce_at=last"],
+    "tp reshard": ["parallel.tp=2", "parallel.reshard_after_forward=yes"],
+    "compile reshard": ["compile.enabled=yes", "parallel.reshard_after_forward=yes"],
+    "compile ep full": ["compile.enabled=yes", "parallel.ep=2", "activation.policy=full"],
+    "compile ep selective": [
+        "compile.enabled=yes",
+        "parallel.ep=2",
+        "activation.policy=selective",
+        "parallel.reshard_after_forward=yes",
+    ],
+}
+
+
+def placed(words):
+    """A model in its place, and the world."""
+    config = Config.load(None, words, environ={})
+    arch = resolve_architecture(config.model)
+    world = join_world(config, arch)
+    return *apply.place_model(config, arch, world), world
+
+
+def tokens_of(world, number):
+    """A micro-batch of this rank's, [2, 32]; tensor parallel ranks have the same."""
+    generator = torch.Generator().manual_seed(10 * number + world.data_rank)
+    return torch.randint(0, 260, (2, 32), generator=generator).to(world.device)
+
+
+def loss_of(model, hidden_BSD, tokens_BS):
+    targets_T = tokens_BS.roll(-1, 1).flatten()
+    weights_T = torch.full(targets_T.shape, 0.01, device=targets_T.device)
+    h_TD = hidden_BSD.flatten(0, 1)
+    return model.vocabulary.loss_sum(h_TD, model.head_weight, targets_T, weights_T).total
+
+
+def gradients_of(fsdp):
+    """This rank's, by name; forgotten by FSDP."""
+    fsdp.gradient_norm()
+    found = {name: m.local.grad.to("cpu", copy=True) for name, m in fsdp.members.items()}
+    fsdp.clear_gradients()
+    return found
+
+
+def in_order(model, fsdp, world, order):
+    """The gradients of two micro-batches whose forwards and backwards run in ``order``."""
+    losses = {}
+    words = order.split()
+    with fsdp.work():
+        for i, (what, number) in enumerate(words):
+            if what == "f":
+                tokens_BS = tokens_of(world, int(number))
+                hidden_BSD, _ = model.backbone(tokens_BS)
+                losses[number] = loss_of(model, hidden_BSD, tokens_BS)
+            else:
+                fsdp.backward(losses[number], is_last=i == len(words) - 1)
+    return gradients_of(fsdp)
+
+
+def all_orders(runs):
+    """What differs from the sequential order's gradients, by run and order."""
+    if not torch.cuda.is_available():
+        apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
+    differ = {}
+    for name, words in runs.items():
+        torch.compiler.reset()
+        model, fsdp, world = placed(words)
+        found = {key: in_order(model, fsdp, world, order) for key, order in ORDERS.items()}
+        expected = found.pop("sequential")
+        assert all(g.norm() > 0 for g in expected.values() if g.numel()), name
+        for (order, got), parameter in itertools.product(found.items(), expected):
+            if not torch.equal(got[parameter], expected[parameter]):
+                differ[f"{name}: {order}, {parameter}"] = (
+                    (got[parameter] - expected[parameter]).norm() / expected[parameter].norm()
+                ).item()
+    return differ
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_micro_batches_in_flight_give_the_sequential_orders_gradients(world, tiny_words):
+    """Bit for bit: two terms add up to the same whichever comes first."""
+    base = [*tiny_words, "model.num_layers=5", "model.num_kv_heads=2"]
+    kept = VARIANTS if world > 1 else ["dp", "dp reshard", "compile reshard"]
+    runs = {name: [*base, *VARIANTS[name]] for name in kept}
+    assert spawn(world, all_orders, runs, timeout=300) == [{}] * world
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_micro_batches_in_flight_on_gpus(world, tiny_words):
+    base = [*tiny_words, "model.num_layers=5", "model.num_heads=4", "model.num_kv_heads=2"]
+    base += ["model.hidden_size=64", "model.moe_intermediate_size=32", "model.head_dim=32"]
+    base += ["train.device=cuda", "train.deterministic=yes"]
+    kept = VARIANTS if world > 1 else ["dp", "dp reshard", "compile reshard"]
+    runs = {name: [*base, *VARIANTS[name]] for name in kept}
+    assert spawn(world, all_orders, runs, device_type="cuda", timeout=300) == [{}] * world
+
+
+@pytest.mark.parametrize("reshard", ["no", "yes"])
+def test_stages_by_hand_are_the_whole_model(tiny_words, reshard):
+    """run(0..k) and run(k..n), with the gradient handed over: losses and gradients bit for bit."""
+    words = [*tiny_words, "model.num_layers=5", f"parallel.reshard_after_forward={reshard}"]
+    model, fsdp, world = placed(words)
+    tokens_BS = tokens_of(world, 1)
+    with fsdp.work():
+        hidden_BSD, routing = model.backbone(tokens_BS)
+        whole = loss_of(model, hidden_BSD, tokens_BS)
+        fsdp.backward(whole, is_last=True)
+    expected = gradients_of(fsdp)
+    for k in range(6):
+        with fsdp.work():
+            rows = model.prepare(Inputs(tokens_BS))
+            sent, first = model.run(model.embed_tokens(tokens_BS), rows, 0, k)
+            received = sent.detach().requires_grad_()
+            x_BSD, second = model.run(received, rows, k)
+            staged = loss_of(model, model.head(x_BSD, rows), tokens_BS)
+            fsdp.backward(staged, is_last=False)
+            torch.autograd.backward(sent, received.grad)
+        assert torch.equal(staged, whole)
+        both = model.routing([*first, *second])
+        assert torch.equal(both.counts_LE, routing.counts_LE)
+        for name, gradient in gradients_of(fsdp).items():
+            assert torch.equal(gradient, expected[name]), (k, name)
+
+
+def gathers(words):
+    """How often each unit was gathered over four micro-batches, and where parameters then lay."""
+    model, fsdp, world = placed(words)
+    counts = [0] * len(fsdp.units)
+    places = [set() for _ in fsdp.units]
+    for unit in fsdp.units:
+        start = unit.start_gather
+
+        def counted(unit=unit, start=start):
+            counts[unit.index] += 1
+            start()
+            places[unit.index].add(unit.rows()[0].data_ptr())
+
+        unit.start_gather = counted
+    for _ in range(2):
+        in_order(model, fsdp, world, "f1 b1 f2 b2")
+    return counts, [len(found) for found in places]
+
+
+def test_parameters_are_gathered_once_a_step_and_lie_where_they_lay(tiny_words):
+    base = [*tiny_words, "model.num_layers=4"]
+    for counts, places in spawn(2, gathers, base):
+        assert counts == [2] * 6  # two steps of two micro-batches
+        assert places == [1] * 6
+    resharded = [*base, "parallel.reshard_after_forward=yes"]
+    for counts, places in spawn(2, gathers, resharded):
+        # Two of four blocks are there when the backward begins, and two when the next forward does.
+        assert counts == [2, 6, 6, 4, 4, 2]
+        assert places == [1] * 6
+
+
+def test_unsharded_memory_of_one_process_goes_with_its_last_use(tiny_words):
+    model, fsdp, world = placed([*tiny_words, "train.dtype=bfloat16", "model.num_layers=3"])
+    tokens_BS = tokens_of(world, 1)
+
+    def held():
+        return [unit.region.memory_in_use() for unit in fsdp.units]
+
+    with fsdp.work():
+        hidden_BSD, _ = model.backbone(tokens_BS)
+        loss = loss_of(model, hidden_BSD, tokens_BS)
+        assert all(held())
+        fsdp.backward(loss, is_last=True)
+        assert not any(held())
+        model.backbone(tokens_BS)
+        assert all(held())
+
+
+def test_a_region_keeps_its_address_and_its_tensors():
+    region = Region(torch.device("cpu"))
+    region.reserve(512)
+    region.reserve(256)
+    tensor = region.memory[:4].view(torch.float32)
+    tensor.fill_(3)
+    assert region.memory.numel() == 512
+    assert region.memory[:4].view(torch.float32) == 3
+    region.free()
+    assert region.memory_in_use() == 0
+    assert region.memory.numel() == 512
+    tensor.fill_(2)  # it has memory again
+    assert region.memory[:4].view(torch.float32) == 2
+
+
+def test_parameters_outside_of_work_are_refused(tiny_words):
+    model, _, world = placed(tiny_words)
+    with pytest.raises(RuntimeError, match="outside of FSDP.work"):
+        model(tokens_of(world, 1))
+
+
+def test_what_is_trained_is_stored_in_fp32():
+    Rule("colwise", storage=torch.bfloat16, trainable=False)
+    with pytest.raises(ValueError, match="bfloat16 cannot be trained"):
+        Rule("colwise", storage=torch.bfloat16)
