@@ -178,7 +178,8 @@ def test_a_run_from_a_checkpoint_exports_everything(checkpoint, tiny_words, tmp_
     trainer.fit()
     out = tmp_path / "out" / "hf"
     assert_complete(out, checkpoint)
-    assert_transformers_agrees(out, trainer.model.eval())
+    with trainer.fsdp.work():
+        assert_transformers_agrees(out, trainer.model.eval())
 
 
 @pytest.mark.parametrize("keys", [[], ["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])

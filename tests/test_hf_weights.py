@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
 from moetrain.models import PRESETS, build_model, hf, init_weights
-from moetrain.models.hf import files
+from moetrain.models.hf import files, save
 from moetrain.models.hf.files import MANIFEST
 from moetrain.models.registry import FAMILIES
 from moetrain.models.weight_map import DENSE, Piece, all_pieces
@@ -131,7 +131,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         Path(path).write_bytes(b"half a file")
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf, "save_file", fail)
+    monkeypatch.setattr(save, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         hf.save_hf(model, out)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before

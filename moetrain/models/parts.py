@@ -39,8 +39,8 @@ class Divided(NamedTuple):
     axis: str
     """A setting of ``parallel``: tp or ep."""
     name: str
-    """The architecture's field that holds the count."""
-    count: int
+    """The architecture's field that says how many there are."""
+    size: int
 
 
 @dataclass(frozen=True)

@@ -123,12 +123,12 @@ class ParallelDims:
             raise ConfigError(
                 "parallel.ep", f"{self.ep} {where}, but {arch.family} has no experts; use 1"
             )
-        for axis, name, count in needs:
+        for axis, name, size in needs:
             degree = getattr(self, axis)
-            if count % degree:
+            if size % degree:
                 raise ConfigError(
                     f"parallel.{axis}",
-                    f"{degree} {where} does not divide the model's {name} {count}",
+                    f"{degree} {where} does not divide the model's {name} {size}",
                 )
         if math.ceil(arch.vocab_size / self.tp) * (self.tp - 1) >= arch.vocab_size:
             raise ConfigError(
