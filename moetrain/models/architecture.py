@@ -7,7 +7,6 @@ and costs in all is added up here, from what its parts say, and is tested agains
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -60,15 +59,16 @@ class RopeScaling(BaseModel):
 class Architecture(BaseModel):
     """Sizes and switches of one decoder-only transformer.
 
-    Abstract: each family has its own class (``Family.architecture``), which
-    :func:`moetrain.models.make_architecture` finds. Fields that no part of a family reads keep
+    Each family has its own class (``Family.architecture``), which names the kinds of its parts;
+    :func:`moetrain.models.make_architecture` finds it. Fields that no part of a family reads keep
     their defaults.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    kinds: ClassVar[tuple[type[Part], ...]] = ()
-    """Of which parts layers of the family may be made."""
+    kinds: ClassVar[tuple[type[AttentionPart], type[Part], *tuple[type[Part], ...]]]
+    """Of which parts the family's layers are made: of the first two, unless :meth:`attention` and
+    :meth:`feed_forward` say otherwise of some layers."""
 
     family: str
     """Hugging Face ``model_type``; :mod:`moetrain.models.registry` knows them."""
@@ -112,13 +112,14 @@ class Architecture(BaseModel):
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
 
-    @abstractmethod
     def attention(self, layer: int) -> AttentionPart:
         """The first part of block ``layer``, counted from 0."""
+        window = self.sliding_windows[layer] if self.sliding_windows else None
+        return self.kinds[0].of(self, window=window)
 
-    @abstractmethod
     def feed_forward(self, layer: int) -> Part:
         """The second part of block ``layer``."""
+        return self.kinds[1].of(self)
 
     def layers(self) -> list[tuple[AttentionPart, Part]]:
         """Both parts of every block."""

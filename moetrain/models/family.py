@@ -2,7 +2,7 @@
 
 That is of which parts its layers are made (its class of :class:`Architecture`), its presets, its
 plan, and how Hugging Face writes it down (:class:`HFFamily`). Here is also what many families
-share: the dense decoder, the plan that follows from parts, tables of ``config.json`` keys.
+share: the plan that follows from parts, tables of ``config.json`` keys.
 
 Left out on purpose: which families there are (:mod:`moetrain.models.registry`) and the conversion
 that walks these tables (:mod:`moetrain.models.hf.config`).
@@ -16,9 +16,6 @@ from typing import Any
 
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
-from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.layers import SwiGLU
-from moetrain.models.parts import Part
 from moetrain.models.rules import COLWISE, EMBEDDING, NORM, PartStyle, Plan, Rule
 from moetrain.models.weight_map import Operation
 
@@ -94,19 +91,6 @@ class HFFamily:
     def all_fields(self) -> dict[str, str]:
         """Every architecture field that a key holds, and that key."""
         return {**COMMON_FIELDS, **self.fields}
-
-
-class DenseArchitecture(Architecture):
-    """Grouped-query attention, then SwiGLU, in every layer."""
-
-    kinds = (GroupedQueryAttention, SwiGLU)
-
-    def attention(self, layer: int) -> GroupedQueryAttention:
-        window = self.sliding_windows[layer] if self.sliding_windows else None
-        return GroupedQueryAttention.of(self, window=window)
-
-    def feed_forward(self, layer: int) -> Part:
-        return SwiGLU.of(self)
 
 
 def decoder_plan(arch: Architecture) -> Plan:

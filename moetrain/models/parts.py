@@ -124,9 +124,13 @@ class Part(ABC):
         matrices = filter(_is_matrix, self.weights.values())
         return sum(math.prod(shape) / ranks.get(rule.style, 1) for shape, rule in matrices)
 
-    @abstractmethod
     def activations(self, share: Share) -> float:
-        """What it keeps for its backward, beside its input, if nothing is recomputed."""
+        """What it keeps for its backward, beside its input, if nothing is recomputed.
+
+        Here what every matrix product results in; a part that keeps something else says so.
+        """
+        numbers = sum(shape[0] for shape, _ in filter(_is_matrix, self.weights.values()))
+        return share.tokens * share.width * numbers / share.tp
 
     def saved(self, share: Share) -> Mapping[SavedName, float]:
         """What each name of ``activation.save`` keeps of that."""

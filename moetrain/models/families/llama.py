@@ -1,17 +1,21 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.family import (
-    ATTENTION_BIAS,
-    COMMON_DEFAULTS,
-    DenseArchitecture,
-    Family,
-    HFFamily,
-)
+from moetrain.models.architecture import Architecture
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.family import ATTENTION_BIAS, COMMON_DEFAULTS, Family, HFFamily
+from moetrain.models.layers import SwiGLU
 from moetrain.models.weight_map import DENSE
+
+
+class Llama(Architecture):
+    """Grouped-query attention, then SwiGLU."""
+
+    kinds = (GroupedQueryAttention, SwiGLU)
+
 
 FAMILY = Family(
     name="llama",
-    architecture=DenseArchitecture,
+    architecture=Llama,
     hf=HFFamily(
         hf_class="LlamaForCausalLM",
         defaults={

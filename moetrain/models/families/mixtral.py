@@ -4,26 +4,15 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    EXPERTS,
-    DenseArchitecture,
-    Family,
-    HFConfig,
-    HFFamily,
-)
+from moetrain.models.family import COMMON_DEFAULTS, EXPERTS, Family, HFConfig, HFFamily
 from moetrain.models.moe import RoutedExperts
-from moetrain.models.parts import Part
 from moetrain.models.weight_map import DENSE, moe_block
 
 
-class Mixtral(DenseArchitecture):
+class Mixtral(Architecture):
     """Grouped-query attention, then routed experts."""
 
     kinds = (GroupedQueryAttention, RoutedExperts)
-
-    def feed_forward(self, layer: int) -> Part:
-        return RoutedExperts.of(self)
 
 
 def _read_layers(config: HFConfig) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from moetrain.models.family import (
     ATTENTION_BIAS,
     COMMON_DEFAULTS,
     EXPERTS,
-    DenseArchitecture,
     Family,
     HFConfig,
     HFFamily,
@@ -20,7 +19,7 @@ from moetrain.models.parts import Part
 from moetrain.models.weight_map import DENSE, moe_block
 
 
-class Qwen3Moe(DenseArchitecture):
+class Qwen3Moe(Architecture):
     """Grouped-query attention, then routed experts; SwiGLU where ``moe_layers`` says so."""
 
     kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU)
