@@ -114,7 +114,6 @@ def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
         name: getattr(meshes, name)
         for name in (
             "dense",
-            "expert",
             "split_parameters",
             "shared_parameters",
             "expert_parameters",
@@ -207,8 +206,9 @@ def test_meshes_of_four_ranks(device_type):
         assert groups_along(seen, "expert_parameters", "dp_replicate") == groups[0], dims
         for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
             assert all(len(g) == getattr(dims, axis) for g in groups_along(seen, "dense", axis))
-        for axis in ("pp", "dp_replicate", "efsdp", "ep"):
-            assert all(len(g) == getattr(dims, axis) for g in groups_along(seen, "expert", axis))
+        for axis in ("dp_replicate", "efsdp", "ep"):
+            found = groups_along(seen, "expert_parameters", axis)
+            assert all(len(g) == getattr(dims, axis) for g in found)
         for rank, mine in enumerate(seen):
             data_rank, data_ranks = mine["data"]
             assert data_ranks[data_rank] == rank
@@ -230,7 +230,6 @@ def test_the_views_hold_the_same_ranks_in_the_same_order():
     dims = ParallelDims(2, tp=2, ep=2)
     (ranks, _) = (seen[0]["ranks"] for seen in spawn(2, meshes_of, [dims], "cpu"))
     assert ranks["dense"] == [[[[[0, 1]]]]]
-    assert ranks["expert"] == [[[[0, 1]]]]
     assert ranks["split_parameters"] == [[[0], [1]]]
     assert ranks["expert_parameters"] == [[[0], [1]]]
 
