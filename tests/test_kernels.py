@@ -73,8 +73,6 @@ def dtypes(spec: KernelSpec, device: str) -> list[torch.dtype]:
 
 
 def make(spec: KernelSpec, case: Case, device: str, dtype: torch.dtype | None = None) -> Inputs:
-    if device == "cpu" and not spec.interpretable:
-        pytest.skip("has no CPU form")
     dtype = dtype or dtypes(spec, device)[0]
     if dtype not in dtypes(spec, device):
         pytest.skip(f"takes {dtype} on a CPU alone")

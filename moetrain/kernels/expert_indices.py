@@ -282,10 +282,5 @@ SPECS = (
             ),
             "num_rows is 15.*at most 14": lambda i: i | {"num_rows": 15},
         },
-        notes=(
-            "Latency, not bytes: 25 us on one H200 (5 counting, 15 ranking). Ranking by a one-hot "
-            "cumulative sum over [ids, experts] took 55 us at best; 128 or 512 programs and tiles "
-            "of 64 or 256 ids are slower than 256 and 128. 512 experts take 42 us."
-        ),
     ),
 )

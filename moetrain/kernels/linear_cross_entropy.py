@@ -411,7 +411,6 @@ SPECS = (
         differentiable=("h_TD", "w_VD"),
         ops=(_token_losses, _token_losses_backward),
         bad_inputs=_BAD_INPUTS,
-        notes="Four matrix products. H200, torch 2.11: 15.7 ms forward, 50.6 backward, 1.27 GiB.",
     ),
     KernelSpec(
         name="linear_cross_entropy_sum",
@@ -428,13 +427,5 @@ SPECS = (
         ops=(_summed_loss, scaled),
         bad_inputs=_BAD_INPUTS
         | {"weights have shape": lambda i: i | {"weights_T": i["weights_T"][1:]}},
-        notes="""H200, torch 2.11, 1.27 GiB extra: 48.0 to 49.1 ms, rising as the card warms. The
-gradients are made in the forward, so the two columns must be read together. The three products take
-about 42 ms of it: in a run this long cuBLAS falls from 790 to 690-750 TFLOPS (power, we believe).
-The rest: 2.6 ms for the logits' gradients (3.9 TB/s), 0.3 ms to join the tiles' sums, 0.35 ms for
-the upstream factor. Tried: fp32 logits from cuBLAS and a pass for their sums, 52.4 ms; bf16 logits
-would take 2.5 ms off that and give three times the gradient error; w's gradient summed in fp32
-would add 4.7 ms and 1.2 GB and lower its error from 3.2e-3 to 2.2e-3; half the chunk
-costs 0.5 ms.""",
     ),
 )

@@ -145,11 +145,6 @@ SPECS = (
         benches=tuple(Bench({"R": r, "N": _BENCH_SIZE}, _TARGET) for r in (2, 4, 8)),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},
         cost=_cost,
-        notes=(
-            "Bytes: one H200 reaches 93, 97 and 99% of the floor with 2, 4 and 8 chunks, and 97 to "
-            "100% when accumulating (not in the table: its inputs change). Blocks of 512 to 4096 "
-            "elements and 4 or 8 warps differ by 2%."
-        ),
         ops=(_sum_chunks,),
         bad_inputs={
             r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
