@@ -39,8 +39,8 @@ from moetrain.config_sections import (
 )
 from moetrain.config_sources import (
     ConfigError,
+    LaunchedPlace,
     Layer,
-    Place,
     RunFailed,
     is_recipe,
     leaves,
@@ -60,12 +60,12 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "KernelsSection",
+    "LaunchedPlace",
     "LogSection",
     "ModelSection",
     "MoeSection",
     "OptimSection",
     "ParallelSection",
-    "Place",
     "RunFailed",
     "SavedName",
     "allocator_is_set",
@@ -306,7 +306,7 @@ def _name_of_run(config: Config) -> str:
     return f"{path.name}-{name}"
 
 
-def launched_place() -> Place | None:
+def launched_place() -> LaunchedPlace | None:
     """This process's place among those that torchrun, srun or moetrain started; None: alone."""
     return read_place(os.environ)
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from moetrain.config import Config, ConfigError, ParallelSection
-from moetrain.config_sources import Place
+from moetrain.config_sources import LaunchedPlace
 from moetrain.models import Architecture
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module
@@ -267,7 +267,7 @@ def test_one_process_is_no_world_of_several(words, field, tiny):
 
 
 def test_a_launcher_that_contradicts_the_settings(tiny, monkeypatch):
-    place = Place(0, 0, 2, "localhost:1", None, on_machine=2)
+    place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=2)
     monkeypatch.setattr(world_module, "launched_place", lambda: place)
     with pytest.raises(ConfigError, match="3, but a launcher has started 2 processes") as caught:
         join_world(tiny("launch.nproc=3"), MOE)

@@ -39,7 +39,7 @@ from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.placed import Placed, ShardedModel, WholeModel, check_like
 from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, gather_after, split_layers
-from moetrain.parallel.vocabulary import ShardedVocabulary
+from moetrain.parallel.vocab_parallel import ShardedVocabulary
 from moetrain.parallel.world import World
 
 
