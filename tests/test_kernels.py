@@ -29,8 +29,8 @@ from moetrain.kernels.spec import (
     with_grad,
 )
 
-# Files of moetrain/kernels that offer no kernel of their own: the rules, wrappers of torch's and
-# cuDNN's operators, and parts of other files' kernels.
+# Files of moetrain/kernels that offer no kernel of their own: the rules, what ops say of them,
+# wrappers of torch's and cuDNN's operators, and parts of other files' kernels.
 NOT_KERNELS = {
     "attention",
     "backend",
@@ -38,6 +38,7 @@ NOT_KERNELS = {
     "grouped_mm",
     "portable_triton",
     "router_kernels",
+    "saving",
     "spec",
     "vocabulary_chunk",
 }

@@ -32,6 +32,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import tl, triton
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 # Launch settings, measured on one H200.
@@ -149,6 +150,8 @@ def _empty_indices(
 
 
 _expert_indices.register_fake(_empty_indices)
+# And what sorts rows in the reference.
+worth_saving("routing", torch.ops.moetrain.expert_indices.default, torch.ops.aten.sort.stable)
 
 
 @triton.jit

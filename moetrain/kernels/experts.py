@@ -22,6 +22,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 from moetrain.kernels.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 
@@ -160,6 +161,8 @@ def _differentiate(ctx, dy_RD: torch.Tensor, _):
 
 
 _expert_mlp.register_autograd(_differentiate, setup_context=_save)
+# One op for both products: it hands out its pre-activations beside its result.
+worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
 
 
 def _make_inputs(

@@ -29,6 +29,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from moetrain.kernels import cudnn_attention
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 PackedBackend = Literal["auto", "cudnn", "flex", "reference"]
@@ -317,6 +318,11 @@ def _differentiate(ctx, do_THd: torch.Tensor, _):
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
+worth_saving(
+    "attention",
+    torch.ops.moetrain.attention_packed.default,
+    torch.ops.higher_order.flex_attention,
+)
 
 
 # The spec.

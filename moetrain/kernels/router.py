@@ -33,6 +33,7 @@ from moetrain.kernels.router_kernels import (
     route_kernel,
     sum_programs_kernel,
 )
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 MAX_EXPERTS = 512
@@ -323,6 +324,8 @@ def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
 
 
 _router_topk.register_autograd(_backward, setup_context=_save)
+# And what chooses in the reference.
+worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 
 
 def _make_inputs(

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 
@@ -100,6 +101,7 @@ def _differentiate(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 _router_logits.register_autograd(_differentiate, setup_context=_save)
+worth_saving("linear", torch.ops.moetrain.router_logits.default)
 
 
 def _make_inputs(

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moetrain.kernels.saving import worth_saving
+
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 
 
@@ -359,3 +361,8 @@ deepep_combine.register_autograd(_differentiate_combine, setup_context=_save_com
 # As in moetrain.parallel.alltoall: a rank without tokens must still call.
 for _name in ("dispatch", "dispatch_backward", "combine", "combine_backward"):
     torch.fx.has_side_effect(getattr(torch.ops.moetrain, f"deepep_{_name}").default)
+worth_saving(
+    "dispatch",
+    torch.ops.moetrain.deepep_dispatch.default,
+    torch.ops.moetrain.deepep_combine.default,
+)
