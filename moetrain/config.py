@@ -226,12 +226,7 @@ class Config(Section):
             raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
-        if t.global_batch_size % t.micro_batch_size:
-            raise ConfigError(
-                "train.global_batch_size",
-                f"{t.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size {t.micro_batch_size}",
-            )
+        t.micro_batches()  # on one rank at least; the world asks again for its own number
         if self.data.source in ("text", "jsonl") and self.data.path is None:
             raise ConfigError(
                 "data.path", f"not set, and data.source {self.data.source!r} needs it"
