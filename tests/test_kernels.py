@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
 from moetrain.kernels import SPECS
+from moetrain.kernels.reduction import sum_chunks
 from moetrain.kernels.spec import (
     Case,
     Inputs,
@@ -224,3 +225,15 @@ print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "torch.Size([3, 2])\n"
+
+
+@devices
+def test_the_sum_of_one_chunk_is_a_cast(device):
+    chunk_N = torch.randn(3001, device=device)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        out_N = torch.empty(3001, dtype=dtype, device=device)
+        assert torch.equal(
+            sum_chunks(chunk_N[None], out_N=out_N, backend="triton"), chunk_N.to(dtype)
+        )
+    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32"):
+        sum_chunks(chunk_N[None], out_N=out_N, accumulate=True)

@@ -22,6 +22,7 @@ from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 # Launch settings, measured on one H200.
 BLOCK, WARPS = 1024, 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_chunks(
@@ -35,8 +36,9 @@ def sum_chunks(
     Args:
         chunks_RN: bf16, fp16 or fp32, contiguous, R at least 1. Fast where N is a multiple of 16:
             the rows of others are not aligned for 16-byte loads.
-        out_N: fp32, contiguous; written in place.
-        accumulate: add to what ``out_N`` holds instead of overwriting it.
+        out_N: contiguous, written in place; fp32, or what the sum is rounded to (the cast of one
+            chunk, at the speed of memory).
+        accumulate: add to what ``out_N`` (fp32) holds instead of overwriting it.
 
     Raises:
         ValueError: shapes, dtypes or strides other than these, or ``accumulate`` without ``out_N``.
@@ -51,11 +53,11 @@ def sum_chunks(
             raise ValueError("sum_chunks: accumulate was given without out_N; it takes both")
         out_N = chunks_RN.new_empty(chunks_RN.shape[1], dtype=torch.float32)
     fits = out_N.shape == chunks_RN.shape[1:] and out_N.is_contiguous()
-    if not fits or out_N.dtype != torch.float32:
+    if not fits or out_N.dtype not in (DTYPES[:1] if accumulate else DTYPES):
         raise ValueError(
             f"sum_chunks: out was given as {out_N.dtype} {tuple(out_N.shape)} with strides "
             f"{out_N.stride()}; with chunks of {tuple(chunks_RN.shape)} it takes a contiguous "
-            f"float32 [{chunks_RN.shape[1]}]"
+            f"[{chunks_RN.shape[1]}] of {'float32' if accumulate else 'a float dtype'}"
         )
     if not use_fast(backend, chunks_RN):
         return out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate))
@@ -102,7 +104,7 @@ def _sum_kernel(
         chunk += size
     if ACCUMULATE:
         total += tl.load(out + at, mask)
-    tl.store(out + at, total, mask)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask)
 
 
 def _make_inputs(
