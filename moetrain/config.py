@@ -39,8 +39,8 @@ from moetrain.config_sections import (
 )
 from moetrain.config_sources import (
     ConfigError,
+    LaunchedPlace,
     Layer,
-    Place,
     RunFailed,
     is_recipe,
     leaves,
@@ -60,12 +60,12 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "KernelsSection",
+    "LaunchedPlace",
     "LogSection",
     "ModelSection",
     "MoeSection",
     "OptimSection",
     "ParallelSection",
-    "Place",
     "RunFailed",
     "SavedName",
     "allocator_is_set",
@@ -226,12 +226,7 @@ class Config(Section):
             raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
-        if t.global_batch_size % t.micro_batch_size:
-            raise ConfigError(
-                "train.global_batch_size",
-                f"{t.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size {t.micro_batch_size}",
-            )
+        t.micro_batches()  # on one rank at least; the world asks again for its own number
         if self.data.source in ("text", "jsonl") and self.data.path is None:
             raise ConfigError(
                 "data.path", f"not set, and data.source {self.data.source!r} needs it"
@@ -306,7 +301,7 @@ def _name_of_run(config: Config) -> str:
     return f"{path.name}-{name}"
 
 
-def launched_place() -> Place | None:
+def launched_place() -> LaunchedPlace | None:
     """This process's place among those that torchrun, srun or moetrain started; None: alone."""
     return read_place(os.environ)
 

@@ -290,7 +290,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-class Place(NamedTuple):
+class LaunchedPlace(NamedTuple):
     """A process's place among those that were started together."""
 
     rank: int
@@ -310,7 +310,7 @@ class Place(NamedTuple):
 SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
 
 
-def read_place(variables: Mapping[str, str]) -> Place | None:
+def read_place(variables: Mapping[str, str]) -> LaunchedPlace | None:
     """What torchrun's or else srun's variables say; None: this process was started alone.
 
     Raises:
@@ -340,7 +340,9 @@ def read_place(variables: Mapping[str, str]) -> Place | None:
         if count is not None and value >= count:
             raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
     is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, local_rank, world_size, f"{host}:{port}", error_file, on_machine, is_served)
+    return LaunchedPlace(
+        rank, local_rank, world_size, f"{host}:{port}", error_file, on_machine, is_served
+    )
 
 
 def _first_slurm_host(variables: Mapping[str, str]) -> str:

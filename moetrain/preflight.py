@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moetrain.config import Config, ConfigError, c_compiler, launched_place
+from moetrain.config import Config, ConfigError, MoeSection, c_compiler, launched_place
 from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
@@ -70,9 +70,12 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     what the model takes, up to 4096.
 
     Raises:
-        ConfigError: no such model, one without a tokenizer, rows longer than it is made for.
+        ConfigError: no such model, one without a tokenizer or without the experts that a setting
+            is for, rows longer than it is made for.
     """
     arch = resolve_architecture(config.model)
+    if not arch.num_experts:
+        _check_no_experts_are_set(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
     longest = max(arch.max_positions, _positions_of_rope(arch))
@@ -84,6 +87,14 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
             f"of model.{name} {getattr(config.model, name)!r}; lower it",
         )
     return config, arch
+
+
+def _check_no_experts_are_set(config: Config, arch: Architecture) -> None:
+    """A recipe may be made for another model; what a user sets is meant for this one."""
+    for key, default in MoeSection():
+        name, value = f"moe.{key}", getattr(config.moe, key)
+        if value != default and not config.origins.get(name, "").startswith("recipe "):
+            raise ConfigError(name, f"{value!r}, but {arch.family} has no experts; unset it")
 
 
 def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, Place, RunFailed, launched_place
+from moetrain.config import Config, ConfigError, LaunchedPlace, RunFailed, launched_place
 from moetrain.config_help import format_help
 
 
@@ -149,7 +149,7 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split()))
 
 
-def _end(place: Place | None, code: int, reason: str) -> int:
+def _end(place: LaunchedPlace | None, code: int, reason: str) -> int:
     """Print why a run did not succeed, once; returns ``code``, or exits where ranks are several."""
     if place is None:
         print(reason, file=sys.stderr)
@@ -162,7 +162,7 @@ def _end(place: Place | None, code: int, reason: str) -> int:
     os._exit(code)
 
 
-def _is_first_to_fail(place: Place) -> bool:
+def _is_first_to_fail(place: LaunchedPlace) -> bool:
     """Whether no rank of this machine failed before: the others fail because it did, or alike.
 
     Where no launcher of torch gave the ranks a folder (srun), every one reports.

@@ -2,7 +2,8 @@
 
 import functools
 import gc
-import importlib
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from typing import get_args
@@ -25,9 +26,8 @@ from moetrain.config import (
     MoeSection,
     SavedName,
 )
-from moetrain.kernels import cudnn_attention
+from moetrain.kernels import cudnn_attention, saving
 from moetrain.models import build_model, compile_blocks, init_weights, set_recomputation
-from moetrain.models.recompute import ROUTING_OPS, SAVED_OPS
 from moetrain.parallel import alltoall, apply, fsdp
 from moetrain.trainer import Trainer
 
@@ -155,11 +155,49 @@ def test_the_backward_repeats_what_was_not_kept(policy):
 
 
 def test_every_name_stands_for_ops_that_exist():
-    assert set(SAVED_OPS) == set(get_args(SavedName))
-    for module in ("alltoall", "deepep"):
-        importlib.import_module(f"moetrain.parallel.{module}")
     known = set(torch._C._dispatch_get_all_op_names()) | {"flex_attention"}
-    assert set(ROUTING_OPS).union(*SAVED_OPS.values()) <= known
+    routing = saving.saved_ops([])
+    assert routing == {
+        "moetrain::router_topk",
+        "moetrain::expert_indices",
+        "aten::sort.stable",
+    }
+    groups = {name: saving.saved_ops([name]) - routing for name in get_args(SavedName)}
+    assert all(groups.values())
+    assert saving.saved_ops(groups) == routing.union(*groups.values()) <= known
+    assert sum(map(len, groups.values())) == len(set().union(*groups.values()))  # each in one
+    with pytest.raises(KeyError, match="mlp"):
+        saving.worth_saving("mlp", torch.ops.aten.mm.default)  # pyright: ignore
+
+
+def test_an_op_that_joins_a_group_late_is_kept(monkeypatch):
+    model, _ = fresh(POLICIES["selective"], compiled=False)
+
+    def repeats():
+        hidden_BSD, _ = model.backbone(*batch(0))
+        with Count() as count:
+            hidden_BSD.sum().backward()
+        return count.calls["aten::_fused_rms_norm"] + count.calls["aten::rsqrt"]
+
+    assert repeats() > 0
+    monkeypatch.setitem(saving._OPS, "attention", set(saving._OPS["attention"]))
+    norms = torch.ops.aten._fused_rms_norm.default, torch.ops.aten.rsqrt.default
+    saving.worth_saving("attention", *norms)
+    assert repeats() == 0
+
+
+def test_a_group_has_ops_once_what_runs_them_is_imported():
+    """No token can travel before."""
+    program = """
+from moetrain.kernels.saving import saved_ops
+import moetrain.models
+assert saved_ops(["dispatch"]) == saved_ops([])
+import moetrain.parallel.alltoall
+assert "moetrain::exchange_rows" in saved_ops(["dispatch"])
+import moetrain.parallel.deepep_ops
+assert "moetrain::deepep_dispatch" in saved_ops(["dispatch"])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_names_are_read_from_words():
@@ -332,7 +370,7 @@ def test_policies_on_a_gpu(attention, compiled):
         count = Count() if counted else nullcontext()
         gradients[policy], kept[policy] = gpu_step(policy, attention, compiled, count)
         if policy == "selective" and isinstance(count, Count):
-            assert not {op for op in SAVED_OPS["attention"] if count.calls[op]}
+            assert not {op for op in saving.saved_ops(["attention"]) if count.calls[op]}
             assert not count.calls["moetrain::expert_mlp"]
             assert not count.calls["moetrain::router_topk"]
     assert kept["full"] < kept["selective"] < kept["none"]

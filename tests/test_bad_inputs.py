@@ -469,6 +469,12 @@ FILES = [
         "data.seq_len",
         r"65 is more than the 64 positions \(max_position_embeddings\) of model.path '.*hf'",
     ),
+    (
+        HF + " --data.tokenizer byte --moe.z_loss_coef 0.1",
+        "moe.z_loss_coef",
+        "0.1, but qwen3 has no experts; unset it",
+    ),
+    ("--model.preset qwen3-0.6b --moe.force_balanced yes", "moe.force_balanced", "no experts"),
     ("--data.seq_len 4097", "data.seq_len", "more than the 4096 positions .* model.preset 'debug'"),
     # The layout.
     ("--parallel.pp 2", "parallel.pp", "2: this version has no pipeline parallelism; use 1"),

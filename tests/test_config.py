@@ -1,12 +1,15 @@
 """Config: the four sources, their order, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from moetrain.config import Config, ConfigError, recipe_names
 from moetrain.config_help import format_help
+from moetrain.config_sections import TrainSection
+from moetrain.preflight import resolve_run
 from moetrain.train import main
 
 
@@ -69,6 +72,27 @@ def test_bad_settings_exit_2_with_one_line(words, field, says, capsys):
     assert error.startswith(f"error: {field}: ")
     assert says in error
     assert error.count("\n") == 1
+
+
+def test_a_recipes_experts_may_be_absent():
+    words = ["model.preset=qwen3-0.6b", "moe.force_balanced=no"]  # the default, given
+    config = load(*words, source="debug")
+    assert config.moe.aux_loss_coef == 0.01
+    resolve_run(config)
+    for name, value in (("bias_update_rate", "0.1"), ("aux_loss_coef", "0.02")):
+        with pytest.raises(ConfigError, match=rf"moe\.{name}: {value}, but qwen3 has no experts"):
+            resolve_run(load(*words, source="debug", environ={f"MOETRAIN_MOE__{name}": value}))
+
+
+def test_micro_batches_make_up_the_global_batch():
+    train = TrainSection(global_batch_size=24, micro_batch_size=8)
+    assert (train.micro_batches(), train.micro_batches(3)) == (3, 1)
+    with pytest.raises(ConfigError) as caught:
+        train.micro_batches(2)
+    assert caught.value.field == "train.global_batch_size"
+    assert re.search(r"24 is not a multiple of .*micro_batch_size 8 x 2 ranks", str(caught.value))
+    with pytest.raises(ConfigError, match=r"_batch_size: 25 .* train\.micro_batch_size 8$"):
+        train.model_copy(update={"global_batch_size": 25}).micro_batches()
 
 
 def test_unknown_environment_variable_is_an_error():

@@ -84,16 +84,16 @@ def test_text_folder_becomes_sorted_documents(tmp_path: Path):
     assert np.flatnonzero(row.tokens_S == data.tokenizer.eos_id).tolist() == [5, 15, 22]
 
 
-def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = "".join(f"line {i} é\n" for i in range(50)) + "€" * 40
     (tmp_path / "one.txt").write_text(text)
-    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    monkeypatch.setattr(sources, "PART_BYTES", 16)
     source = sources.TextSource([tmp_path / "one.txt"], ConfigError("data.path", "empty"))
-    pieces = list(source.pieces())
-    assert len(pieces) > 20
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert sum(piece.num_bytes for piece in pieces) == source.total_bytes()
+    parts = list(source.parts())
+    assert len(parts) > 20
+    assert "".join(part.text for part in parts) == text
+    assert [part.ends_document for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert sum(part.num_bytes for part in parts) == source.total_bytes()
     built = open_cache(source, ByteTokenizer(), tmp_path / "cache")
     assert built.documents.tolist() == [0, len(text.encode()) + 1]
 
@@ -104,7 +104,7 @@ def test_jsonl_split_is_disjoint_and_stable(tmp_path: Path):
 
     def texts(c: Config) -> list[set[str]]:
         pair = sources.open_sources(c.data, ByteTokenizer())[:2]
-        return [{piece.text for piece in source.pieces()} for source in pair if source]
+        return [{part.text for part in source.parts()} for source in pair if source]
 
     train, held_out = texts(config(tmp_path, **settings))
     assert not train & held_out

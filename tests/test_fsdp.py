@@ -217,7 +217,7 @@ def test_a_region_keeps_its_address_and_its_tensors():
 
 def test_parameters_outside_of_work_are_refused(tiny_words):
     model, _, world = placed(tiny_words)
-    with pytest.raises(RuntimeError, match="outside of FSDP.work"):
+    with pytest.raises(RuntimeError, match=r"outside of FSDP\.work"):
         model(tokens_of(world, 1))
 
 

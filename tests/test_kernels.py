@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
 from moetrain.kernels import SPECS
+from moetrain.kernels.reduction import sum_chunks
 from moetrain.kernels.spec import (
     Case,
     Inputs,
@@ -29,8 +30,8 @@ from moetrain.kernels.spec import (
     with_grad,
 )
 
-# Files of moetrain/kernels that offer no kernel of their own: the rules, wrappers of torch's and
-# cuDNN's operators, and parts of other files' kernels.
+# Files of moetrain/kernels that offer no kernel of their own: the rules, what ops say of them,
+# wrappers of torch's and cuDNN's operators, and parts of other files' kernels.
 NOT_KERNELS = {
     "attention",
     "backend",
@@ -38,6 +39,7 @@ NOT_KERNELS = {
     "grouped_mm",
     "portable_triton",
     "router_kernels",
+    "saving",
     "spec",
     "vocabulary_chunk",
 }
@@ -73,8 +75,6 @@ def dtypes(spec: KernelSpec, device: str) -> list[torch.dtype]:
 
 
 def make(spec: KernelSpec, case: Case, device: str, dtype: torch.dtype | None = None) -> Inputs:
-    if device == "cpu" and not spec.interpretable:
-        pytest.skip("has no CPU form")
     dtype = dtype or dtypes(spec, device)[0]
     if dtype not in dtypes(spec, device):
         pytest.skip(f"takes {dtype} on a CPU alone")
@@ -225,3 +225,14 @@ print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "torch.Size([3, 2])\n"
+
+
+@devices
+def test_the_sum_of_one_chunk_is_a_cast(device):
+    chunk_N = torch.randn(3001, device=device)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        out_N = torch.empty(3001, dtype=dtype, device=device)
+        # Plain torch on a CPU: Triton's interpreter cuts off what rounds to bf16.
+        assert torch.equal(sum_chunks(chunk_N[None], out_N=out_N), chunk_N.to(dtype))
+    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32"):
+        sum_chunks(chunk_N[None], out_N=out_N, accumulate=True)

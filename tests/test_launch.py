@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.config_sources import Place, read_place
+from moetrain.config_sources import LaunchedPlace, read_place
 from moetrain.parallel.meeting import find_ranks
 from moetrain.train import main
 
@@ -270,7 +270,7 @@ def test_a_wait_for_work_has_no_limit_and_one_for_the_dead_has(tmp_path):
 
 
 def place(rank, size=2, host="127.0.0.1", port=0, is_served=False):
-    return Place(rank, 0, size, f"{host}:{port}", None, None, is_served)
+    return LaunchedPlace(rank, 0, size, f"{host}:{port}", None, None, is_served)
 
 
 @pytest.fixture
@@ -405,7 +405,7 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"} 
     ],
 )
 def test_the_place_that_a_launcher_gave(variables, address):
-    assert read_place(variables) == Place(5, 1, 8, address, None, None)
+    assert read_place(variables) == LaunchedPlace(5, 1, 8, address, None, None)
 
 
 @pytest.mark.parametrize(

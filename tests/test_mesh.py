@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from moetrain.config import Config, ConfigError, ParallelSection
-from moetrain.config_sources import Place
+from moetrain.config_sources import LaunchedPlace
 from moetrain.models import make_architecture
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module
@@ -114,7 +114,6 @@ def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
         name: getattr(meshes, name)
         for name in (
             "dense",
-            "expert",
             "split_parameters",
             "shared_parameters",
             "expert_parameters",
@@ -207,8 +206,9 @@ def test_meshes_of_four_ranks(device_type):
         assert groups_along(seen, "expert_parameters", "dp_replicate") == groups[0], dims
         for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
             assert all(len(g) == getattr(dims, axis) for g in groups_along(seen, "dense", axis))
-        for axis in ("pp", "dp_replicate", "efsdp", "ep"):
-            assert all(len(g) == getattr(dims, axis) for g in groups_along(seen, "expert", axis))
+        for axis in ("dp_replicate", "efsdp", "ep"):
+            found = groups_along(seen, "expert_parameters", axis)
+            assert all(len(g) == getattr(dims, axis) for g in found)
         for rank, mine in enumerate(seen):
             data_rank, data_ranks = mine["data"]
             assert data_ranks[data_rank] == rank
@@ -230,7 +230,6 @@ def test_the_views_hold_the_same_ranks_in_the_same_order():
     dims = ParallelDims(2, tp=2, ep=2)
     (ranks, _) = (seen[0]["ranks"] for seen in spawn(2, meshes_of, [dims], "cpu"))
     assert ranks["dense"] == [[[[[0, 1]]]]]
-    assert ranks["expert"] == [[[[0, 1]]]]
     assert ranks["split_parameters"] == [[[0], [1]]]
     assert ranks["expert_parameters"] == [[[0], [1]]]
 
@@ -268,7 +267,7 @@ def test_one_process_is_no_world_of_several(words, field, tiny):
 
 
 def test_a_launcher_that_contradicts_the_settings(tiny, monkeypatch):
-    place = Place(0, 0, 2, "localhost:1", None, on_machine=2)
+    place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=2)
     monkeypatch.setattr(world_module, "launched_place", lambda: place)
     with pytest.raises(ConfigError, match="3, but a launcher has started 2 processes") as caught:
         join_world(tiny("launch.nproc=3"), MOE)

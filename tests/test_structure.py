@@ -2,7 +2,10 @@
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,6 +19,14 @@ def test_imports_run_one_way(tmp_path):
     words = [sys.executable, "-c", call, str(tmp_path)]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
+
+
+def test_no_module_needs_itself():
+    # Imports for typing alone and inside functions count.
+    graph = grimp.build_graph("moetrain", cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert imports["moetrain.trainer"]
+    TopologicalSorter(imports).prepare()  # CycleError names the modules
 
 
 def test_a_model_never_asks_how_it_is_spread():

@@ -16,7 +16,7 @@ from moetrain.kernels.linear_cross_entropy import (
     linear_cross_entropy_sum_reference,
 )
 from moetrain.models import build_model, init_weights, make_architecture
-from moetrain.parallel.vocabulary import ShardedVocabulary
+from moetrain.parallel.vocab_parallel import ShardedVocabulary
 from moetrain.parallel.world import plan_world
 
 RANKS, VOCABULARY, WIDTH, TEMPERATURE = 3, 11, 16, 0.7  # 4, 4 and 3 rows

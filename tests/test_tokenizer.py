@@ -93,7 +93,7 @@ def test_special_tokens_that_an_older_checkpoint_names_in_a_file_of_their_own(tm
 
 
 def test_a_text_read_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    monkeypatch.setattr(sources, "PART_BYTES", 16)
     monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 40)
     for name in ("1.txt", "2.txt"):
         (tmp_path / name).write_text("a b c a b c\n" * 20)

@@ -39,7 +39,7 @@ from rich.progress import Progress
 
 from moetrain.config import ConfigError
 from moetrain.data.chat import Span
-from moetrain.data.sources import Piece, Source
+from moetrain.data.sources import Source, TextPart
 from moetrain.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("moetrain")
@@ -166,9 +166,9 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     ):
         task = progress.add_task("Tokenising", total=source.total_bytes())
         writer = _Writer(tokenizer.vocab_size, tokens, documents, targets, masked)
-        for piece, ids_T, masked_T in _encoded(source.pieces(), tokenizer):
-            writer.add(ids_T, masked_T, piece.ends_document)
-            progress.advance(task, piece.num_bytes)
+        for part, ids_T, masked_T in _encoded(source.parts(), tokenizer):
+            writer.add(ids_T, masked_T, part.ends_document)
+            progress.advance(task, part.num_bytes)
         meta = writer.finish()
         for file in (tokens, documents, targets, masked):
             file.flush()
@@ -182,7 +182,7 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 class _Writer:
-    """Tokens, a piece of a document at a time, to a cache's files."""
+    """Tokens, a part of a document at a time, to a cache's files."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Writer:
         documents.write(np.int64(0).tobytes())
 
     def add(self, ids_T: np.ndarray, masked_T: np.ndarray | None, ends_document: bool) -> None:
-        """The next piece: its tokens and which of them have no loss (uint8; None: all have)."""
+        """The next part: its tokens and which of them have no loss (uint8; None: all have)."""
         data = ids_T.astype(self._dtype).tobytes()
         self._tokens.write(data)
         self._content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, ends_document))
@@ -233,37 +233,37 @@ class _Writer:
 
 
 def _encoded(
-    pieces: Iterable[Piece], tokenizer: Tokenizer
-) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None]]:
-    """Each piece with its ids [T] and [T] whether a token has no loss.
+    parts: Iterable[TextPart], tokenizer: Tokenizer
+) -> Iterator[tuple[TextPart, np.ndarray, np.ndarray | None]]:
+    """Each part with its ids [T] and [T] whether a token has no loss.
 
     Documents of plain text get what the tokenizer puts before a text, all documents end with EOS.
     """
     starts_document = True
-    for batch in _batches(pieces):
-        for piece, encoded in zip(
-            batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
+    for batch in _batches(parts):
+        for part, encoded in zip(
+            batch, tokenizer.encode_batch([part.text for part in batch]), strict=True
         ):
             ids_T, masked_T = encoded.ids, None
-            if piece.loss_spans is not None:
-                masked_T = _masked(encoded.offsets(), piece.loss_spans)
+            if part.loss_spans is not None:
+                masked_T = _masked(encoded.offsets(), part.loss_spans)
             elif starts_document and tokenizer.bos_ids:
                 ids_T = np.concatenate([np.array(tokenizer.bos_ids, np.uint32), ids_T])
             has_eos = len(ids_T) > 0 and ids_T[-1] == tokenizer.eos_id
-            if piece.ends_document and not has_eos:
+            if part.ends_document and not has_eos:
                 ids_T = np.append(ids_T.astype(np.uint32), np.uint32(tokenizer.eos_id))
                 # It has the loss of the text or of the assistant's turn that it ends, if any.
                 if masked_T is not None:
                     masked_T = np.append(masked_T, masked_T.min(initial=1))
-            starts_document = piece.ends_document
-            yield piece, ids_T, masked_T
+            starts_document = part.ends_document
+            yield part, ids_T, masked_T
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
     batch, characters = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
+    for part in parts:
+        batch.append(part)
+        characters += len(part.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

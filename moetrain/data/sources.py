@@ -1,7 +1,7 @@
 """Where text comes from: the standard library, text files, jsonl. Files in, documents out.
 
-A source lists its files when it is made and reads them only when its pieces are asked for, a
-bounded piece at a time: a corpus, and a single file too, may be larger than memory.
+A source lists its files when it is made and reads them only when its parts are asked for, a
+bounded part at a time: a corpus, and a single file too, may be larger than memory.
 
 Held-out documents are chosen by a hash of their name (files) or text (jsonl lines), so the split
 is the same on every machine, and a document never changes sides when others are added.
@@ -31,14 +31,14 @@ from moetrain.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("moetrain")
 
-PIECE_BYTES = 1 << 20
-"""Longer text files are read in pieces of about this size, cut at line ends."""
+PART_BYTES = 1 << 20
+"""Longer text files are read in parts of about this size, cut at line ends."""
 
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class Piece(NamedTuple):
+class TextPart(NamedTuple):
     """A document, or the next part of one too large to hold."""
 
     text: str
@@ -77,14 +77,14 @@ class TextSource:
         return ["text", _stat(self.files)]
 
     def total_bytes(self) -> int:
-        """Bytes that :meth:`pieces` reads."""
+        """Bytes that :meth:`parts` reads."""
         return sum(path.stat().st_size for path in self.files)
 
-    def pieces(self) -> Iterator[Piece]:
+    def parts(self) -> Iterator[TextPart]:
         """The documents, in order."""
         for path in self.files:
             with _reading(path, self.if_empty.field):
-                yield from _text_pieces(path)
+                yield from _text_parts(path)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class JsonlSource:
         """As :meth:`TextSource.total_bytes`."""
         return sum(path.stat().st_size for path in self.files)
 
-    def pieces(self) -> Iterator[Piece]:
+    def parts(self) -> Iterator[TextPart]:
         """The documents, in order.
 
         Raises:
@@ -127,7 +127,7 @@ class JsonlSource:
                         field = error.field or self.field
                         raise ConfigError(field, f"{path}:{number}: {error}") from None
                     for text, spans in documents:
-                        yield Piece(text, spans, True, num_bytes)
+                        yield TextPart(text, spans, True, num_bytes)
                         num_bytes = 0
 
     def _documents(self, line: bytes) -> list[tuple[str, list[Span] | None]]:
@@ -281,20 +281,20 @@ def _read_template(file_name: str) -> str:
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
 
 
-def _text_pieces(path: Path) -> Iterator[Piece]:
+def _text_parts(path: Path) -> Iterator[TextPart]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
-        raw = file.read(PIECE_BYTES)
+        raw = file.read(PART_BYTES)
         if b"\0" in raw:
             logger.warning("%s is not text; skipped", path)
             return
         if not raw.strip():
             return
         while raw:
-            raw += file.readline(PIECE_BYTES)
-            following = file.read(PIECE_BYTES)
+            raw += file.readline(PART_BYTES)
+            following = file.read(PART_BYTES)
             text = decoder.decode(raw, final=not following)
-            yield Piece(text, None, not following, len(raw))
+            yield TextPart(text, None, not following, len(raw))
             raw = following
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.packed_attention import attention_packed, flex
+from moetrain.kernels.saving import worth_saving
 
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flex", "reference"]
 
@@ -28,6 +29,13 @@ _SDPA_ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+worth_saving(
+    "attention",
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
 
 class AttentionMask(NamedTuple):

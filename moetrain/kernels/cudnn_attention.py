@@ -131,7 +131,7 @@ def backward(
     return grads
 
 
-class _Sizes(NamedTuple):
+class _GraphSizes(NamedTuple):
     """What a graph is built for."""
 
     device: torch.device
@@ -160,13 +160,13 @@ def _prepare(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
-) -> tuple[_Sizes, dict[str, torch.Tensor]]:
+) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
     """The sizes of the call's graph, and what it must know of the documents."""
     (tokens, heads, width), kv_heads = q_THd.shape, k_TGd.shape[1]
     documents = _round_up(cu_seqlens.shape[0] - 1, MIN_DOCUMENTS)
     length = _round_up(max_seqlen, MIN_LENGTH)
     window = None if window is None or window >= length else window
-    sizes = _Sizes(
+    sizes = _GraphSizes(
         q_THd.device, q_THd.dtype, tokens, documents, length, heads, kv_heads, width, window
     )
     return sizes, document_layout(cu_seqlens, documents, heads * width, kv_heads * width)
@@ -236,7 +236,7 @@ def _execute(graph: _Graph, tensors: dict[str, torch.Tensor]) -> None:
 class _Builder:
     """One graph while it is described: cuDNN's tensors by our names."""
 
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, sizes: _GraphSizes) -> None:
         self.sizes, self.cudnn = sizes, importlib.import_module("cudnn")
         types = self.cudnn.data_type
         self.dtype = types.BFLOAT16 if sizes.dtype == torch.bfloat16 else types.HALF
@@ -308,7 +308,7 @@ class _Builder:
 
 
 @functools.cache
-def _forward_graph(sizes: _Sizes) -> _Graph:
+def _forward_graph(sizes: _GraphSizes) -> _Graph:
     builder = _Builder(sizes)
     o, lse = builder.graph.sdpa(
         name="forward", generate_stats=True, **builder.inputs("q", "k", "v"), **builder.mask
@@ -317,7 +317,7 @@ def _forward_graph(sizes: _Sizes) -> _Graph:
 
 
 @functools.cache
-def _backward_graph(sizes: _Sizes, deterministic: bool) -> _Graph:
+def _backward_graph(sizes: _GraphSizes, deterministic: bool) -> _Graph:
     builder = _Builder(sizes)
     inputs = builder.inputs(*_INPUTS)
     dq, dk, dv = builder.graph.sdpa_backward(

@@ -22,6 +22,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 from moetrain.kernels.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 
@@ -160,6 +161,8 @@ def _differentiate(ctx, dy_RD: torch.Tensor, _):
 
 
 _expert_mlp.register_autograd(_differentiate, setup_context=_save)
+# One op for both products: it hands out its pre-activations beside its result.
+worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
 
 
 def _make_inputs(
@@ -235,21 +238,6 @@ EXPERT_MLP = KernelSpec(
         r"for 5 experts it takes \(5,\)": lambda x: x | {"offsets_E": x["offsets_E"][1:]},
         "one weight a row": lambda x: x | {"weights_R": x["weights_R"][1:]},
     },
-    notes="""One H200, torch 2.11: 600 to 650 TFLOPS with 16 experts and 565 to 582 with 128, over
-    four runs (the backward is held by the 700 W limit: 3.8 to 4.3 ms). The six grouped GEMMs alone
-    reach 707 and 596; the two SwiGLU passes (0.14 and 0.29 ms) run at 98% of the memory's rate.
-
-    Tried and not kept: a Triton grouped GEMM with the gather fused into the load of x and SwiGLU
-    into its epilogue, for 131,072 rows. Best of 8 tilings (128 x (128 + 128) x 64, 8 warps, 4
-    stages, weights through TMA), forward of gate and up:
-        experts                        16         128
-        torch's grouped GEMM           1.14 ms    1.24 ms
-        Triton, plain                  1.17       1.27
-        Triton, gather fused           1.19       1.35
-        Triton, gather and SwiGLU      1.32       1.46
-        gather, torch's, SwiGLU apart  1.42       1.52
-    It saves 0.10 and 0.06 ms in the forward, less than the 0.14 ms or more that the backward then
-    takes to gather x again for its weight gradient: a loss end to end, for two more kernels.""",
 )
 
 SPECS = (EXPERT_MLP,)

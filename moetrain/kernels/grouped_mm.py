@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm as _grouped_mm
 
+from moetrain.kernels.saving import worth_saving
+
 ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 
 
@@ -93,6 +95,7 @@ def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context=_save_inputs)
+worth_saving("experts", torch.ops.moetrain.grouped_mm.default, torch.ops.aten._grouped_mm.default)
 
 
 def grouped_mm_reference(

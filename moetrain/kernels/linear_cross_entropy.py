@@ -58,7 +58,7 @@ class SummedLoss(NamedTuple):
     """One differentiable sum, and the per-token numbers behind it, which have no gradient."""
 
     total: torch.Tensor
-    """fp32 scalar: sum over tokens of weight * (loss + z_loss * lse^2); differentiable."""
+    """fp32 scalar: sum over tokens of weight * loss; differentiable."""
     loss_T: torch.Tensor
     lse_T: torch.Tensor
     entropy_T: torch.Tensor
@@ -103,19 +103,17 @@ def linear_cross_entropy_sum(
     targets_T: torch.Tensor,
     weights_T: torch.Tensor | None = None,
     *,
-    z_loss: float = 0.0,
     ignore_index: int = -100,
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
     check: bool = False,
 ) -> SummedLoss:
-    """``sum(weights * (loss + z_loss * lse^2))`` over tokens, cheaper than the per-token form.
+    """``sum(weights * loss)`` over tokens, cheaper than the per-token form.
 
     Args:
         weights_T: fp32, no gradient; None: ones. A factor known beforehand (1 / number of tokens)
             belongs here: one applied to the result rounds the gradients a second time.
-        z_loss: weight of the squared lse (arXiv 2204.02311).
 
     The rest is as in :func:`linear_cross_entropy`.
     """
@@ -136,7 +134,7 @@ def linear_cross_entropy_sum(
             backend=backend,
             check=check,
         )
-        return _sum_losses(losses, weights_T, z_loss)
+        return _sum_losses(losses, weights_T)
     _check(h_TD, w_VD, targets_T, temperature, ignore_index if check else None)
     check_fast(h_TD, w_VD)
     if weights_T is None:
@@ -144,7 +142,7 @@ def linear_cross_entropy_sum(
     valid_T = targets_T != ignore_index
     weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
     total, loss_T, lse_T, mean_T, _, _ = _summed_loss(
-        h_TD, w_VD, targets_T, weights_T, z_loss, 1 / temperature, chunk_elements
+        h_TD, w_VD, targets_T, weights_T, 1 / temperature, chunk_elements
     )
     tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
     return SummedLoss(total, *tokens)
@@ -176,7 +174,6 @@ def linear_cross_entropy_sum_reference(
     targets_T: torch.Tensor,
     weights_T: torch.Tensor | None = None,
     *,
-    z_loss: float = 0.0,
     ignore_index: int = -100,
     temperature: float = 1.0,
 ) -> SummedLoss:
@@ -184,14 +181,12 @@ def linear_cross_entropy_sum_reference(
     losses = linear_cross_entropy_reference(
         h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
     )
-    return _sum_losses(losses, weights_T, z_loss)
+    return _sum_losses(losses, weights_T)
 
 
-def _sum_losses(losses: TokenLosses, weights_T: torch.Tensor | None, z_loss: float) -> SummedLoss:
-    penalised_T = losses.loss_T + z_loss * losses.lse_T.square()
-    if weights_T is not None:
-        penalised_T = weights_T.detach() * penalised_T
-    return SummedLoss(penalised_T.sum(), *(x.detach() for x in losses))
+def _sum_losses(losses: TokenLosses, weights_T: torch.Tensor | None) -> SummedLoss:
+    weighted_T = losses.loss_T if weights_T is None else weights_T.detach() * losses.loss_T
+    return SummedLoss(weighted_T.sum(), *(x.detach() for x in losses))
 
 
 def _check(
@@ -269,7 +264,7 @@ def _token_losses_backward(
     chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     grads = LossGrads(*(g.contiguous() for g in (grad_loss_T, grad_lse_T, grad_mean_T)))
-    return loss_gradients(h_TD, w_VD, targets_T, grads, 0.0, scale, chunk_elements)[1:]
+    return loss_gradients(h_TD, w_VD, targets_T, grads, scale, chunk_elements)[1:]
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
@@ -278,16 +273,15 @@ def _summed_loss(
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
     weights_T: torch.Tensor,
-    z_loss: float,
     scale: float,
     chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, loss, lse, mean) and the gradients of total in h and w."""
     stats, grad_h_TD, grad_w_VD = loss_gradients(
-        h_TD, w_VD, targets_T, LossGrads(weights_T.contiguous()), z_loss, scale, chunk_elements
+        h_TD, w_VD, targets_T, LossGrads(weights_T.contiguous()), scale, chunk_elements
     )
     loss_T = stats.lse_C - stats.target_logit_C
-    total = (weights_T * (loss_T + z_loss * stats.lse_C.square())).sum()
+    total = (weights_T * loss_T).sum()
     return total, loss_T, stats.lse_C, stats.mean_C, grad_h_TD, grad_w_VD
 
 
@@ -318,7 +312,7 @@ def _(h_TD, w_VD, *_):
 
 
 @_summed_loss.register_fake
-def _(h_TD, w_VD, targets_T, weights_T, z_loss, scale, chunk_elements):
+def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements):
     tokens = (torch.empty_like(weights_T) for _ in range(3))
     return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), torch.empty_like(w_VD)
 
@@ -342,7 +336,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _sum_backward(ctx: Any, grad_total: torch.Tensor, *_):
     grad_h_TD, grad_w_VD = ctx.saved_tensors
-    return scaled(grad_h_TD, grad_total), scaled(grad_w_VD, grad_total), *[None] * 5
+    return scaled(grad_h_TD, grad_total), scaled(grad_w_VD, grad_total), *[None] * 4
 
 
 _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)
@@ -411,7 +405,6 @@ SPECS = (
         differentiable=("h_TD", "w_VD"),
         ops=(_token_losses, _token_losses_backward),
         bad_inputs=_BAD_INPUTS,
-        notes="Four matrix products. H200, torch 2.11: 15.7 ms forward, 50.6 backward, 1.27 GiB.",
     ),
     KernelSpec(
         name="linear_cross_entropy_sum",
@@ -420,7 +413,7 @@ SPECS = (
             **inputs
         ),
         make_inputs=_make_sum_inputs,
-        cases=(*_CASES, {"T": 100, "D": 32, "V": 264, "z_loss": 0.01, "temperature": 1.5}),
+        cases=_CASES,
         benches=(Bench(_BENCH_CASE, {"total_ms": 50.0, "extra_gib": 1.86}),),
         tolerance=_TOLERANCE,
         cost=_cost,
@@ -428,13 +421,5 @@ SPECS = (
         ops=(_summed_loss, scaled),
         bad_inputs=_BAD_INPUTS
         | {"weights have shape": lambda i: i | {"weights_T": i["weights_T"][1:]}},
-        notes="""H200, torch 2.11, 1.27 GiB extra: 48.0 to 49.1 ms, rising as the card warms. The
-gradients are made in the forward, so the two columns must be read together. The three products take
-about 42 ms of it: in a run this long cuBLAS falls from 790 to 690-750 TFLOPS (power, we believe).
-The rest: 2.6 ms for the logits' gradients (3.9 TB/s), 0.3 ms to join the tiles' sums, 0.35 ms for
-the upstream factor. Tried: fp32 logits from cuBLAS and a pass for their sums, 52.4 ms; bf16 logits
-would take 2.5 ms off that and give three times the gradient error; w's gradient summed in fp32
-would add 4.7 ms and 1.2 GB and lower its error from 3.2e-3 to 2.2e-3; half the chunk
-costs 0.5 ms.""",
     ),
 )

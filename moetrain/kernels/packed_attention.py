@@ -29,6 +29,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from moetrain.kernels import cudnn_attention
+from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
 
 PackedBackend = Literal["auto", "cudnn", "flex", "reference"]
@@ -317,6 +318,11 @@ def _differentiate(ctx, do_THd: torch.Tensor, _):
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
+worth_saving(
+    "attention",
+    torch.ops.moetrain.attention_packed.default,
+    torch.ops.higher_order.flex_attention,
+)
 
 
 # The spec.
@@ -386,19 +392,6 @@ ATTENTION_PACKED = KernelSpec(
         r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},
         r"from 0 to T=257": lambda x: x | {"cu_seqlens": x["cu_seqlens"][:-1], "check": True},
     },
-    notes="""One H200, torch 2.11, cuDNN 9.19, TFLOPS forward + backward, all from one run:
-        16,384 tokens    cuDNN         FlexAttention    torch varlen_attn
-        4 x 4096         472 to 475    338              287
-        nine documents   445 to 456    262              259
-        16 x 1024        317           224              204
-    A warm GPU at its 700 W limit gives up to 7% less (457, 427 and 314 once). 4 x 4096 in
-    deterministic mode: 438 (485 without, beside it). A window of 512 on 4 x 4096: 0.33 + 1.24 ms.
-
-    Bounded by cuDNN's backward (0.56 of the GEMM rate), on short documents by its fixed work, fp32
-    copies of dq, dk and dv for every query head. Tried: rounding the number of documents up to
-    64 or the length bound up to 4 times (within 1%; 128 documents: 2 to 5%); lse as [T, H] (1%
-    slower); lse padded to the bound (within noise, and it grows with the bound); no bound on the
-    total of tokens (1% faster, but scratch memory grows as documents times the bound).""",
 )
 
 SPECS = (ATTENTION_PACKED,)

@@ -334,11 +334,6 @@ _BENCHES = (
     Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.8, "backward_fraction": 0.8}),
     Bench(INDEX_BENCH | {"T": 132096, "D": 2048}),  # past 2^31 elements
 )
-_NOTES = (
-    "Bytes: on one H200 the copies to rows (mostly writes) reach 84% of the floor, the sums "
-    "(mostly reads) 91% with weights and 97% without. Blocks of 512 to 2048 columns and 1 to 8 "
-    "warps are within 2%, but for the backward of permute: one block a token, 79%."
-)
 
 SPECS = (
     KernelSpec(
@@ -352,7 +347,6 @@ SPECS = (
         cost=_rows_cost,
         differentiable=("x_TD", "weights_TK"),
         select=_used,
-        notes=_NOTES,
         ops=(_permute, _permute_backward),
         bad_inputs={
             r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
@@ -371,7 +365,6 @@ SPECS = (
         cost=_rows_cost,
         differentiable=("x_TD",),
         select=_used,
-        notes=_NOTES,
         ops=(_permute_tokens, _unpermute),
         bad_inputs={
             r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
@@ -391,7 +384,6 @@ SPECS = (
         select_grads=lambda inputs, grads: {
             name: _used(inputs, (x,))[0] for name, x in grads.items()
         },
-        notes=_NOTES,
         ops=(_unpermute, _permute_tokens),
         bad_inputs={
             r"rows \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},

@@ -75,14 +75,10 @@ class KernelSpec:
     """Drops what is unspecified from the gradients, by input name."""
     cpu_dtypes: tuple[torch.dtype, ...] = ()
     """Those of ``tolerance`` that the fast path takes on a CPU alone."""
-    interpretable: bool = True
-    """Whether the fast path runs on a CPU under Triton's interpreter."""
     ops: tuple[Any, ...] = ()
     """The custom ops (``torch.library.CustomOpDef``), for ``torch.library.opcheck``."""
     bad_inputs: Mapping[str, Callable[[Inputs], Inputs]] = field(default_factory=dict)
     """Text the ValueError must hold, to a change that makes the inputs of the first case bad."""
-    notes: str = ""
-    """What bounds it, what was tried, the best measured figure and its hardware."""
 
 
 class Results(NamedTuple):

@@ -229,10 +229,6 @@ SPECS = (
         differentiable=("gate_up_R2F", "weights_R"),
         select=_used,
         select_grads=_used_grads,
-        notes=(
-            "Bytes: one H200 reaches the floor both ways with a row a program. Tiles of 2 to 8 "
-            "rows and 256 or 512 columns reach 71 to 99%."
-        ),
         ops=(_swiglu, _swiglu_backward),
         bad_inputs={
             r"\(7, 47\); it takes \[R, 2F\]": lambda i: (

@@ -49,9 +49,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# bf16 on one H200, 4096 tokens x 2048 x 151,936, ms, taken in turns: this tile 3.7; 4 stages 4.1;
-# 128 x 128 with 4 warps, two programs a multiprocessor, 3.9 to 4.2; 128 x 256 4.2. cuBLAS, which
-# leaves the exponentials and their sums still to do, takes 3.2 cool and 3.7 in a long run.
+# bf16 on one H200: the fastest of those tried, 3.7 ms for 4096 tokens x 2048 x 151,936 (LOG.md).
 TILES = {
     torch.bfloat16: Tile(256, 128, 64, num_warps=8, num_stages=3),
     # For tests: a small tile, which compiles fast.
@@ -119,18 +117,17 @@ def chunk_logit_grads(
     targets_C: torch.Tensor,
     stats: ChunkStats,
     grads: LossGrads,
-    z_loss: float,
     scale: float,
 ) -> None:
     """Turn ``exps_CV`` into the gradient of ``h @ w^T``.
 
-    Of what: the sum of ``grads.loss * (loss + z_loss * lse^2) + grads.lse * lse + grads.mean *
-    mean``. The target logits are not read.
+    Of what: the sum of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``. The target
+    logits are not read.
     """
     (C, V), tile_columns = exps_CV.shape, TILES[exps_CV.dtype].columns
     _logit_grad_kernel[(C, triton.cdiv(V, tile_columns * _GRAD_TILES))](
         exps_CV, largest_NC, targets_C, stats.lse_C, stats.mean_C, *grads,
-        C, V, exps_CV.stride(0), scale, z_loss, BV=tile_columns, BN=_GRAD_TILES,
+        C, V, exps_CV.stride(0), scale, BV=tile_columns, BN=_GRAD_TILES,
     )  # fmt: skip
 
 
@@ -170,7 +167,6 @@ def loss_gradients(
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
     grads: LossGrads,
-    z_loss: float,
     scale: float,
     chunk_elements: int = CHUNK_ELEMENTS,
     join: Callable[[ChunkStats], None] = lambda stats: None,
@@ -196,7 +192,7 @@ def loss_gradients(
         grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
         largest_NC = chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, chunk_CV)
         join(stats_C)
-        chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, z_loss, scale)
+        chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
         torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
         # A beta of 0 ignores what the first chunk finds there.
         grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
@@ -283,9 +279,9 @@ def _stats_kernel(
 def _logit_grad_kernel(
     exps_ptr, largest_ptr, targets_ptr, lse_ptr, mean_ptr,
     grad_loss_ptr, grad_lse_ptr, grad_mean_ptr,
-    C, V, row_stride, scale, z_loss, BV: tl.constexpr, BN: tl.constexpr,
+    C, V, row_stride, scale, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """In place, BN tiles of one row: 2^x to the gradient of loss + z_loss * lse^2, lse and mean."""
+    """In place, BN tiles of one row: 2^x to the gradient of loss, lse and mean."""
     row = tl.program_id(0)
     tile = tl.program_id(1) * BN + tl.arange(0, BN)
     col = tile[:, None] * BV + tl.arange(0, BV)[None, :]
@@ -295,7 +291,7 @@ def _logit_grad_kernel(
     lse = tl.load(lse_ptr + row)
     p = exps * tl.exp2(largest - lse * _LOG2_E)[:, None]
     grad_loss = tl.load(grad_loss_ptr + row)
-    slope = grad_loss + 2.0 * z_loss * grad_loss * lse
+    slope = grad_loss
     if grad_lse_ptr is not None:
         slope += tl.load(grad_lse_ptr + row)
     grad = p * slope

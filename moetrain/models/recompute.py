@@ -2,8 +2,8 @@
 
     none       every tensor that a gradient needs
     full       the block's inputs; the backward runs the whole block again
-    selective  the inputs, the routing, and the results of the ops that were asked for by a name
-               of :data:`SAVED_OPS`; the backward runs the rest of the block again
+    selective  the inputs, the routing, and the results of the ops that joined the groups asked for
+               (:mod:`moetrain.kernels.saving`); the backward runs the rest of the block again
 
 Selective recomputation lies inside the block's forward, where ``full`` lies around it. So it is
 part of what is compiled, and the compiler cuts the joint graph by it: of
@@ -32,33 +32,9 @@ from torch.utils.checkpoint import (
 )
 
 from moetrain.config import ActivationSection, SavedName
+from moetrain.kernels.saving import saved_ops
 from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer, call
-
-SAVED_OPS: dict[SavedName, tuple[str, ...]] = {
-    # Results of an exchange between ranks, both ways: tokens do not travel again.
-    "dispatch": (
-        "moetrain::exchange_counts",
-        "moetrain::exchange_rows",
-        "moetrain::deepep_dispatch",
-        "moetrain::deepep_combine",
-    ),
-    "attention": (
-        "moetrain::attention_packed",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "flex_attention",
-    ),
-    # The first is one op for both products: it hands out its pre-activations beside its result.
-    "experts": ("moetrain::expert_mlp", "moetrain::grouped_mm", "aten::_grouped_mm"),
-    "linear": ("aten::mm", "aten::addmm", "moetrain::router_logits"),
-}
-"""The ops that each name of ``activation.save`` stands for."""
-
-ROUTING_OPS = ("moetrain::router_topk", "moetrain::expert_indices", "aten::sort.stable")
-"""What chooses experts, by kernel or by reference, and what sorts rows: a few bytes a row."""
 
 
 def set_recomputation(model: Transformer, activation: ActivationSection) -> None:
@@ -81,16 +57,15 @@ def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -
     return CheckpointPolicy.MUST_SAVE if op.name() in ops else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(ops: frozenset[str]) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, ops))
+def _contexts(names: Sequence[SavedName]) -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, saved_ops(names)))
 
 
 def _forward_keeping(names: Sequence[SavedName]) -> Callable[..., Any]:
     """A block's forward, recomputed but for the ops of ``names``; one for all blocks."""
-    ops = frozenset(ROUTING_OPS).union(*(SAVED_OPS[name] for name in names))
-    contexts = partial(_contexts, ops)
+    contexts = partial(_contexts, names)
     # The compiler's cache must tell this from other choices of names.
-    contexts.cache_hash = repr(sorted(ops))  # pyright: ignore[reportAttributeAccessIssue]
+    contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(block: nn.Module, *inputs: Any) -> Any:
         run = partial(type(block).forward, block)

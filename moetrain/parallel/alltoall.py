@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.kernels import Backend, ExpertIndices, expert_indices, permute_tokens, unpermute
+from moetrain.kernels.saving import worth_saving
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
 from moetrain.parallel.expert import Received, count_local_experts
 
@@ -185,5 +186,10 @@ _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_ex
 
 # The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
 # ranks would wait for it for ever.
-torch.fx.has_side_effect(torch.ops.moetrain.exchange_counts.default)
-torch.fx.has_side_effect(torch.ops.moetrain.exchange_rows.default)
+_EXCHANGES = (
+    torch.ops.moetrain.exchange_counts.default,
+    torch.ops.moetrain.exchange_rows.default,
+)
+for _op in _EXCHANGES:
+    torch.fx.has_side_effect(_op)
+worth_saving("dispatch", *_EXCHANGES)  # both ways: recomputed blocks send no token again

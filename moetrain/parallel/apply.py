@@ -40,7 +40,7 @@ from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, share_tokens
-from moetrain.parallel.vocabulary import ShardedVocabulary
+from moetrain.parallel.vocab_parallel import ShardedVocabulary
 from moetrain.parallel.world import World
 
 

@@ -8,21 +8,16 @@ Gradients are reduced in one of three modes:
     fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
     bf16        rows are reduce-scattered in their own dtype.
 
-There are two forms. The ``*_start`` functions overlap with compute and write into given buffers.
-The functional :func:`reduce_scatter` and :func:`all_gather`, whose backward it is, can be traced by
-the compiler; they name their group by a string, because a compiled graph holds no objects.
+Both return while they are under way, and write into buffers that may be given.
 
-Left out on purpose: padding (every rank gives rows of one length) and cutting long tensors into
-buckets (any length is one call). Tried and not kept: reading the rows out of the other GPUs'
-symmetric memory while adding them. On four H200s, the best of 24 launch settings against the
-all-to-all: 0.075 and 0.075 ms at 16 MiB, 0.219 and 0.209 at 64, 1.433 and 1.471 at 512, for 256 MiB
-of buffers.
+Left out on purpose: padding (every rank gives rows of one length), cutting long tensors into
+buckets (any length is one call), and anything that the compiler could trace.
 
 Legend: W ranks of the group, N elements of one rank's row.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -113,70 +108,3 @@ def reduce_scatter_start(
     else:
         raise ValueError(f"reduce_scatter: mode {mode!r} is none of {get_args(ReduceMode)}")
     return PendingReduce(work, arriving, out_N, accumulate)
-
-
-def reduce_scatter(chunks_WN: torch.Tensor, group: str, mode: ReduceMode) -> torch.Tensor:
-    """The sum over the ranks of the group named ``group`` of this rank's row: fp32 [N].
-
-    Traceable, not differentiable. Chunks, mode and errors as in :func:`reduce_scatter_start`.
-    """
-    return _reduce_scatter(chunks_WN, group, mode)
-
-
-def all_gather(
-    x_N: torch.Tensor, ranks: int, group: str, dtype: torch.dtype, mode: ReduceMode
-) -> torch.Tensor:
-    """``x_WN`` in ``dtype``: ``x_N`` of every rank of the group named ``group``, in rank order.
-
-    Traceable. The gradient, in ``dtype``, is reduced by ``mode`` to an fp32 one for ``x_N``: the
-    cast lies inside because autograd would round the gradient of one outside to ``dtype``.
-
-    Args:
-        x_N: fp32, of one length on all ranks.
-        ranks: the group's size. An argument, because the compiler sees no group.
-    """
-    return _all_gather(x_N, ranks, group, dtype, mode)
-
-
-@torch.library.custom_op("moetrain::reduce_scatter", mutates_args=())
-def _reduce_scatter(chunks_WN: torch.Tensor, group: str, mode: str) -> torch.Tensor:
-    out_N = _reduce_scatter_fake(chunks_WN, group, mode)
-    pending = reduce_scatter_start(
-        chunks_WN, resolve_group(group), out_N=out_N, accumulate=False, mode=cast(ReduceMode, mode)
-    )
-    return pending.finish()
-
-
-@_reduce_scatter.register_fake
-def _reduce_scatter_fake(chunks_WN: torch.Tensor, group: str, mode: str) -> torch.Tensor:
-    return chunks_WN.new_empty(chunks_WN.shape[1], dtype=torch.float32)
-
-
-@torch.library.custom_op("moetrain::all_gather", mutates_args=())
-def _all_gather(
-    x_N: torch.Tensor, ranks: int, group: str, dtype: torch.dtype, mode: str
-) -> torch.Tensor:
-    x_WN, work = all_gather_start(x_N.to(dtype), resolve_group(group))
-    work.wait()
-    return x_WN
-
-
-@_all_gather.register_fake
-def _(x_N: torch.Tensor, ranks: int, group: str, dtype: torch.dtype, mode: str) -> torch.Tensor:
-    return x_N.new_empty(ranks, x_N.shape[0], dtype=dtype)
-
-
-def _save_reduction(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, _, ctx.group, _, ctx.mode = inputs
-
-
-def _differentiate_all_gather(ctx: Any, d_x_WN: torch.Tensor):
-    return _reduce_scatter(d_x_WN.contiguous(), ctx.group, ctx.mode), None, None, None, None
-
-
-_all_gather.register_autograd(_differentiate_all_gather, setup_context=_save_reduction)
-
-# The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
-# ranks would wait for it for ever.
-torch.fx.has_side_effect(torch.ops.moetrain.reduce_scatter.default)
-torch.fx.has_side_effect(torch.ops.moetrain.all_gather.default)

@@ -37,7 +37,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models import Architecture
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep_ops import (
-    Layout,
+    SendCounts,
     connect,
     deepep_combine,
     deepep_dispatch,
@@ -54,8 +54,7 @@ HIDDEN_MULTIPLE, MAX_HIDDEN = 16, 8176  # half a token is one copy through 8 KiB
 
 AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
-the links give, see ``SEND_TOKENS`` in deepep_ops.py. Eight H200s, dispatch and combine: 1.3 ms at
-32 SMs, 1.2 at 48, the most tried."""
+the links give (LOG.md)."""
 
 
 class StaticSizes(NamedTuple):
@@ -140,7 +139,7 @@ class DeepEP:
             x_TD.contiguous(),
             ids_TK.contiguous(),
             weights_TK.contiguous(),
-            list(Layout.of(ids_TK, self.num_experts, self.num_ranks)),
+            list(SendCounts.of(ids_TK, self.num_experts, self.num_ranks)),
             self.group_name,
             self.num_sms,
             self.num_ranks * max_tokens,

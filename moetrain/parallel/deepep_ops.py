@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moetrain.kernels.saving import worth_saving
+
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 
 
@@ -59,16 +61,8 @@ def _libraries_of_other_wheels() -> Iterator[Path]:
 
 SEND_TOKENS, RECEIVE_TOKENS = {2: (24, 16), 4: (16, 16)}, 256
 """Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
-that it has room for; for other numbers of ranks what the package takes. H200s, 20,480 tokens x
-2048, top-8 of 128 evenly, milliseconds of dispatch and combine, and with the package's own choice
-where that differs (the all-to-all of the same bytes takes 0.67 ms on four and 0.31 on two):
-
-    SMs           24                      32                      48           64           80
-    4   1.04 0.81 (1.35 1.05)   0.80 0.72 (1.05 0.84)   0.68 0.69 (0.78 0.74)  0.70 0.68  0.68 0.67
-    2   0.88 0.70 (0.88 0.82)   0.68 0.54 (0.68 0.63)   0.47 0.40 (0.47 0.46)  0.36 0.35  0.31 0.31
-
-Two ranks get to 0.30 and 0.30 with 100 SMs, 0.29 and 0.29 with 120.
-"""
+that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
+slower at 24 SMs and 7 to 15% at 48 (LOG.md)."""
 
 
 class Connection(NamedTuple):
@@ -129,7 +123,6 @@ def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connectio
 
 
 Handle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-HANDLE_SIZE = 6
 
 
 def empty_handle(
@@ -149,7 +142,7 @@ def empty_handle(
 
 
 def own_handle(handle: Sequence[torch.Tensor]) -> Handle:
-    """``handle`` as results of an op, which must not be what the op was given: the layout is."""
+    """``handle`` as results of an op, which none may be that it was given: one is."""
     rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW, send_head_TW = handle
     return rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW.clone(), send_head_TW
 
@@ -160,7 +153,7 @@ def own_send_head(handle: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return (*others, send_head_TW.clone())
 
 
-class Layout(NamedTuple):
+class SendCounts(NamedTuple):
     """Where tokens go."""
 
     tokens_W: torch.Tensor
@@ -171,12 +164,8 @@ class Layout(NamedTuple):
     """bool: whether a token goes to a rank."""
 
     @classmethod
-    def of(cls, ids_TK: torch.Tensor, num_experts: int, num_ranks: int) -> "Layout":
-        """For ids of all E experts (-1: none).
-
-        An H200 takes 17 us for 16,384 tokens of it compiled, 290 in eager mode; the package's own
-        kernel takes 145 for 20,480.
-        """
+    def of(cls, ids_TK: torch.Tensor, num_experts: int, num_ranks: int) -> "SendCounts":
+        """For ids of all E experts (-1: none); compiled, a seventh of the package's own time."""
         rank_TK = ids_TK // (num_experts // num_ranks)  # rounds down: -1 stays -1
         ranks_W, experts_E = (
             torch.arange(n, device=ids_TK.device, dtype=ids_TK.dtype)
@@ -203,7 +192,7 @@ def deepep_dispatch(
     x_TD: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    layout: Sequence[torch.Tensor],
+    send: Sequence[torch.Tensor],
     group: str,
     num_sms: int,
     worst_tokens: int,
@@ -230,7 +219,7 @@ def deepep_dispatch(
             x_TD,
             topk_idx=ids_TK.to(found.ids_dtype),
             topk_weights=weights_TK,
-            **Layout(*layout).arguments(),
+            **SendCounts(*send).arguments(),
             num_worst_tokens=worst_tokens,
             config=found.dispatch_config,
         )
@@ -243,7 +232,7 @@ def _(
     x_TD: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    layout: Sequence[torch.Tensor],
+    send: Sequence[torch.Tensor],
     group: str,
     num_sms: int,
     worst_tokens: int,
@@ -258,7 +247,7 @@ def _(
         x_TD.new_empty(received, top_k, dtype=torch.int32),
         weights_TK.new_empty(received, top_k),
         x_TD.new_empty(rows, 0),
-        *empty_handle(x_TD, tokens, received, layout[0].shape[0], num_sms),
+        *empty_handle(x_TD, tokens, received, send[0].shape[0], num_sms),
     )
 
 
@@ -352,7 +341,7 @@ def _differentiate_dispatch(
         ctx.group,
         ctx.num_sms,
     )
-    return d_x_TD, None, d_weights_TK, [None] * len(Layout._fields), *[None] * 4
+    return d_x_TD, None, d_weights_TK, [None] * len(SendCounts._fields), *[None] * 4
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -372,3 +361,8 @@ deepep_combine.register_autograd(_differentiate_combine, setup_context=_save_com
 # As in moetrain.parallel.alltoall: a rank without tokens must still call.
 for _name in ("dispatch", "dispatch_backward", "combine", "combine_backward"):
     torch.fx.has_side_effect(getattr(torch.ops.moetrain, f"deepep_{_name}").default)
+worth_saving(
+    "dispatch",
+    torch.ops.moetrain.deepep_dispatch.default,
+    torch.ops.moetrain.deepep_combine.default,
+)

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from moetrain.config import ConfigError, Place, RunFailed
+from moetrain.config import ConfigError, LaunchedPlace, RunFailed
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective, which all ranks enter within a step of one another; and of a rank's silence."""
@@ -123,7 +123,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].strip()
 
 
-def find_ranks(place: Place, seconds: float) -> dist.Store:
+def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
     """The store where all ranks of ``place.world_size`` have met.
 
     Args:
@@ -165,7 +165,7 @@ def find_ranks(place: Place, seconds: float) -> dist.Store:
     return store
 
 
-def _await_server(place: Place, host: str, port: int, seconds: float) -> None:
+def _await_server(place: LaunchedPlace, host: str, port: int, seconds: float) -> None:
     """Return when somebody answers; TCPStore's own way would not let Ctrl-C through meanwhile."""
     deadline = time.monotonic() + seconds
     while True:
@@ -183,7 +183,7 @@ def _await_server(place: Place, host: str, port: int, seconds: float) -> None:
         time.sleep(LONGEST_PAUSE)
 
 
-def _await_ranks(store: dist.Store, place: Place, seconds: float, deadline: float) -> None:
+def _await_ranks(store: dist.Store, place: LaunchedPlace, seconds: float, deadline: float) -> None:
     rank, size = place.rank, place.world_size
     theirs = int(store.compare_set("size", "", str(size)))
     if theirs != size:

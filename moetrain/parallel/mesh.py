@@ -145,8 +145,6 @@ class Meshes:
     dims: ParallelDims
     dense: DeviceMesh
     """Every rank: (pp, dp_replicate, dp_shard, cp, tp)."""
-    expert: DeviceMesh
-    """The same ranks: (pp, dp_replicate, efsdp, ep)."""
     split_parameters: DeviceMesh
     """This stage's ranks: (dp_replicate, tp, fsdp); fsdp is dp_shard x cp, and cuts last."""
     shared_parameters: DeviceMesh
@@ -173,7 +171,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     return Meshes(
         dims,
         groups.mesh(dense_ranks, DENSE_AXES),
-        groups.mesh(expert_ranks, EXPERT_AXES),
         groups.stage_mesh(fsdp_ranks, ("dp_replicate", "tp", "fsdp")),
         groups.stage_mesh(shared_ranks, ("dp_replicate", "one", "fsdp")),
         groups.stage_mesh(efsdp_ranks, ("dp_replicate", "ep", "efsdp")),

@@ -164,13 +164,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     """
     dims = ParallelDims.resolve(config.parallel, size, arch)
     t = config.train
-    if t.global_batch_size % (t.micro_batch_size * dims.data_ranks):
-        raise ConfigError(
-            "train.global_batch_size",
-            f"{t.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{t.micro_batch_size} x {dims.data_ranks} ranks with data "
-            f"(dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard})",
-        )
+    t.micro_batches(dims.data_ranks)
     if t.micro_batch_size * config.data.seq_len % dims.tp:
         raise ConfigError(
             "parallel.tp",

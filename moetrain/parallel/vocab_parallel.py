@@ -151,7 +151,7 @@ class ShardedVocabulary:
             # A chunk joins by a collective, so every rank cuts as the one with most rows must.
             how = {"join": self.join, "columns": self.most_rows}
             chunk = self.chunk_elements
-            return loss_gradients(h_TD, w_LD, targets_T, grads, 0.0, scale, chunk, **how)
+            return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
         stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
         self.join(stats)
         d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)
