@@ -223,14 +223,14 @@ class _Sizes:
         w, is_compiled = self.width, self.share.is_compiled
         inputs = 2 * w + 2 * w if is_compiled else 2 * (FP32 + 2 * w)  # residuals, both norms
         kept = sum(part.activations(self.share) for part in layer)
-        return self.share.part_tokens * self.arch.hidden_size * inputs + kept
+        return self.share.own_tokens * self.arch.hidden_size * inputs + kept
 
     def saved(self, layer: Layer) -> float:
         """What one block keeps from its forward to its backward, by ``activation.policy``."""
         policy = self.activation.policy
         if policy == "none":
             return self.activations(layer)
-        block_input = self.share.part_tokens * self.arch.hidden_size * self.width
+        block_input = self.share.own_tokens * self.arch.hidden_size * self.width
         if policy == "full":
             return block_input
         kept = [part.saved(self.share) for part in layer]
@@ -239,7 +239,7 @@ class _Sizes:
     def all_activations(self) -> float:
         """Of every block, and of the final norm and the hidden states, which are never compiled."""
         tail = self.arch.hidden_size * (FP32 + 2 * self.width)
-        return self.all_layers(self.saved) + self.share.part_tokens * tail
+        return self.all_layers(self.saved) + self.share.own_tokens * tail
 
     def backward_set(self, layer: Layer) -> float:
         """What one block's backward holds beside what was saved.

@@ -10,7 +10,7 @@ from moetrain.models import Architecture, register
 from moetrain.models.attention import Attention, GroupedQueryAttention, masked_attention
 from moetrain.models.family import COMMON_DEFAULTS, Family, HFFamily
 from moetrain.models.layers import Linear
-from moetrain.models.parts import Divided, Part, Weight
+from moetrain.models.parts import Part, Weight
 from moetrain.models.rules import COLWISE, ROWWISE
 from moetrain.models.weight_map import DENSE, Rename
 
@@ -37,11 +37,11 @@ class SquaredReLU(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Part):
+    divided = {"num_features": "tp"}  # noqa: RUF012
     num_features: int
     weights = property(lambda self: {
         "w_in.weight": Weight((self.num_features, self.hidden_size), FROZEN),
         "w_out.weight": Weight((self.hidden_size, self.num_features), ROWWISE)})  # fmt: skip
-    divided = property(lambda self: (Divided("tp", "num_features", self.num_features),))
 
     def build(self, kernels, moe):
         return SquaredReLU(self.hidden_size, self.num_features)

@@ -7,6 +7,8 @@ and costs in all is added up here, from what its parts say, and is tested agains
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -127,7 +129,7 @@ class Architecture(BaseModel):
 
     def parts(self) -> list[Part]:
         """Each distinct part, in the order of layers."""
-        return list(dict.fromkeys(part for layer in self.layers() for part in layer))
+        return list(dict.fromkeys(self._every_part()))
 
     def window(self, layer: int) -> int | None:
         """Sliding attention window of block ``layer`` in tokens, None: unlimited."""
@@ -145,12 +147,11 @@ class Architecture(BaseModel):
 
     def num_params(self) -> int:
         """Parameters of the built model (tied embeddings counted once)."""
-        return self._frame() + sum(part.num_params() for layer in self.layers() for part in layer)
+        return self._frame() + sum(part.num_params() for part in self._every_part())
 
     def num_active_params(self) -> int:
         """Parameters one token uses: as :meth:`num_params` with only its chosen experts."""
-        parts = (part for layer in self.layers() for part in layer)
-        return self._frame() + sum(part.num_active_params() for part in parts)
+        return self._frame() + sum(part.num_active_params() for part in self._every_part())
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs of one token in a causal row of ``seq_len`` tokens.
@@ -159,9 +160,11 @@ class Architecture(BaseModel):
         recomputation, norms, embedding lookups or biases. Causal attention counts the average
         number of keys a query sees, ``seq_len / 2`` (less with a window).
         """
-        parts = (part for layer in self.layers() for part in layer)
-        products = sum(part.products_per_token(seq_len) for part in parts)
+        products = sum(part.products_per_token(seq_len) for part in self._every_part())
         return 6.0 * (products + self.vocab_size * self.hidden_size)
+
+    def _every_part(self) -> Iterator[Part]:
+        return chain.from_iterable(self.layers())
 
     def _frame(self) -> int:
         """Parameters outside the parts: of the vocabulary and of norms."""

@@ -5,7 +5,7 @@ Legend: B batch, S sequence, D model width, H query heads, G key/value heads, d 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels import attention
 from moetrain.models.layers import Context, Linear, RMSNorm
-from moetrain.models.parts import FP32, AttentionPart, Divided, Share, Weight
+from moetrain.models.parts import FP32, AttentionPart, Share, Weight
 from moetrain.models.rope import rotate
 from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 
@@ -21,6 +21,8 @@ from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention(AttentionPart):
     """Causal attention whose query heads share keys and values (arXiv 2305.13245)."""
+
+    divided: ClassVar[Mapping[str, str]] = {"num_heads": "tp", "num_kv_heads": "tp"}
 
     num_heads: int
     num_kv_heads: int
@@ -66,11 +68,6 @@ class GroupedQueryAttention(AttentionPart):
             found |= {"q_norm.weight": norm, "k_norm.weight": norm}
         return found
 
-    @property
-    def divided(self) -> tuple[Divided, ...]:
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return tuple(Divided("tp", name, count) for name, count in heads.items())
-
     def products_per_token(self, seq_len: int) -> float:
         window = min(self.window or seq_len, seq_len)
         keys = window * (1 - window / (2 * seq_len))
@@ -93,7 +90,7 @@ class GroupedQueryAttention(AttentionPart):
         products = share.tokens * w * (q_dim + 2 * kv_dim) / share.tp
         return {
             "attention": share.tokens * (w * q_dim + FP32 * self.num_heads) / share.tp,
-            "linear": products + share.part_tokens * w * self.hidden_size,
+            "linear": products + share.own_tokens * w * self.hidden_size,
         }
 
 

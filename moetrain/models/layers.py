@@ -11,7 +11,7 @@ Legend: B batch, S sequence, D model width, V vocabulary, F MLP width.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels import AttentionMask
-from moetrain.models.parts import Divided, Part, Share, Weight
+from moetrain.models.parts import Part, Share, Weight
 from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
 from moetrain.models.vocabulary import Vocabulary
@@ -81,6 +81,8 @@ class Context(NamedTuple):
 class SwiGLU(Part):
     """A gated feed-forward layer (arXiv 2002.05202)."""
 
+    divided: ClassVar[Mapping[str, str]] = {"intermediate_size": "tp"}
+
     intermediate_size: int
     mlp_bias: bool = False
 
@@ -97,10 +99,6 @@ class SwiGLU(Part):
             found |= {f"{name}.bias": Weight((width,), BIAS) for name in wide}
             found["w_down.bias"] = Weight((dim,), SHARED_BIAS)
         return found
-
-    @property
-    def divided(self) -> tuple[Divided, ...]:
-        return (Divided("tp", "intermediate_size", self.intermediate_size),)
 
     def activations(self, share: Share) -> float:
         return (3 if share.is_compiled else 4) * self._wide(share)

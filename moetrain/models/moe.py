@@ -31,7 +31,7 @@ from moetrain.kernels import (
     unpermute,
 )
 from moetrain.models.layers import Context
-from moetrain.models.parts import FP32, Divided, Part, Share, Weight
+from moetrain.models.parts import FP32, Part, Share, Weight
 from moetrain.models.rules import EXPERT, ROUTER, PartStyle
 
 
@@ -43,6 +43,7 @@ class RoutedExperts(Part):
     style: ClassVar[PartStyle] = "routed"
     # Grouped matrix products read rows in pieces of 16 bytes: 8 numbers of bfloat16.
     aligned: ClassVar[Mapping[str, int]] = {"hidden_size": 8, "moe_intermediate_size": 8}
+    divided: ClassVar[Mapping[str, str]] = {"num_experts": "ep"}
 
     num_experts: int
     num_experts_per_token: int
@@ -72,14 +73,6 @@ class RoutedExperts(Part):
             "experts.w_down": Weight((e, dim, width), EXPERT),
         }
 
-    @property
-    def divided(self) -> tuple[Divided, ...]:
-        return (Divided("ep", "num_experts", self.num_experts),)
-
-    @property
-    def least_tensors(self) -> int:
-        return self.num_experts
-
     def num_active_params(self) -> int:
         expert = 3 * self.hidden_size * self.moe_intermediate_size
         return self.num_params() - (self.num_experts - self.num_experts_per_token) * expert
@@ -90,18 +83,18 @@ class RoutedExperts(Part):
     def activations(self, share: Share) -> float:
         """Rows, pre-activations and the routing."""
         row = share.width * (self.hidden_size + 2 * self.moe_intermediate_size)
-        return share.part_tokens * (self.num_experts_per_token * row + self._routing())
+        return share.own_tokens * (self.num_experts_per_token * row + self._routing())
 
     def saved(self, share: Share) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
         return {
-            "experts": share.part_tokens * (pre + self._routing()),
+            "experts": share.own_tokens * (pre + self._routing()),
             "dispatch": self._received(share),
         }
 
     def working_set(self, share: Share) -> float:
         row = share.width * (2 * self.hidden_size + 3 * self.moe_intermediate_size)
-        rows = share.part_tokens * self.num_experts_per_token * row
+        rows = share.own_tokens * self.num_experts_per_token * row
         return rows + 2 * self._received(share)
 
     def _routing(self) -> int:
@@ -113,7 +106,7 @@ class RoutedExperts(Part):
         if share.ep == 1:
             return 0.0
         reached = 1 - (1 - 1 / share.ep) ** self.num_experts_per_token
-        return share.part_tokens * share.ep * reached * self.hidden_size * share.width
+        return share.own_tokens * share.ep * reached * self.hidden_size * share.width
 
 
 class RouterStats(NamedTuple):

@@ -33,16 +33,6 @@ class Weight(NamedTuple):
     rule: Rule
 
 
-class Divided(NamedTuple):
-    """Something that the ranks of an axis share in equal parts."""
-
-    axis: str
-    """A setting of ``parallel``: tp or ep."""
-    name: str
-    """The architecture's field that says how many there are."""
-    size: int
-
-
 @dataclass(frozen=True)
 class Share:
     """What one rank has of a micro-batch, and how it computes."""
@@ -56,7 +46,7 @@ class Share:
     is_compiled: bool
 
     @property
-    def part_tokens(self) -> int:
+    def own_tokens(self) -> int:
         """N: the tokens that this rank has alone."""
         return self.tokens // self.tp
 
@@ -74,6 +64,8 @@ class Part(ABC):
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[Mapping[str, int]] = {}
     """Fields that kernels need to be a multiple of something."""
+    divided: ClassVar[Mapping[str, str]] = {}
+    """Fields that the degree of an axis (``parallel.tp`` or ``ep``) must divide."""
 
     hidden_size: int
 
@@ -91,16 +83,6 @@ class Part(ABC):
     @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
         """Every parameter of the module, by its name there."""
-
-    @property
-    def divided(self) -> tuple[Divided, ...]:
-        """What the degrees of parallelism must divide."""
-        return ()
-
-    @property
-    def least_tensors(self) -> int:
-        """Tensors that a checkpoint has of it at least."""
-        return 1
 
     # Arithmetic.
     def num_params(self) -> int:

@@ -118,13 +118,13 @@ class ParallelDims:
 
     def _check_model(self, arch: Architecture) -> None:
         where = f"in a world of {self.world_size} ({self.describe()}, ep {self.ep})"
-        needs = [need for part in arch.parts() for need in part.divided]
-        if self.ep > 1 and all(need.axis != "ep" for need in needs):
+        parts = arch.parts()
+        if self.ep > 1 and all("ep" not in part.divided.values() for part in parts):
             raise ConfigError(
                 "parallel.ep", f"{self.ep} {where}, but {arch.family} has no experts; use 1"
             )
-        for axis, name, size in needs:
-            degree = getattr(self, axis)
+        for part, name, axis in ((p, *need) for p in parts for need in p.divided.items()):
+            degree, size = getattr(self, axis), getattr(part, name)
             if size % degree:
                 raise ConfigError(
                     f"parallel.{axis}",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -85,9 +86,8 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
         generation = folder / GENERATION
         settings = read_json(generation) if generation.is_file() else None
         files = tuple(small_files(folder))
-    least = sum(part.least_tensors for layer in arch.layers() for part in layer)
-    if least > len(stored):
-        sizes = f"{arch.num_layers} layers, of {least} tensors or more"
+    if (expected := _count_tensors(arch)) > 2 * len(stored):  # too many to be named, or built
+        sizes = f"{arch.num_layers} layers of {expected} tensors"
         raise error(folder, f"config.json describes {sizes}; the files hold {len(stored)}")
     with torch.device("meta"):
         parameters = dict(build_model(arch).named_parameters())
@@ -181,6 +181,15 @@ def pieces_of(arch: Architecture, parameters: Mapping[str, torch.Tensor]) -> lis
     """Every file tensor of a model with ``parameters``, and where it lies."""
     table = find_family(arch).hf.weight_map
     return all_pieces(table, {name: p.shape for name, p in parameters.items()})
+
+
+def _count_tensors(arch: Architecture) -> int:
+    """File tensors of all blocks' parts."""
+    table, total = find_family(arch).hf.weight_map, 0
+    for part, count in Counter(part for layer in arch.layers() for part in layer).items():
+        shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
+        total += count * len(all_pieces(table, shapes))
+    return total
 
 
 def _write_whole(
