@@ -13,6 +13,9 @@ from moetrain.config import Config, ConfigError
 from moetrain.memory import plan_memory
 from moetrain.metrics import read_metrics
 from moetrain.models import find_family, register, resolve_architecture
+from moetrain.models.family import decoder_plan
+from moetrain.models.parts import Weight
+from moetrain.models.rules import COLWISE
 from moetrain.trainer import Trainer
 
 FROZEN = "model.layers.{}.ffn.in.weight"
@@ -102,6 +105,23 @@ def test_training_is_the_same_on_every_layout_and_goes_on_where_it_was(words, ch
         assert_same(weights(resumed), weights(whole))
         moetrain.save_hf(moetrain.load_hf(whole / "hf"), tmp_path / f"{layout} again")
         assert_same(load_file(tmp_path / f"{layout} again" / "model.safetensors"), weights(whole))
+
+
+class Thawed(toy_family.Features):
+    @property
+    def weights(self):
+        return {**super().weights, "w_in.weight": Weight((12, 16), COLWISE)}
+
+
+class Mixed(toy_family.Toy):
+    def feed_forward(self, layer):
+        return (Thawed if layer else toy_family.Features).of(self)
+
+
+def test_layers_may_not_disagree_about_what_one_name_means(checkpoint):
+    arch = moetrain.load_hf(checkpoint).arch
+    with pytest.raises(ValueError, match="parts called mlp disagree"):
+        decoder_plan(Mixed(**arch.model_dump()))
 
 
 def test_what_its_parts_say_is_asked(words, checkpoint):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -95,23 +95,20 @@ class Part(ABC):
 
     def products_per_token(self, seq_len: int) -> float:
         """Multiply-adds of matrix products in one token's forward, in a row of ``seq_len``."""
-        return sum(
-            math.prod(weight.shape) for weight in self.weights.values() if _is_matrix(weight)
-        )
+        return sum(math.prod(weight.shape) for weight in self._matrices())
 
     # Memory.
     def numbers(self, share: Share) -> float:
         """Of its matrices on one rank: whole over FSDP ranks, cut over tensor and expert ranks."""
         ranks = {"colwise": share.tp, "rowwise": share.tp, "expert": share.ep}
-        matrices = filter(_is_matrix, self.weights.values())
-        return sum(math.prod(shape) / ranks.get(rule.style, 1) for shape, rule in matrices)
+        return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
 
     def activations(self, share: Share) -> float:
         """What it keeps for its backward, beside its input, if nothing is recomputed.
 
         Here what every matrix product results in; a part that keeps something else says so.
         """
-        numbers = sum(shape[0] for shape, _ in filter(_is_matrix, self.weights.values()))
+        numbers = sum(weight.shape[0] for weight in self._matrices())
         return share.tokens * share.width * numbers / share.tp
 
     def saved(self, share: Share) -> Mapping[SavedName, float]:
@@ -121,6 +118,9 @@ class Part(ABC):
     def working_set(self, share: Share) -> float:
         """Gradients of what is wider than the residual stream, while its backward runs."""
         return 0.0
+
+    def _matrices(self) -> Iterator[Weight]:
+        return (weight for weight in self.weights.values() if len(weight.shape) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,3 @@ class AttentionPart(Part):
     def rotary_dim(self) -> int:
         """How many numbers of a head turn with the position; 0: none."""
         return 0
-
-
-def _is_matrix(weight: Weight) -> bool:
-    return len(weight.shape) > 1
