@@ -244,8 +244,8 @@ def watch_reshard(words):
     leftovers = [StorageWeakRef(storage) for i in blocks for storage in lent[i]]
     lent.clear()
     held = sum(not storage.expired() for storage in leftovers)
-    trainer.placed.finish_backward()
-    return seen, held, trainer.placed.gradient_norm().item()
+    trainer.engine.placed.finish_backward()
+    return seen, held, trainer.engine.placed.gradient_norm().item()
 
 
 def watch_all_reshards(runs):

@@ -308,7 +308,7 @@ def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int
     trainers: list[Trainer] = []
     test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
     numbers, gradients, _ = test_parallel.run(words)
-    return numbers, gradients, trainers[0].retried_steps
+    return numbers, gradients, trainers[0].engine.retried_steps
 
 
 def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):

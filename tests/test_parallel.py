@@ -52,7 +52,7 @@ VARIANTS = {
     "compile+selective": ["compile.enabled=yes", "activation.policy=selective"],
     "reshard": ["parallel.reshard_after_forward=yes"],
     "compile+reshard": ["compile.enabled=yes", "parallel.reshard_after_forward=yes"],
-    "accumulate": ["train.micro_batch_size=1"],
+    "accumulate": ["train.micro_batch_size=1", "moe.aux_loss_scope=global_batch"],
     "kernels": ["kernels.backend=triton", "compile.enabled=yes"],
 }
 # What a variant is about shows in these layouts; the interpreter of the kernels is slow besides.
@@ -109,7 +109,8 @@ def auxiliary_losses(trainer, routing):
     """Of the whole batch; none for a dense model."""
     if routing is None:
         return []
-    return routing_losses(trainer.world_routing(routing), trainer.coefficients).values()
+    pooled = trainer.objective.is_pooled
+    return routing_losses(routing.map(trainer.world.sum), pooled=pooled).values()
 
 
 def run(words, pads=False):
@@ -122,8 +123,8 @@ def run(words, pads=False):
 
     def keep(optimizer, args, kwargs):
         if not gradients:
-            for name, part in trainer.placed.parts.items():
-                gradients[name] = trainer.placed.whole(name, part.grad).to("cpu", copy=True)
+            for name, part in trainer.engine.placed.parts.items():
+                gradients[name] = trainer.engine.placed.whole(name, part.grad).to("cpu", copy=True)
 
     trainer.optimizer.register_step_pre_hook(keep)
     results = [trainer.train_step() for _ in range(STEPS)]
@@ -182,6 +183,11 @@ def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cp
     expected = run([*words, "train.micro_batch_size=8"], pads)
     answers = spawn(world, run_layouts, runs, device_type=device_type, timeout=300)[0]
     assert set(answers) == set(runs)
+    compare(answers, expected, tolerance, step_tolerance)
+
+
+def compare(answers, expected, tolerance, step_tolerance=None):
+    """The answers of all ``run`` against the one of a single process."""
     for name, (numbers, gradients, biases) in answers.items():
         torch.testing.assert_close(
             numbers,
@@ -204,6 +210,29 @@ def test_pads_on_every_mesh(tiny_words):
     words = words_of(tiny_words)
     runs = plan_runs(2, words, ["dp", "ep", "tp+ep"], ["plain", "compile", "accumulate"])
     check(2, words, {f"{name} pads": w for name, w in runs.items()}, TOLERANCE, pads=True)
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_micro_batches_of_all_ranks_are_balanced_together(world, tiny_words):
+    """Without the pass that counts ahead, W ranks with micro-batches of m rows are one process with
+    micro-batches of W * m."""
+    words = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
+    expected = {
+        ranks: run([*words, f"train.micro_batch_size={ranks}"], pads=True)
+        for ranks in ((1, 2) if world == 2 else (2, 4))
+    }
+    one, other = (gradients for _, gradients, _ in expected.values())
+    router = next(name for name in one if "router" in name)
+    assert (one[router] - other[router]).norm() > 10 * TOLERANCE * one[router].norm()
+    layouts = {2: ["dp", "ddp", "ep", "tp+ep"], 4: ["ep+efsdp", "hsdp+tp+ep"]}[world]
+    runs = {
+        f"{layout} pads": [*words, *LAYOUTS[world][layout], "train.micro_batch_size=1"]
+        for layout in layouts
+    }
+    answers = spawn(world, run_layouts, runs, timeout=300)[0]
+    for name, answer in answers.items():
+        ranks = world // (2 if "tp" in name else 1)  # those with rows of their own
+        compare({name: answer}, expected[ranks], TOLERANCE)
 
 
 def held_out_losses(runs):

@@ -18,13 +18,11 @@ from rich.console import Console
 
 from moetrain.checkpoint import list_checkpoints
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
-from moetrain.loss import LossCoefficients, cross_entropy_sum, routing_losses
+from moetrain.loss import CrossEntropy, routing_losses
 from moetrain.metrics import MetricsLog, read_metrics
 from moetrain.parallel import apply
 from moetrain.train import main
 from moetrain.trainer import Trainer
-
-COEFFICIENTS = LossCoefficients(0.0, 0.0, is_pooled=False)
 
 
 def fit(config):
@@ -48,7 +46,7 @@ def gradients(config):
     kept = {}
 
     def keep(optimizer, args, kwargs):
-        kept.update({n: p.grad.clone() for n, p in trainer.placed.parts.items()})
+        kept.update({n: p.grad.clone() for n, p in trainer.engine.placed.parts.items()})
 
     trainer.optimizer.register_step_pre_hook(keep)  # the fused update scales them when clipping
     return kept, trainer.train_step()
@@ -92,25 +90,41 @@ def test_reruns_are_bitwise_equal_when_deterministic(tiny, tmp_path):
 @pytest.mark.parametrize("z", ["moe.z_loss_coef=0", "moe.z_loss_coef=0.1"])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
     common = [z, "moe.aux_loss_coef=1.0", "train.global_batch_size=8"]
+    common += ["moe.aux_loss_scope=global_batch"]
     whole, one = gradients(tiny(*common, "train.micro_batch_size=8"))
     split, four = gradients(tiny(*common, "train.micro_batch_size=2"))
-    assert routing_losses(four.routing, COEFFICIENTS) == pytest.approx(
-        routing_losses(one.routing, COEFFICIENTS), rel=1e-5
+    assert routing_losses(four.routing, pooled=False) == pytest.approx(
+        routing_losses(one.routing, pooled=False), rel=1e-5
     )
     for name, gradient in whole.items():
         assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    # The free approximation is another gradient: the exact pass is not for nothing.
-    cheap, _ = gradients(
-        tiny(*common, "train.micro_batch_size=2", "moe.aux_loss_scope=micro_batch")
-    )
+    # What costs nothing is another gradient: the exact pass is not for nothing.
     router = next(n for n in whole if "router" in n)
-    assert (cheap[router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+    cheap = {}
+    for scope in ("micro_batch", "auto"):
+        words = [*common, "train.micro_batch_size=2", f"moe.aux_loss_scope={scope}"]
+        cheap[scope], _ = gradients(tiny(*words))
+        assert (cheap[scope][router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+    assert torch.equal(cheap["micro_batch"][router], cheap["auto"][router])
+
+
+def test_the_default_runs_no_more_forwards_than_there_are_micro_batches(tiny):
+    passes = {}
+    for scope in ("auto", "global_batch"):
+        words = ["train.micro_batch_size=1", "moe.aux_loss_coef=1", f"moe.aux_loss_scope={scope}"]
+        trainer = Trainer(tiny(*words))
+        backbone, calls = trainer.model.backbone, []
+        trainer.model.backbone = lambda *inputs, b=backbone, c=calls: c.append(1) or b(*inputs)
+        trainer.train_step()
+        passes[scope] = len(calls)
+    assert passes == {"auto": 4, "global_batch": 8}
 
 
 @pytest.mark.parametrize("coefficient", [0, 0.01])
 def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coefficient, tmp_path):
     logged = set()
-    for micro_batch, scope in ((8, "global_batch"), (2, "global_batch"), (1, "micro_batch")):
+    splits = ((8, "global_batch"), (2, "global_batch"), (1, "micro_batch"), (4, "auto"))
+    for micro_batch, scope in splits:
         words = [f"moe.aux_loss_coef={coefficient}", f"train.micro_batch_size={micro_batch}"]
         words += [f"moe.aux_loss_scope={scope}", "train.global_batch_size=8", "train.steps=1"]
         trainer = fit(tiny(*words, f"output_dir={tmp_path / f'{micro_batch}{coefficient}'}"))
@@ -271,7 +285,7 @@ def test_conversations_train_on_whole_rows(tiny, tmp_path, words, monkeypatch):
     # The router saw no pads: its counts are of the real tokens alone.
     batches = trainer.loader.next_step()
     assert sum(b.num_tokens for b in batches) < sum(b.tokens_BS.numel() for b in batches)
-    _, routing = cross_entropy_sum(trainer.model, batches[0])
+    routing = trainer.engine.forward(batches[:1], CrossEntropy()).routing
     assert routing.num_tokens == batches[0].num_tokens
 
 

@@ -15,6 +15,7 @@ from moetrain.models.presets import PRESETS, resolve_architecture
 from moetrain.models.recompute import set_recomputation
 from moetrain.models.registry import build_model, find_family
 from moetrain.models.transformer import (
+    Inputs,
     Transformer,
     compile_blocks,
     init_weights,
@@ -26,6 +27,7 @@ __all__ = [
     "Architecture",
     "Dispatched",
     "Dispatcher",
+    "Inputs",
     "LocalDispatcher",
     "RopeScaling",
     "RoutingStats",

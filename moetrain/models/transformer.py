@@ -11,7 +11,7 @@ Legend: B batch, S sequence, D model width, V vocabulary.
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,15 @@ from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 
 if TYPE_CHECKING:
     from moetrain.models.hf_files import HFSource
+
+
+class Inputs(NamedTuple):
+    """What the model sees of a micro-batch: the arguments of :meth:`Transformer.backbone`."""
+
+    tokens_BS: torch.Tensor
+    positions_BS: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    is_pad_BS: torch.Tensor | None = None
 
 
 class Transformer(nn.Module):
@@ -118,29 +127,12 @@ class Transformer(nn.Module):
                 x_BSD, stats = self.run_block(block, *inputs)
             if stats is not None:
                 layer_stats.append(stats)
-        routing = _stack(layer_stats, self.arch.num_experts_per_token)
+        routing = RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
         return self.norm(x_BSD).view(batch, seq_len, -1), routing
 
 
 def _call(block: nn.Module, *inputs: Any) -> Any:
     return block(*inputs)
-
-
-def _stack(layers: Sequence[RouterStats], top_k: int) -> RoutingStats | None:
-    if not layers:
-        return None
-    counts, prob_sums, z_sums, entropy_sums = (
-        torch.stack(x) for x in zip(*(layer[:4] for layer in layers), strict=True)
-    )
-    dropped = [layer.dropped for layer in layers if layer.dropped is not None]
-    return RoutingStats(
-        counts,
-        prob_sums,
-        z_sums,
-        entropy_sums,
-        counts[0].sum() // top_k,
-        torch.stack(dropped).sum() if dropped else None,
-    )
 
 
 @torch.no_grad()
