@@ -106,7 +106,7 @@ def whole_optimizer_state(
         for key, value in optimizer.state.get(part, {}).items():
             whole = placed.whole(name, value)  # by every rank
             if keep:
-                state[f"{name}.{key}"] = whole.cpu()
+                state[f"{name}.{key}"] = whole.to("cpu", copy=True)
     return state
 
 

@@ -52,7 +52,7 @@ VARIANTS = {
     "compile+selective": ["compile.enabled=yes", "activation.policy=selective"],
     "reshard": ["parallel.reshard_after_forward=yes"],
     "compile+reshard": ["compile.enabled=yes", "parallel.reshard_after_forward=yes"],
-    "accumulate": ["train.micro_batch_size=1", "moe.aux_loss_scope=global_batch"],
+    "accumulate": ["train.micro_batch_size=1"],
     "kernels": ["kernels.backend=triton", "compile.enabled=yes"],
 }
 # What a variant is about shows in these layouts; the interpreter of the kernels is slow besides.
@@ -86,6 +86,7 @@ def words_of(tiny_words, *extra):
         "train.global_batch_size=8",
         f"train.steps={STEPS}",
         "moe.aux_loss_coef=0.1",
+        "moe.aux_loss_scope=global_batch",  # the one that no split changes
         "moe.z_loss_coef=0.01",
         "moe.bias_update_rate=0.01",
         "checkpoint.at_end=no",

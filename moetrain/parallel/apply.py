@@ -146,9 +146,9 @@ def whole_state(model: nn.Module, placed: Placed, *, keep: bool) -> dict[str, to
     for name, part in placed.parts.items():
         whole = placed.whole(name, part)
         if keep:
-            state[name] = whole.detach().cpu()
+            state[name] = whole.detach().to("cpu", copy=True)  # not the live one
     if keep:
-        state |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
+        state |= {n: b.to("cpu", copy=True) for n, b in model.named_buffers()}
     return state
 
 
