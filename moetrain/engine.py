@@ -117,7 +117,7 @@ class Engine:
     def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's."""
         sizes = self._sum_sizes(objective.sizes(batches))
-        # Doing it again means starting without gradients, which an earlier call's would not bear.
+        # A retry forgets the step's gradients: an earlier call's must not go with them.
         with self.exact_sizes() if self._since_step else nullcontext():
             run = _Run(self, objective, sizes, learns=True).over(batches)
         # With fixed sizes alone: waits for the last forward, while its backward runs.
@@ -183,7 +183,7 @@ class Engine:
         return self.expert_load(RoutingStats.together(routings))
 
     def expert_load(self, routing: RoutingStats) -> ExpertLoad:
-        """Of all ranks together."""
+        """What this rank counted in ``routing``, of all ranks together."""
         counts_LE = self.world.sum(routing.counts_LE)
         num_tokens = counts_LE[0].sum() // self.arch.num_experts_per_token
         return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone

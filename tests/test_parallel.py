@@ -213,6 +213,13 @@ def test_pads_on_every_mesh(tiny_words):
     check(2, words, {f"{name} pads": w for name, w in runs.items()}, TOLERANCE, pads=True)
 
 
+def test_without_auxiliary_losses_on_two_ranks(tiny_words):
+    """Nothing then uses the routers' sums, and no gradient comes back to them."""
+    words = words_of(tiny_words, "moe.aux_loss_coef=0", "moe.z_loss_coef=0")
+    variants = ["plain", "reshard", "compile+selective", "accumulate"]
+    check(2, words, plan_runs(2, words, ["ep"], variants), TOLERANCE)
+
+
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_micro_batches_of_all_ranks_are_balanced_together(world, tiny_words):
     """Without the pass that counts ahead, W ranks with micro-batches of m rows are one process with

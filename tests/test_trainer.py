@@ -10,17 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from moetrain.checkpoint import list_checkpoints
+from moetrain.checkpoint import list_checkpoints, open_checkpoint
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
 from moetrain.loss import CrossEntropy, routing_losses
 from moetrain.metrics import MetricsLog, read_metrics
 from moetrain.parallel import apply
+from moetrain.snapshot import check_same_run
 from moetrain.train import main
 from moetrain.trainer import Trainer
 
@@ -319,6 +321,11 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
     longer = fit(tiny(*words, "train.steps=5"))
     assert longer.step == 5
     assert "was trained on other data; the run goes on from it" in caplog.text
+    caplog.clear()
+    found = open_checkpoint(list_checkpoints(longer.folder / "checkpoints")[-1])
+    silent = SimpleNamespace(config=longer.config, world=SimpleNamespace(is_main=False))
+    check_same_run(found, silent, "other data", 9)  # one rank says it
+    assert not caplog.records
 
 
 def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words, tmp_path, caplog):
