@@ -1,76 +1,58 @@
-"""What a model in training knows: its loss on held-out rows, and a text that it continues.
+"""What a model in training shows: its loss on held-out rows, and a text that it continues.
 
 Every rank takes part in both, and gets the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from pathlib import Path
 
-import torch
-
-from moetrain.config import Config, TrainSection
+from moetrain.config import TrainSection
 from moetrain.data import Data, Dataset, eval_batches
+from moetrain.engine import Engine
 from moetrain.generate import SampleError, generate
-from moetrain.loss import cross_entropy_sum
-from moetrain.models import Transformer
-from moetrain.parallel.fsdp import FSDP
-from moetrain.parallel.world import World
+from moetrain.loss import CrossEntropy
+from moetrain.metrics import MetricsLog
 
 PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 
-ExactSizes = Callable[[], AbstractContextManager[None]]
-"""A context in which no dispatcher drops rows, whatever the routing."""
 
-
-@torch.no_grad()
-def held_out_loss(
-    model: Transformer,
-    fsdp: FSDP,
-    world: World,
-    rows: Dataset,
-    train: TrainSection,
-    exactly: ExactSizes,
-) -> float:
+def held_out_loss(engine: Engine, rows: Dataset, train: TrainSection) -> float:
     """The mean loss of ``train.eval_rows`` of ``rows``, nats a token. Waits for the device."""
-    model.eval()
+    world = engine.world
     batches = eval_batches(
         rows, train.eval_rows, train.micro_batch_size, world.data_rank, world.dims.data_ranks
     )
-    # In fp64, which counts exactly; a few numbers cost nothing.
-    sum_loss, targets = torch.zeros(2, dtype=torch.float64, device=world.device).unbind()
-    for batch in batches:
-        batch = batch.to(world.device)
-        with exactly(), fsdp.work():
-            sum_loss += cross_entropy_sum(model, batch)[0]
-        targets += (batch.targets_BS >= 0).sum()
-    return (world.sum(sum_loss) / world.sum_rows(targets)).item()
+    return engine.forward(list(batches), CrossEntropy()).terms["cross_entropy"].item()
 
 
-def sample_text(
-    model: Transformer,
-    fsdp: FSDP,
-    world: World,
-    data: Data,
-    config: Config,
-    exactly: ExactSizes,
-) -> str:
+def sample_text(engine: Engine, data: Data) -> str:
     """``train.sample_prompt`` or the start of a held-out row, continued by the model.
 
     Raises:
         SampleError: the prompt is empty or no text, or the model's logits are not finite.
     """
-    with exactly(), fsdp.work():
-        return generate(
-            model,
-            data.tokenizer,
-            prompt_ids(data, config.train.sample_prompt),
-            config.train.sample_tokens,
-            max_len=config.data.seq_len,
-            seed=config.train.seed,
-            multiple=world.dims.tp,
-        )
+    config = engine.config
+    return generate(
+        engine.next_logits,
+        data.tokenizer,
+        prompt_ids(data, config.train.sample_prompt),
+        config.train.sample_tokens,
+        max_len=config.data.seq_len,
+        seed=config.train.seed,
+    )
+
+
+def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
+    """:func:`sample_text` into ``file``, by the main rank; where it cannot be made, say why."""
+    try:
+        text = sample_text(engine, data)
+    except SampleError as error:  # the run did what it was for
+        log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
+        return
+    if engine.world.is_main:
+        file.write_text(text, "utf-8")
+        log.say("sample:\n" + text)
 
 
 def prompt_ids(data: Data, text: str | None) -> list[int]:

@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moetrain.config import LogSection
-from moetrain.models import RoutingStats
+from moetrain.config import Config, LogSection
+from moetrain.models import Architecture, RoutingStats
 
 LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 UNHEALTHY_LOGS = 20
@@ -68,7 +68,9 @@ class Throughput:
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Halt the clock; the caller has waited for the device."""
+        """Halt the clock, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         if self._started is not None:
             self._seconds += time.perf_counter() - self._started
             self._started = None
@@ -181,6 +183,26 @@ class SilentLog(MetricsLog):
 
     def close(self) -> None:
         pass
+
+
+def opening_lines(
+    config: Config, arch: Architecture, hardware: str, num_rows: int, step: int, total_steps: int
+) -> list[str]:
+    """What is about to run, on how many rows, from ``step`` on."""
+    length = "train.steps" if config.train.epochs is None else "train.epochs"
+    lines = [
+        f"moetrain: {arch.family}, {arch.num_params():,} parameters "
+        f"({arch.num_active_params():,} active a token) on {hardware}; "
+        f"{num_rows:,} rows of {config.data.seq_len} tokens; output in {config.output_dir}",
+        f"settings:\n{config.describe()}",
+        f"{total_steps:,} steps, by {length}",
+    ]
+    if step >= total_steps:
+        lines.append(
+            f"already trained to step {step}, nothing is left to do: raise {length} to go on, set "
+            "checkpoint.resume never to start again, or choose another output_dir"
+        )
+    return lines
 
 
 def _describe(row: Mapping[str, float | None]) -> str:

@@ -7,38 +7,59 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-from moetrain.checkpoint import Checkpoint
+from moetrain.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
 from moetrain.config import Config, ConfigError
-from moetrain.config_sources import leaves, shortened
+from moetrain.config_sources import changed_settings, leaves, shortened
+from moetrain.engine import Engine
 from moetrain.models import Architecture
-from moetrain.optim import load_whole_optimizer_state, whole_optimizer_state
-from moetrain.parallel.apply import load_whole_state, whole_state
-from moetrain.parallel.fsdp import FSDP
+from moetrain.parallel.world import World
+from moetrain.run_folder import find_checkpoint
 
 logger = logging.getLogger("moetrain")
 
 
-def take_snapshot(
-    model: nn.Module,
-    fsdp: FSDP,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    *,
-    keep: bool,
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The groups of a checkpoint, in host memory where ``keep`` is set. Collective."""
+def save_snapshot(engine: Engine, root: Path, progress: Mapping[str, Any], *, failed: bool) -> None:
+    """Write a checkpoint of ``engine`` and of the run's ``progress`` under ``root``. Collective.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    device, writes = engine.world.device, engine.world.is_main
     rng = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(device)
-    return {
-        "model": whole_state(model, fsdp, keep=keep),
-        "optim": whole_optimizer_state(optimizer, fsdp.members, keep=keep),
-        "rng": rng,
+    groups = {**engine.state(keep=writes), "rng": rng}
+    state = {
+        **progress,
+        "architecture": engine.arch.model_dump(mode="json"),
+        "config": engine.config.to_dict(),
     }
+    if writes:
+        keep = engine.config.checkpoint.keep
+        save_checkpoint(root, progress["step"], groups, state, keep, failed=failed)
+    engine.world.wait()
+
+
+def find_snapshot(
+    config: Config, folder: Path, arch: Architecture, world: World
+) -> Checkpoint | None:
+    """What ``checkpoint.resume`` asks for, chosen by the main rank; None: start afresh.
+
+    Collective; raises :class:`ConfigError` as ``find_checkpoint`` and :func:`check_continues` do.
+    """
+    path = find_checkpoint(config.checkpoint.resume, folder) if world.is_main else None
+    shared = world.share("" if path is None else str(path))
+    if not shared:
+        return None
+    found = open_checkpoint(Path(shared))
+    check_continues(found, arch)
+    return found
 
 
 def check_continues(found: Checkpoint, arch: Architecture) -> None:
@@ -53,21 +74,17 @@ def check_continues(found: Checkpoint, arch: Architecture) -> None:
         )
 
 
-def restore_snapshot(
-    found: Checkpoint,
-    model: nn.Module,
-    fsdp: FSDP,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> None:
-    """Inverse of :func:`take_snapshot`, each rank for itself.
+def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> None:
+    """Inverse of :func:`save_snapshot`, each rank for itself.
 
     Raises:
-        ConfigError: files missing or damaged; tensors of other names, shapes, dtypes.
+        ConfigError: files missing or damaged; tensors of other names, shapes, dtypes; or as
+            :func:`check_same_run`.
     """
-    load_whole_state(model, fsdp, found.tensors("model"))
-    load_whole_optimizer_state(optimizer, fsdp.members, found.tensors("optim"))
-    rng = found.tensors("rng")
+    check_same_run(found, engine, data, total_steps)
+    for group in ("model", "optim"):  # one after the other: each may be most of the memory
+        engine.load_state({group: found.tensors(group)})
+    device, rng = engine.world.device, found.tensors("rng")
     try:
         torch.set_rng_state(rng["cpu"])
         if device.type == "cuda" and "cuda" in rng:
@@ -76,13 +93,16 @@ def restore_snapshot(
         raise ConfigError(
             "checkpoint.resume", f"{str(found.folder)!r} has no state of random numbers: {error}"
         ) from None
+    logger.info("resuming from %s", found.folder)
+    for line in changed_settings(found.state["config"], engine.config.to_dict()):
+        logger.info("  changed since: %s", line)
 
 
-def check_same_run(found: Checkpoint, config: Config, data: str, total_steps: int) -> None:
+def check_same_run(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> None:
     """Reject the end of a run on other rows than those of ``data``, or from other weights.
 
     Other rows may follow those that a checkpoint was trained on, and the checkpoint it began from
-    may have moved; but a run that is over would do nothing with either.
+    may have moved, which the main rank says; but a run that is over would do nothing with either.
 
     Raises:
         ConfigError: so it is.
@@ -91,7 +111,7 @@ def check_same_run(found: Checkpoint, config: Config, data: str, total_steps: in
     if found.state.get("data", data) != data:  # earlier versions did not note it
         changed.append("was trained on other data")
     began = dict(leaves(found.state["config"])).get("model.path")
-    if _real(began) != _real(config.model.path):
+    if _real(began) != _real(engine.config.model.path):
         changed.append(f"began from model.path {shortened(began)}")
     if not changed:
         return
@@ -102,7 +122,8 @@ def check_same_run(found: Checkpoint, config: Config, data: str, total_steps: in
             f"{' and '.join(changed)}; choose another output_dir, set checkpoint.resume never to "
             "start again, or make train.steps or train.epochs longer to go on with it",
         )
-    logger.warning("%s %s; the run goes on from it", found.folder, " and ".join(changed))
+    if engine.world.is_main:
+        logger.warning("%s %s; the run goes on from it", found.folder, " and ".join(changed))
 
 
 def _real(path: object) -> str | None:

@@ -1,79 +1,53 @@
-"""The trainer: build, step, fit. Read it top to bottom.
+"""The trainer: pretraining and fine-tuning as a loop over an engine. Read it top to bottom.
 
 :class:`Trainer` builds everything from a :class:`~moetrain.config.Config`, resumes if there is
-something to resume from, and trains. Inside a step nothing here waits for the device (dispatch of
-tokens of unknown number does): clipping and the skip decision happen in the fused update
-(``optim.guarded_step``), and skipped steps are counted on the device and looked at one step late.
+something to resume from, and trains: data, evaluation, reports and checkpoints are here, model and
+optimizer in :class:`~moetrain.engine.Engine`. Inside a step nothing here waits for the device:
+skipped steps are counted on it and looked at one step late.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import logging
 import signal
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from moetrain.checkpoint import Checkpoint, checkpoint_name, open_checkpoint, save_checkpoint
+from moetrain.checkpoint import Checkpoint, checkpoint_name
 from moetrain.config import Config, RunFailed
-from moetrain.config_sources import changed_settings
-from moetrain.data import Batch, Loader, build_data
+from moetrain.data import Loader, build_data
 from moetrain.data.tokenizer_files import tokenizer_files
-from moetrain.evaluate import held_out_loss, sample_text
-from moetrain.generate import SampleError
-from moetrain.loss import (
-    GlobalBatch,
-    LossCoefficients,
-    MicroLoss,
-    micro_batch_loss,
-    routing_losses,
-)
+from moetrain.engine import Engine
+from moetrain.evaluate import held_out_loss, write_sample
+from moetrain.loss import Pretraining, routing_losses
 from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.metrics import (
     MetricsLog,
     RoutingWatch,
     SilentLog,
     Throughput,
+    opening_lines,
     plot_losses,
     routing_health,
 )
-from moetrain.models import (
-    Architecture,
-    RoutingStats,
-    update_router_bias,
-)
-from moetrain.optim import build_optimizer, guarded_step, learning_rate, set_learning_rate
-from moetrain.parallel.apply import (
-    compute_dtype,
-    place_model,
-    save_whole_model,
-    static_transport,
-)
+from moetrain.models import Architecture, RoutingStats
+from moetrain.optim import learning_rate
+from moetrain.parallel.apply import compute_dtype
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare
 from moetrain.run_control import (
     BadSteps,
-    LateNumbers,
     StepWatch,
     garbage_collector_off,
     make_deterministic,
     stop_signals,
 )
-from moetrain.run_folder import (
-    CHECKPOINTS,
-    claimed,
-    find_checkpoint,
-    set_aside,
-    where_it_failed,
-)
-from moetrain.snapshot import check_continues, check_same_run, restore_snapshot, take_snapshot
-
-logger = logging.getLogger("moetrain")
+from moetrain.run_folder import CHECKPOINTS, claimed, set_aside, where_it_failed
+from moetrain.snapshot import find_snapshot, restore_snapshot, save_snapshot
 
 
 class StepResult(NamedTuple):
@@ -96,8 +70,7 @@ class Trainer:
         self.world = join_world(config, arch)
         self.device = self.world.device
         check_what_can_run(config, arch, self.device)
-        dtype = compute_dtype(config, self.device)
-        memory = estimate_memory(config, arch, self.world.dims, dtype)
+        memory = estimate_memory(config, arch, self.world.dims, compute_dtype(config, self.device))
         check_memory(memory, config, device_capacity(self.device))
         if config.train.deterministic:
             make_deterministic()
@@ -112,7 +85,7 @@ class Trainer:
     def build(self, arch: Architecture) -> None:
         """Data, model and optimizer, with the state of the checkpoint that the run goes on from."""
         config = self.config
-        found = self.find(arch)  # before anything slow; every rank waits for the main one's answer
+        found = find_snapshot(config, self.folder, arch, self.world)  # before anything slow
         if not self.world.is_first_on_machine:
             self.world.wait()  # for the first one's tokenising: its cache serves all
         self.data = build_data(config, arch.vocab_size)
@@ -127,16 +100,9 @@ class Trainer:
             world_size=self.world.dims.data_ranks,
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
-        self.model, self.fsdp = place_model(config, arch, self.world)
-        self.static = static_transport(self.model)
-        self.retried_steps = 0
-        self.optimizer = build_optimizer(self.fsdp.members, config.optim)
-        aux = config.moe.aux_loss_coef
-        self.coefficients = LossCoefficients(
-            arch.router_aux_loss_coef if aux is None else aux,
-            config.moe.z_loss_coef,
-            config.moe.pools_aux_loss(config.model),
-        )
+        self.engine = Engine(config, arch, self.world)
+        self.model, self.optimizer = self.engine.model, self.engine.optimizer
+        self.objective = Pretraining.of(config, arch)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.continues: Path | None = None
         """The newest checkpoint on this run's way."""
@@ -177,8 +143,7 @@ class Trainer:
                 self.clock.start()
                 while self.step < self.total_steps and not self.watch.asked_to_stop:
                     result = self.train_step()
-                    stops = torch.full((), len(stop), device=self.device)
-                    self.watch.update(result.skipped, self.world.sum(stops))
+                    self.watch.update(result.skipped, self.count_stops(stop))
                     if self.due(config.log.interval) or self.step in (1, self.total_steps):
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
@@ -190,8 +155,7 @@ class Trainer:
                 self.watch.check_end()
                 if config.checkpoint.at_end:
                     self.save()  # before all that takes time, and while a stop signal can wait
-                stops = torch.full((), len(stop), device=self.device)
-                if self.world.sum(stops).item() > 0:
+                if self.count_stops(stop).item() > 0:
                     self.save()
                     number = stop[0] if stop else signal.SIGTERM  # another rank's
                     self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
@@ -204,6 +168,10 @@ class Trainer:
         finally:
             self.log.close()
 
+    def count_stops(self, signals: list[int]) -> torch.Tensor:
+        """How many stop signals have come to all ranks (0-d, on the device)."""
+        return self.world.sum(torch.full((), len(signals), device=self.device))
+
     def due(self, interval: int) -> bool:
         """Whether something done every ``interval`` steps (0: never) is to be done now."""
         return interval > 0 and self.step % interval == 0
@@ -213,89 +181,13 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Forward, backward and update over one global batch; queues work."""
         batches = self.loader.next_step()
-        # Counted where the batches are made, on the host, before they travel.
-        counted = (
-            sum(int((b.targets_BS >= 0).sum()) for b in batches),
-            sum(b.num_tokens for b in batches),
-        )
-        # torch.tensor would wait
-        counted = torch.stack([torch.full((), n, device=self.device) for n in counted])
-        sizes = GlobalBatch(*self.world.sum_rows(counted).clamp(min=1).unbind())
-        batches = [b.to(self.device) for b in batches]
-        self.model.train()
-        with self.fsdp.work():
-            losses, dropped = self.run_batches(batches, sizes)
-        # With fixed sizes alone: waits for the last forward, while its backward runs.
-        if dropped is not None and dropped.read() > 0:
-            self.retried_steps += 1
-            self.fsdp.clear_gradients()
-            with self.exact_sizes(), self.fsdp.work():
-                losses, _ = self.run_batches(batches, sizes)
-        terms = [torch.stack([m.total, m.cross_entropy]) for m in losses]
-        total, loss = self.world.sum(torch.stack(terms).sum(0)).unbind()
-        routing = _sum_routing([m.routing for m in losses])
-        norm = self.fsdp.gradient_norm()
-        lr = learning_rate(self.step, self.total_steps, self.config.optim)
-        set_learning_rate(self.optimizer, lr)
-        skipped = guarded_step(self.optimizer, total, norm, self.config.optim.max_grad_norm)
-        self.fsdp.clear_gradients()
-        if routing is not None and self.config.moe.bias_update_rate:
-            rate = self.config.moe.bias_update_rate * ~skipped
-            update_router_bias(self.model, self.world.sum(routing.counts_LE), rate)
+        totals = self.engine.forward_backward(batches, self.objective)
+        outcome = self.engine.step(learning_rate(self.step, self.total_steps, self.config.optim))
         self.step += 1
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
         self.clock.count(tokens // self.world.size)
-        return StepResult(loss, norm, skipped, routing)
-
-    def run_batches(
-        self, batches: list[Batch], sizes: GlobalBatch
-    ) -> tuple[list[MicroLoss], LateNumbers | None]:
-        """Forward and backward of every micro-batch, gradients added up.
-
-        Also, where buffers of fixed sizes carry tokens between ranks, how many rows of all ranks
-        found no room in them.
-        """
-        with self.exact_sizes():
-            global_counts = self.count_experts(batches)
-        losses, dropped, late = [], None, None
-        for batch in batches:
-            loss = micro_batch_loss(self.model, batch, sizes, self.coefficients, global_counts)
-            if loss.routing is not None and loss.routing.dropped is not None:
-                dropped = loss.routing.dropped + (0 if dropped is None else dropped)
-                if batch is batches[-1]:  # before the backward, which then runs while this is read
-                    late = LateNumbers(self.world.sum(dropped))
-            self.fsdp.backward(loss.total, is_last=batch is batches[-1])
-            losses.append(loss._replace(total=loss.total.detach()))
-        return losses, late
-
-    def exact_sizes(self) -> AbstractContextManager[None]:
-        """Whatever the routing, no row is dropped meanwhile."""
-        return nullcontext() if self.static is None else self.static.exactly()
-
-    def count_experts(self, batches: list[Batch]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """How a micro-batch learns the expert counts of the whole batch; see micro_batch_loss.
-
-        With several micro-batches it takes a forward pass over all of them without gradients; a
-        single one's own counts, summed over the ranks, are the batch's.
-        """
-        if self.config.moe.aux_loss_scope == "micro_batch":
-            return None
-        if (
-            len(batches) == 1
-            or self.model.arch.num_moe_layers == 0
-            or self.coefficients.load_balancing == 0
-        ):
-            return self.world.sum
-        with torch.no_grad():
-            routings = []
-            for b in batches:
-                inputs = (b.tokens_BS, b.positions_BS, b.cu_seqlens, b.is_pad_BS)
-                routings.append(self.model.backbone(*inputs)[1])
-        routing = _sum_routing(routings)
-        assert routing is not None  # the model has MoE layers
-        counts_LE = self.world.sum(routing.counts_LE)
-        return lambda own_counts_LE: counts_LE
+        return StepResult(totals.terms["cross_entropy"], *outcome, totals.routing)
 
     # ---- evaluation and reports ----------------------------------------------------------------
 
@@ -304,17 +196,15 @@ class Trainer:
         rows = self.data.eval
         if rows is None or self.evaluated_at == self.step:
             return
-        self.pause_clock()
-        loss = held_out_loss(
-            self.model, self.fsdp, self.world, rows, self.config.train, self.exact_sizes
-        )
+        self.clock.stop()
+        loss = held_out_loss(self.engine, rows, self.config.train)
         self.evaluated_at = self.step
         self.log.log(self.step, {"eval_loss": loss})
         self.clock.start()
 
     def log_step(self, result: StepResult) -> None:
         """Log the step just done; this waits for the device."""
-        self.pause_clock()
+        self.clock.stop()
         row: dict[str, float | None] = {
             "loss": result.loss.item(),
             "grad_norm": result.grad_norm.item(),
@@ -323,60 +213,36 @@ class Trainer:
             **self.clock.take(),
             "skipped_steps": self.watch.total(),
         }
-        if self.static is not None:
-            row["retried_steps"] = self.retried_steps
+        if self.engine.static is not None:
+            row["retried_steps"] = self.engine.retried_steps
         if result.routing is not None:
-            routing = self.world_routing(result.routing)
-            row |= routing_losses(routing, self.coefficients)
+            routing = result.routing.map(self.world.sum)
+            row |= routing_losses(routing, pooled=self.objective.is_pooled)
             row |= routing_health(routing, self.model.arch.moe_layer_indices)
             for text in self.routing_watch.update(routing):  # every rank finds the same
                 self.log.say(text)
         self.log.log(self.step, row)
         self.clock.start()
 
-    def world_routing(self, routing: RoutingStats) -> RoutingStats:
-        """The statistics of all ranks together."""
-        return RoutingStats(*(self.world.sum(x) for x in routing[:5]))
-
-    def pause_clock(self) -> None:
-        """Wait for the device and stop counting time as training."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.clock.stop()
-
     def announce(self) -> None:
         """Say what is about to run and write ``config.json``."""
-        arch, config = self.model.arch, self.config
-        (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2), "utf-8")
-        self.log.say(
-            f"moetrain: {arch.family}, {arch.num_params():,} parameters "
-            f"({arch.num_active_params():,} active a token) on "
-            f"{self.world.size} x {self.device.type}, "
-            f"{str(self.model.compute_dtype).removeprefix('torch.')}; "
-            f"{len(self.data.train):,} rows of {config.data.seq_len} tokens; "
-            f"output in {self.folder}"
-        )
-        self.log.say(f"settings:\n{config.describe()}")
-        length = "train.steps" if config.train.epochs is None else "train.epochs"
-        self.log.say(f"{self.total_steps:,} steps, by {length}")
-        if self.step >= self.total_steps:
-            self.log.say(
-                f"already trained to step {self.step}, nothing is left to do: raise {length} to go "
-                "on, set checkpoint.resume never to start again, or choose another output_dir"
-            )
+        settings = json.dumps(self.config.to_dict(), indent=2)
+        (self.folder / "config.json").write_text(settings, "utf-8")
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        hardware = f"{self.world.size} x {self.device.type}, {dtype}"
+        rows, steps = len(self.data.train), (self.step, self.total_steps)
+        for text in opening_lines(self.config, self.model.arch, hardware, rows, *steps):
+            self.log.say(text)
 
     def finish(self) -> None:
         """What a run leaves behind beside its checkpoint: an evaluation, plot, sample, ..."""
         self.log.end_progress()
         self.evaluate()
+        data = self.data
         if self.config.checkpoint.save_hf:
-            data = self.data
             is_text = self.config.data.source != "synthetic"  # else the ids are of no tokenizer
-            save_whole_model(
-                self.model,
-                self.fsdp,
+            self.engine.save_hf(
                 self.folder / "hf",
-                write=self.world.is_main,
                 dtype=self.config.checkpoint.hf_dtype,
                 tokenizer=tokenizer_files(data.tokenizer, data.chat_template) if is_text else None,
             )
@@ -384,16 +250,7 @@ class Trainer:
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
         if self.config.train.sample_tokens and self.config.data.source != "synthetic":
-            try:
-                text = sample_text(
-                    self.model, self.fsdp, self.world, self.data, self.config, self.exact_sizes
-                )
-            except SampleError as error:  # the run did what it was for
-                self.log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
-                return
-            if self.world.is_main:
-                (self.folder / "sample.txt").write_text(text, "utf-8")
-                self.log.say("sample:\n" + text)
+            write_sample(self.engine, data, self.folder / "sample.txt", self.log)
 
     # ---- saving and resuming -------------------------------------------------------------------
 
@@ -403,27 +260,18 @@ class Trainer:
         Raises:
             RunFailed: it cannot be written.
         """
-        root = self.folder / CHECKPOINTS
-        path = root / checkpoint_name(self.step, failed=failed)
+        path = self.folder / CHECKPOINTS / checkpoint_name(self.step, failed=failed)
         if self.saved_at == self.step and not failed:
             return path
-        self.pause_clock()
-        groups = take_snapshot(
-            self.model, self.fsdp, self.optimizer, self.device, keep=self.world.is_main
-        )
-        state = {
+        self.clock.stop()
+        progress = {
             "step": self.step,
             "tokens": self.tokens,
             "sample_index": self.loader.sample_index,
             "data": self.data.fingerprint,
-            "architecture": self.model.arch.model_dump(mode="json"),
-            "config": self.config.to_dict(),
         }
-        if self.world.is_main:
-            keep = self.config.checkpoint.keep
-            save_checkpoint(root, self.step, groups, state, keep, failed=failed)
-            self.log.say(f"checkpoint: {path}")
-        self.world.wait()
+        save_snapshot(self.engine, path.parent, progress, failed=failed)
+        self.log.say(f"checkpoint: {path}")
         self.saved_at, self.continues = self.step, path
         self.clock.start()
         return path
@@ -442,35 +290,10 @@ class Trainer:
         except RunFailed as failure:
             return str(failure)
 
-    def find(self, arch: Architecture) -> Checkpoint | None:
-        """What ``checkpoint.resume`` asks for, chosen by the main rank; None: start afresh."""
-        path = None
-        if self.world.is_main:
-            path = find_checkpoint(self.config.checkpoint.resume, self.folder)
-        path = self.world.share("" if path is None else str(path))
-        if not path:
-            return None
-        found = open_checkpoint(Path(path))
-        check_continues(found, arch)
-        return found
-
     def resume(self, found: Checkpoint) -> None:
         """Take up where ``found`` was saved."""
-        check_same_run(found, self.config, self.data.fingerprint, self.total_steps)
-        restore_snapshot(found, self.model, self.fsdp, self.optimizer, self.device)
+        restore_snapshot(found, self.engine, self.data.fingerprint, self.total_steps)
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]
         self.loader.sample_index = found.state["sample_index"]
         self.continues = found.folder
-        logger.info("resuming from %s", found.folder)
-        for line in changed_settings(found.state["config"], self.config.to_dict()):
-            logger.info("  changed since: %s", line)
-
-
-def _sum_routing(stats: list[RoutingStats | None]) -> RoutingStats | None:
-    """The statistics of several micro-batches together; None: a dense model's."""
-    routed = [s for s in stats if s is not None]
-    if not routed:
-        return None
-    parts = zip(*(s[:5] for s in routed), strict=True)
-    return RoutingStats(*(torch.stack(part).sum(0) for part in parts))

@@ -250,40 +250,30 @@ def test_recomputation_sends_no_token_twice(tiny_words):
 
 
 def watch_reshard(words):
-    """Whose full parameters have memory, after the forward and whenever a block is reduced.
+    """Which blocks are unsharded, after the forward and whenever a block is reduced.
 
-    And how many storages outlive the backward, and the gradients' norm.
+    And how many pieces of memory all blocks lie in, and the gradients' norm.
     """
     trainer = train(words, steps=0)
-    lent: dict[int, list[torch.UntypedStorage]] = {}
-    swap_in, reduce = fsdp.Unit.swap_in, fsdp.FSDP.reduce
-    blocks = range(1, 1 + len(trainer.model.layers))
+    sharding = trainer.engine.fsdp
+    blocks = sharding.units[1:-1]
+    reduce = fsdp.FSDP.reduce
 
-    def remember(self, full):
-        lent[self.index] = [x.untyped_storage() for x in full]
-        swap_in(self, full)
-
-    def shares():
-        return [sum(s.nbytes() > 0 for s in lent[i]) / len(lent[i]) for i in blocks]
+    def unsharded():
+        return [unit.index for unit in blocks if unit.region.owner is unit]
 
     def look(self, unit, gradients):
-        if unit.index in blocks:
-            seen.append((unit.index, shares()))
+        if unit in blocks:
+            seen.append((unit.index, unsharded()))
         reduce(self, unit, gradients)
 
-    seen: list[tuple[int, list[float]]] = []
-    with (
-        patch.object(fsdp.Unit, "swap_in", remember),
-        patch.object(fsdp.FSDP, "reduce", look),
-    ):
+    seen: list[tuple[int, list[int]]] = []
+    with patch.object(fsdp.FSDP, "reduce", look), sharding.work():
         hidden_BSD, _ = trainer.model.backbone(batch(0)[0])
-        seen.append((0, shares()))
-        hidden_BSD.pow(3).sum().backward()
-    leftovers = [StorageWeakRef(storage) for i in blocks for storage in lent[i]]
-    lent.clear()
-    held = sum(not storage.expired() for storage in leftovers)
-    trainer.placed.finish_backward()
-    return seen, held, trainer.placed.gradient_norm().item()
+        seen.append((0, unsharded()))
+        sharding.backward(hidden_BSD.pow(3).sum(), is_last=True)
+    places = {row.untyped_storage().data_ptr() for unit in blocks for row in unit.rows()}
+    return seen, len(places), sharding.gradient_norm().item()
 
 
 def watch_all_reshards(runs):
@@ -291,32 +281,25 @@ def watch_all_reshards(runs):
 
 
 def test_parameters_are_away_between_forward_and_backward(tiny_words):
-    stays = [*tiny_words, "model.num_layers=4"]
-    words = [*stays, "parallel.reshard_after_forward=yes"]
-    bf16 = "train.dtype=bfloat16"  # in fp32, local experts are used as they are
+    stays = [*tiny_words, "model.num_layers=4", "train.dtype=bfloat16"]  # in fp32, local experts
+    words = [*stays, "parallel.reshard_after_forward=yes"]  # are used as they are
     runs = {
         "stays": [*stays, "parallel.dp_shard=2"],
         "dp": [*words, "parallel.dp_shard=2"],
-        "ep": [*words, "parallel.ep=2", bf16],
+        "ep": [*words, "parallel.ep=2"],
         "compiled": [*words, "parallel.dp_shard=2", "compile.enabled=yes"],
         "selective": [*words, "parallel.dp_shard=2", "activation.policy=selective"],
+        "full": [*stays, "parallel.dp_shard=2", "activation.policy=full"],
     }
     answers = spawn(2, watch_all_reshards, runs)[0]
-    (_, after_forward), *_ = answers["stays"][0]
-    assert after_forward == [1, 1, 1, 1]
-    _, _, norm = answers.pop("stays")
-    for name, (seen, held, same_norm) in answers.items():
-        assert same_norm == pytest.approx(norm, rel=0.02 if bf16 in runs[name] else 1e-5), name
-        (_, after_forward), *backward = seen
-        assert after_forward == [0, 0, 0, 1], name
-        assert [index for index, _ in backward] == [4, 3, 2, 1], name
-        for index, shares in backward:
-            *waiting, following, own = [1, *shares[:index]]
-            # Its own, and those of the next block under way; what lies below that waits.
-            assert own == 1, name
-            assert following > 0, name
-            assert not any(waiting[1:]), name
-        assert held == 0, name
+    seen, places, norm = answers.pop("stays")
+    assert {tuple(there) for _, there in seen} == {(1, 2, 3, 4)}
+    assert places == 4
+    for name, (seen, places, same_norm) in answers.items():
+        assert same_norm == pytest.approx(norm, rel=0.02), name
+        # A block's own, and those of the next under way.
+        assert seen == [(0, [3, 4]), (4, [3, 4]), (3, [2, 3]), (2, [1, 2]), (1, [1, 2])], name
+        assert places == 2, name
 
 
 GPU = MOE.model_copy(

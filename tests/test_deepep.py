@@ -308,7 +308,7 @@ def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int
     trainers: list[Trainer] = []
     test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
     numbers, gradients, _ = test_parallel.run(words)
-    return numbers, gradients, trainers[0].retried_steps
+    return numbers, gradients, trainers[0].engine.retried_steps
 
 
 def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
@@ -322,3 +322,29 @@ def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
         torch.testing.assert_close(got, numbers, rtol=1e-5, atol=0)
         for name, gradient in gradients.items():
             assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], int]:
+    """Of one step whose micro-batches come in two calls, and how many of those were repeated."""
+    use_fake()
+    deepep.why_not = lambda *_: None
+    trainer = Trainer(Config.load(None, words, environ={}))
+    engine, batches = trainer.engine, trainer.loader.next_step()
+    for part in (batches[:1], batches[1:]):
+        engine.forward_backward(part, trainer.objective)
+    engine.fsdp.gradient_norm()
+    members = engine.fsdp.members.items()
+    return {name: m.layout.whole(m.local.grad) for name, m in members}, engine.retried_steps
+
+
+def test_a_call_that_overflows_loses_nothing_of_the_call_before(tiny_words):
+    words = test_parallel.words_of(tiny_words, "train.micro_batch_size=2")
+    words += ["parallel.ep=2", "moe.dispatch_mode=static"]
+    answers = {
+        capacity: spawn(2, gradients_of_two_calls, [*words, f"moe.static_capacity={capacity}"])[0]
+        for capacity in ("1.0", "2.0")
+    }
+    assert [retried for _, retried in answers.values()] == [1, 0]
+    tight, roomy = (gradients for gradients, _ in answers.values())
+    for name, gradient in roomy.items():
+        assert (tight[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -178,7 +178,7 @@ def test_a_run_from_a_checkpoint_exports_everything(checkpoint, tiny_words, tmp_
     trainer.fit()
     out = tmp_path / "out" / "hf"
     assert_complete(out, checkpoint)
-    with trainer.fsdp.work():
+    with trainer.engine.fsdp.work():
         assert_transformers_agrees(out, trainer.model.eval())
 
 

@@ -1,5 +1,6 @@
 """The MoE layer against a dumb loop over experts, dispatch, balancing rules, recomputation."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
-from moetrain.generate import generate
+from moetrain.generate import generate, next_logits
 from moetrain.kernels import router_logits
 from moetrain.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
 from moetrain.models import (
@@ -251,7 +252,8 @@ def test_generation_does_not_route_its_padding():
             return hidden_BSD, routing
 
         model.backbone = counting
-        texts.append(generate(model, tokenizer, [1, 2, 3], 6, max_len=16, multiple=multiple))
+        logits = functools.partial(next_logits, model, multiple=multiple)
+        texts.append(generate(logits, tokenizer, [1, 2, 3], 6, max_len=16))
     assert texts[0] == texts[1]
     assert routed == [3, 4, 5, 6, 7, 8] * 2
 

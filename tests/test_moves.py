@@ -15,7 +15,7 @@ from distributed import spawn
 from safetensors.torch import load_file
 from test_parallel import TOLERANCE, words_of
 
-from moetrain import trainer as trainer_module
+from moetrain import engine as engine_module
 from moetrain.config import Config
 from moetrain.metrics import SilentLog
 from moetrain.optim import build_optimizer
@@ -66,7 +66,7 @@ def unfused(parameters, config):
 
 def train(words, steps, is_fused):
     """A trainer that has made ``steps`` steps, and their losses."""
-    trainer_module.build_optimizer = build_optimizer if is_fused else unfused
+    engine_module.build_optimizer = build_optimizer if is_fused else unfused
     trainer = Trainer(Config.load(None, words, environ={}))
     if trainer.step:
         check_moments(trainer, trainer.config.checkpoint.resume)
@@ -76,12 +76,15 @@ def train(words, steps, is_fused):
 def check_moments(trainer, source):
     """They lie in memory as their parameters do, in memory of their own, and are what was saved."""
     saved = load_file(Path(source) / "optim.safetensors")
-    for name, part in trainer.placed.parts.items():
+    for name, member in trainer.engine.fsdp.members.items():
+        part = member.local
         for key, moment in trainer.optimizer.state[part].items():
+            whole = moment
             if moment.ndim:
                 assert (moment.shape, moment.stride()) == (part.shape, part.stride()), name
                 assert moment.untyped_storage().nbytes() == 4 * moment.numel(), name
-            assert torch.equal(trainer.placed.whole(name, moment), saved.pop(f"{name}.{key}")), name
+                whole = member.layout.whole(moment)
+            assert torch.equal(whole, saved.pop(f"{name}.{key}")), name
     assert not saved
 
 
@@ -110,7 +113,7 @@ def everywhere(jobs_of_world, function):
 
 
 def test_random_moves_between_meshes_go_on_exactly(tiny_words, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "build_optimizer", build_optimizer)  # put back at the end
+    monkeypatch.setattr(engine_module, "build_optimizer", build_optimizer)  # put back at the end
     moves = [(*move, True) for move in draw_moves(8)] + [(*move, False) for move in ALWAYS[:2]]
     base = words_of(tiny_words, "optim.schedule=constant", "train.steps=100", "optim.lr=0.01")
     base = [*base, "train.micro_batch_size=2", "model.num_layers=1"]

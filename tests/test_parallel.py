@@ -87,6 +87,7 @@ def words_of(tiny_words, *extra):
         "train.global_batch_size=8",
         f"train.steps={STEPS}",
         "moe.aux_loss_coef=0.1",
+        "moe.aux_loss_scope=global_batch",  # the one that no split changes
         "moe.z_loss_coef=0.01",
         "moe.bias_update_rate=0.01",
         "checkpoint.at_end=no",
@@ -110,7 +111,8 @@ def auxiliary_losses(trainer, routing):
     """Of the whole batch; none for a dense model."""
     if routing is None:
         return []
-    return routing_losses(trainer.world_routing(routing), trainer.coefficients).values()
+    pooled = trainer.objective.is_pooled
+    return routing_losses(routing.map(trainer.world.sum), pooled=pooled).values()
 
 
 def run(words, pads=False):
@@ -123,7 +125,7 @@ def run(words, pads=False):
 
     def keep(optimizer, args, kwargs):
         if not gradients:
-            for name, member in trainer.fsdp.members.items():
+            for name, member in trainer.engine.fsdp.members.items():
                 whole = member.layout.whole(member.local.grad)
                 gradients[name] = whole.to("cpu", copy=True)
 
@@ -184,6 +186,11 @@ def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cp
     expected = run([*words, "train.micro_batch_size=8"], pads)
     answers = spawn(world, run_layouts, runs, device_type=device_type, timeout=300)[0]
     assert set(answers) == set(runs)
+    compare(answers, expected, tolerance, step_tolerance)
+
+
+def compare(answers, expected, tolerance, step_tolerance=None):
+    """The answers of all ``run`` against the one of a single process."""
     for name, (numbers, gradients, biases) in answers.items():
         torch.testing.assert_close(
             numbers,
@@ -206,6 +213,36 @@ def test_pads_on_every_mesh(tiny_words):
     words = words_of(tiny_words)
     runs = plan_runs(2, words, ["dp", "ep", "tp+ep"], ["plain", "compile", "accumulate"])
     check(2, words, {f"{name} pads": w for name, w in runs.items()}, TOLERANCE, pads=True)
+
+
+def test_without_auxiliary_losses_on_two_ranks(tiny_words):
+    """Nothing then uses the routers' sums, and no gradient comes back to them."""
+    words = words_of(tiny_words, "moe.aux_loss_coef=0", "moe.z_loss_coef=0")
+    variants = ["plain", "reshard", "compile+selective", "accumulate"]
+    check(2, words, plan_runs(2, words, ["ep"], variants), TOLERANCE)
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_micro_batches_of_all_ranks_are_balanced_together(world, tiny_words):
+    """Without the pass that counts ahead, W ranks with micro-batches of m rows are one process with
+    micro-batches of W * m."""
+    words = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
+    expected = {
+        ranks: run([*words, f"train.micro_batch_size={ranks}"], pads=True)
+        for ranks in ((1, 2) if world == 2 else (2, 4))
+    }
+    one, other = (gradients for _, gradients, _ in expected.values())
+    router = next(name for name in one if "router" in name)
+    assert (one[router] - other[router]).norm() > 10 * TOLERANCE * one[router].norm()
+    layouts = {2: ["dp", "ddp", "ep", "tp+ep"], 4: ["ep+efsdp", "hsdp+tp+ep"]}[world]
+    runs = {
+        f"{layout} pads": [*words, *LAYOUTS[world][layout], "train.micro_batch_size=1"]
+        for layout in layouts
+    }
+    answers = spawn(world, run_layouts, runs, timeout=300)[0]
+    for name, answer in answers.items():
+        ranks = world // (2 if "tp" in name else 1)  # those with rows of their own
+        compare({name: answer}, expected[ranks], TOLERANCE)
 
 
 def held_out_losses(runs):

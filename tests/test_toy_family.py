@@ -59,7 +59,7 @@ def train(words, folder):
     """Losses and gradient norms of a run that leaves everything in ``folder``."""
     trainer = Trainer(Config.load(None, [*words, f"output_dir={folder}"], environ={}))
     trainer.fit()
-    frozen = trainer.fsdp.members["layers.0.mlp.w_in.weight"].local
+    frozen = trainer.engine.fsdp.members["layers.0.mlp.w_in.weight"].local
     assert (frozen.dtype, frozen.requires_grad) == (torch.bfloat16, False)
     lines = [line for line in read_metrics(trainer.folder / "metrics.jsonl") if "loss" in line]
     return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines])

@@ -10,21 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from moetrain.checkpoint import list_checkpoints
+from moetrain.checkpoint import list_checkpoints, open_checkpoint
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
-from moetrain.loss import LossCoefficients, cross_entropy_sum, routing_losses
+from moetrain.loss import CrossEntropy, routing_losses
 from moetrain.metrics import MetricsLog, read_metrics
 from moetrain.parallel import apply
+from moetrain.snapshot import check_same_run
 from moetrain.train import main
 from moetrain.trainer import Trainer
-
-COEFFICIENTS = LossCoefficients(0.0, 0.0, is_pooled=False)
 
 
 def fit(config):
@@ -48,7 +48,7 @@ def gradients(config):
     kept = {}
 
     def keep(optimizer, args, kwargs):
-        kept.update({n: m.local.grad.clone() for n, m in trainer.fsdp.members.items()})
+        kept.update({n: m.local.grad.clone() for n, m in trainer.engine.fsdp.members.items()})
 
     trainer.optimizer.register_step_pre_hook(keep)  # the fused update scales them when clipping
     return kept, trainer.train_step()
@@ -92,25 +92,41 @@ def test_reruns_are_bitwise_equal_when_deterministic(tiny, tmp_path):
 @pytest.mark.parametrize("z", ["moe.z_loss_coef=0", "moe.z_loss_coef=0.1"])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(tiny, z):
     common = [z, "moe.aux_loss_coef=1.0", "train.global_batch_size=8"]
+    common += ["moe.aux_loss_scope=global_batch"]
     whole, one = gradients(tiny(*common, "train.micro_batch_size=8"))
     split, four = gradients(tiny(*common, "train.micro_batch_size=2"))
-    assert routing_losses(four.routing, COEFFICIENTS) == pytest.approx(
-        routing_losses(one.routing, COEFFICIENTS), rel=1e-5
+    assert routing_losses(four.routing, pooled=False) == pytest.approx(
+        routing_losses(one.routing, pooled=False), rel=1e-5
     )
     for name, gradient in whole.items():
         assert (split[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    # The free approximation is another gradient: the exact pass is not for nothing.
-    cheap, _ = gradients(
-        tiny(*common, "train.micro_batch_size=2", "moe.aux_loss_scope=micro_batch")
-    )
+    # What costs nothing is another gradient: the exact pass is not for nothing.
     router = next(n for n in whole if "router" in n)
-    assert (cheap[router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+    cheap = {}
+    for scope in ("micro_batch", "auto"):
+        words = [*common, "train.micro_batch_size=2", f"moe.aux_loss_scope={scope}"]
+        cheap[scope], _ = gradients(tiny(*words))
+        assert (cheap[scope][router] - whole[router]).norm() > 1e-3 * whole[router].norm()
+    assert torch.equal(cheap["micro_batch"][router], cheap["auto"][router])
+
+
+def test_the_default_runs_no_more_forwards_than_there_are_micro_batches(tiny):
+    passes = {}
+    for scope in ("auto", "global_batch"):
+        words = ["train.micro_batch_size=1", "moe.aux_loss_coef=1", f"moe.aux_loss_scope={scope}"]
+        trainer = Trainer(tiny(*words))
+        backbone, calls = trainer.model.backbone, []
+        trainer.model.backbone = lambda *inputs, b=backbone, c=calls: c.append(1) or b(*inputs)
+        trainer.train_step()
+        passes[scope] = len(calls)
+    assert passes == {"auto": 4, "global_batch": 8}
 
 
 @pytest.mark.parametrize("coefficient", [0, 0.01])
 def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coefficient, tmp_path):
     logged = set()
-    for micro_batch, scope in ((8, "global_batch"), (2, "global_batch"), (1, "micro_batch")):
+    splits = ((8, "global_batch"), (2, "global_batch"), (1, "micro_batch"), (4, "auto"))
+    for micro_batch, scope in splits:
         words = [f"moe.aux_loss_coef={coefficient}", f"train.micro_batch_size={micro_batch}"]
         words += [f"moe.aux_loss_scope={scope}", "train.global_batch_size=8", "train.steps=1"]
         trainer = fit(tiny(*words, f"output_dir={tmp_path / f'{micro_batch}{coefficient}'}"))
@@ -140,11 +156,17 @@ def test_recomputation_changes_no_gradient(tiny):
         torch.testing.assert_close(recomputed[name], gradient)
 
 
+def poison(trainer, factor):
+    """Every gradient is ``factor`` times what it is, from now on."""
+    backward = trainer.engine.fsdp.backward
+    trainer.engine.fsdp.backward = lambda loss, *, is_last: backward(loss * factor, is_last=is_last)
+
+
 def test_a_bad_step_changes_nothing_and_is_counted(tiny):
     trainer = Trainer(tiny("moe.bias_update_rate=0.1"))
     trainer.train_step()
     before = {n: x.clone() for n, x in trainer.model.state_dict().items()}
-    trainer.model.norm.weight.register_hook(lambda g: g * float("nan"))
+    poison(trainer, float("nan"))
     result = trainer.train_step()
     assert result.skipped
     assert not torch.isfinite(result.grad_norm)
@@ -160,7 +182,7 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
     def poison_after_5():
         if trainer.step == 5:
             good.update({n: x.clone() for n, x in trainer.model.state_dict().items()})
-            trainer.model.norm.weight.register_hook(lambda g: g * float("inf"))
+            poison(trainer, float("inf"))
         return step()
 
     trainer.train_step = poison_after_5
@@ -233,7 +255,7 @@ def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
     rows = [trainer.data.eval.row(i) for i in range(len(trainer.data.eval))]
     assert answers == pytest.approx([answers[0]] * 3, rel=1e-6)
     if eval_rows > len(rows):  # all of them, each token once
-        with torch.no_grad():
+        with trainer.engine.work(), torch.no_grad():
             tokens_BS = torch.tensor(np.stack([row.tokens_S for row in rows]))
             positions_BS = torch.tensor(np.stack([row.positions_S for row in rows]))
             logits = trainer.model(tokens_BS, positions_BS).flatten(0, 1)
@@ -271,7 +293,7 @@ def test_conversations_train_on_whole_rows(tiny, tmp_path, words, monkeypatch):
     # The router saw no pads: its counts are of the real tokens alone.
     batches = trainer.loader.next_step()
     assert sum(b.num_tokens for b in batches) < sum(b.tokens_BS.numel() for b in batches)
-    _, routing = cross_entropy_sum(trainer.model, batches[0])
+    routing = trainer.engine.forward(batches[:1], CrossEntropy()).routing
     assert routing.num_tokens == batches[0].num_tokens
 
 
@@ -305,6 +327,11 @@ def test_data_that_changed_under_a_finished_run_is_an_error(tiny, tmp_path, capl
     longer = fit(tiny(*words, "train.steps=5"))
     assert longer.step == 5
     assert "was trained on other data; the run goes on from it" in caplog.text
+    caplog.clear()
+    found = open_checkpoint(list_checkpoints(longer.folder / "checkpoints")[-1])
+    silent = SimpleNamespace(config=longer.config, world=SimpleNamespace(is_main=False))
+    check_same_run(found, silent, "other data", 9)  # one rank says it
+    assert not caplog.records
 
 
 def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words, tmp_path, caplog):

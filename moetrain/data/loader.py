@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moetrain.config import ConfigError
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row
+from moetrain.models import Inputs
 
 
 class Batch(NamedTuple):
@@ -33,8 +33,6 @@ class Batch(NamedTuple):
     cu_seqlens: torch.Tensor
     """[num_segments + 1] int32: 0, each segment's end in the flattened B * S tokens, ..., B * S.
     A segment is the part of one document that lies in one row."""
-    max_seqlen: int
-    """Length of the longest segment."""
     is_pad_BS: torch.Tensor | None = None
     """bool, what only fills up a row; None: nothing does, in any batch of this dataset. A pad lies
     in the segment before it and has no target."""
@@ -45,6 +43,11 @@ class Batch(NamedTuple):
         if device.type == "cuda":
             tensors = {k: v.pin_memory() for k, v in tensors.items()}
         return self._replace(**{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the model sees of it."""
+        return Inputs(self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS)
 
     @property
     def num_tokens(self) -> int:
@@ -61,42 +64,33 @@ class Loader:
         global_batch_size: int,
         micro_batch_size: int,
         seed: int,
-        shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows.
-
-        Raises:
-            ConfigError: the ranks' micro-batches cannot make up a global batch.
-        """
-        if global_batch_size % (micro_batch_size * world_size):
-            raise ConfigError(
-                "train.global_batch_size",
-                f"{global_batch_size} is not a multiple of train.micro_batch_size "
-                f"{micro_batch_size} times {world_size} data-parallel ranks",
-            )
+        """``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows."""
+        # moetrain.parallel.world.plan_world saw to it.
+        assert global_batch_size % (micro_batch_size * world_size) == 0
         self.sample_index = 0
         """Rows consumed so far by all ranks. Set it to resume."""
         self._dataset = dataset
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
         self._rank, self._world_size = rank, world_size
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def next_step(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step."""
-        rows_per_rank = self._global_batch_size // self._world_size
-        first = self.sample_index + self._rank * rows_per_rank
-        rows = [self._sample(first + i) for i in range(rows_per_rank)]
+        """This rank's micro-batches of the next optimizer step.
+
+        Number k of all ranks together is the step's k-th part in order: of 8 rows, 2 ranks and
+        micro-batches of 2, rank 1 has rows 2 and 3, then 6 and 7.
+        """
+        size, start = self._micro_batch_size, self.sample_index
         self.sample_index += self._global_batch_size
-        size = self._micro_batch_size
-        return [_collate(rows[i : i + size]) for i in range(0, rows_per_rank, size)]
+        firsts = range(start, self.sample_index, size)[self._rank :: self._world_size]
+        return [collate([self._sample(i) for i in range(f, f + size)]) for f in firsts]
 
     def _sample(self, sample: int) -> Row:
         epoch, index = divmod(sample, len(self._dataset))
-        if not self._shuffle:
-            return self._dataset.row(index)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
             self._epoch, self._order = epoch, generator.permutation(len(self._dataset))
@@ -124,10 +118,11 @@ def eval_batches(
     for first in range(0, len(drawn), world_size * micro_batch_size):
         mine = drawn[first + rank * micro_batch_size :][:micro_batch_size]
         rows = [dataset.row(int(index)) for index in mine]
-        yield _collate(rows + [filler] * (micro_batch_size - len(rows)))
+        yield collate(rows + [filler] * (micro_batch_size - len(rows)))
 
 
-def _collate(rows: Sequence[Row]) -> Batch:
+def collate(rows: Sequence[Row]) -> Batch:
+    """One micro-batch of ``rows``, in their order."""
     lengths = np.concatenate([row.lengths for row in rows])
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = [row.positions_S for row in rows if row.positions_S is not None]
@@ -137,6 +132,5 @@ def _collate(rows: Sequence[Row]) -> Batch:
         torch.from_numpy(np.stack([row.targets_S for row in rows])),
         torch.from_numpy(np.stack(positions)) if positions else None,
         torch.from_numpy(cu_seqlens),
-        int(lengths.max()),
         torch.from_numpy(np.stack(is_pad)) if is_pad else None,
     )

@@ -11,7 +11,7 @@ K experts a token, R routed rows, L MoE layers.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -135,6 +135,32 @@ class RoutingStats(NamedTuple):
     """int64 (0-d): tokens that each layer routed, which pads are not among."""
     dropped: torch.Tensor | None = None
     """int32: rows dropped in all layers; where there are any, nothing here can be trusted."""
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[RouterStats], top_k: int) -> "RoutingStats | None":
+        """Those of one micro-batch, whose tokens chose ``top_k`` experts; None: no layers."""
+        if not layers:
+            return None
+        counts_LE = torch.stack([layer.counts_E for layer in layers])
+        dropped = [layer.dropped for layer in layers if layer.dropped is not None]
+        return cls(
+            counts_LE,
+            torch.stack([layer.prob_sum_E for layer in layers]),
+            torch.stack([layer.z_sum for layer in layers]),
+            torch.stack([layer.entropy_sum for layer in layers]),
+            counts_LE[0].sum() // top_k,
+            torch.stack(dropped).sum() if dropped else None,
+        )
+
+    @classmethod
+    def together(cls, several: "Sequence[RoutingStats]") -> "RoutingStats":
+        """The sums of several micro-batches, at least one."""
+        parts = zip(cls._fields, zip(*several, strict=True), strict=True)
+        return cls(**{k: torch.stack(part).sum(0) for k, part in parts if part[0] is not None})
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
+        """``function`` of every sum: a sum over ranks, say."""
+        return RoutingStats(**{k: function(x) for k, x in self._asdict().items() if x is not None})
 
 
 class Dispatched(NamedTuple):

@@ -90,8 +90,8 @@ CallBlock = Callable[..., Any]
 class Sharding(Protocol):
     """Brings parameters to where they are used; the one seam between a model and how it is kept."""
 
-    def run(self, call: CallBlock, block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
-        """``call(block, x_BSD, context)`` while the block has its parameters whole."""
+    def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
+        """``call(block, *inputs)`` while the block has its parameters whole."""
         ...
 
     def open(self, module: nn.Module) -> None:
@@ -102,8 +102,8 @@ class Sharding(Protocol):
 class Unsharded:
     """The :class:`Sharding` of a model that has its parameters."""
 
-    def run(self, call: CallBlock, block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
-        return call(block, x_BSD, context)
+    def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
+        return call(block, *inputs)
 
     def open(self, module: nn.Module) -> None:
         pass
@@ -215,7 +215,7 @@ class Transformer(nn.Module):
 
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """The statistics of all MoE layers together; None: there are none."""
-        return _stack(layer_stats, self.arch.num_experts_per_token)
+        return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
 
 
 def build_model(
@@ -233,23 +233,6 @@ def build_model(
 def call(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
     """The block itself."""
     return block(x_BSD, context)
-
-
-def _stack(layers: Sequence[RouterStats], top_k: int) -> RoutingStats | None:
-    if not layers:
-        return None
-    counts, prob_sums, z_sums, entropy_sums = (
-        torch.stack(x) for x in zip(*(layer[:4] for layer in layers), strict=True)
-    )
-    dropped = [layer.dropped for layer in layers if layer.dropped is not None]
-    return RoutingStats(
-        counts,
-        prob_sums,
-        z_sums,
-        entropy_sums,
-        counts[0].sum() // top_k,
-        torch.stack(dropped).sum() if dropped else None,
-    )
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:

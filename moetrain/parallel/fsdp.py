@@ -265,7 +265,10 @@ class FSDP:
     def _hand_out(self, unit: Unit) -> list[torch.Tensor]:
         """Full parameters of ``unit``, differentiable where they are trained."""
         if not self._is_working:
-            raise RuntimeError("sharded parameters were asked for outside of FSDP.work()")
+            raise RuntimeError(
+                "sharded parameters were asked for outside of FSDP.work(); call the model "
+                "within `with engine.work():`"
+            )
         self.unshard(unit)
         return list(_HandOut.apply(self._anchor, self, unit))
 

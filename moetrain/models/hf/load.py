@@ -116,7 +116,7 @@ def load_weights(
     """Copies a checkpoint into the existing parameters of ``model``, in their dtype and device.
 
     ``write(name, place, tensor)`` puts one file tensor in its place of parameter ``name``; None:
-    by :func:`write_piece`. Sharded parameters take what is theirs that way.
+    into the model's own. Sharded parameters take what is theirs that way.
 
     Buffers keep their values. A ``lm_head.weight`` beside tied embeddings is taken if it equals
     the embedding, as it then says nothing new; a different one is an error, as the file
@@ -146,11 +146,6 @@ def load_weights(
             listing(sorted(source.extra)),
         )
     model.source = source
-
-
-def write_piece(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> None:
-    """Copies one file tensor to its place in one parameter, converting dtype and device."""
-    parameter[place].copy_(tensor)
 
 
 def load_hf(
@@ -195,7 +190,7 @@ def _count_tensors(arch: Architecture) -> int:
 def _write_whole(
     parameters: Mapping[str, torch.Tensor], name: str, place: Place, tensor: torch.Tensor
 ) -> None:
-    write_piece(parameters[name], place, tensor)
+    parameters[name][place].copy_(tensor)  # converts dtype and device
 
 
 def _check_redundant_head(head_VD: torch.Tensor, embed_VD: torch.Tensor, folder: Path) -> None:

@@ -35,7 +35,6 @@ from moetrain.models.hf.files import (
 from moetrain.models.hf.load import check_checkpoint, pieces_of
 from moetrain.models.source import HFSource, Stamp
 from moetrain.models.transformer import Transformer
-from moetrain.models.weight_map import Place
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What ``transformers`` uses."""
@@ -121,11 +120,6 @@ def warn_about_router_bias(model: Transformer) -> None:
         logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
 
-def read_piece(parameter: torch.Tensor, place: Place) -> torch.Tensor:
-    """The file tensor at one place of a parameter, contiguous: the inverse of write_piece."""
-    return parameter.detach()[place].contiguous()
-
-
 class _Outgoing(NamedTuple):
     """A tensor of an export, read when its file is written."""
 
@@ -157,7 +151,7 @@ def _own_tensors(
 
 
 def _converted(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return read_piece(part, ()).to(dtype)
+    return part.detach().contiguous().to(dtype)
 
 
 def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:

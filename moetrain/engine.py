@@ -1,0 +1,320 @@
+"""The engine: a model, how it is spread over ranks, and its optimizer; nothing else.
+
+    totals = engine.forward_backward(batches, objective)    # as often as a step has batches for
+    norm, skipped = engine.step(lr)
+
+Data, folders, learning-rate schedules and when to do what are a loop's business
+(:mod:`moetrain.trainer` is one). Inside a step nothing here waits for the device, except that
+dispatch of tokens of unknown number does, and that the number of rows for which buffers of fixed
+sizes had no room is read while the last backward runs.
+
+Every method is collective: all ranks call them in the same order, with as many micro-batches each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import torch
+
+from moetrain.config import Config
+from moetrain.generate import next_logits
+from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
+from moetrain.models import Architecture, RoutingStats, find_family, update_router_bias
+from moetrain.models.hf.files import TokenizerFiles
+from moetrain.models.hf.save import ExportDtype
+from moetrain.models.weight_map import all_pieces
+from moetrain.optim import (
+    build_optimizer,
+    guarded_step,
+    load_whole_optimizer_state,
+    set_learning_rate,
+    whole_optimizer_state,
+)
+from moetrain.parallel.apply import (
+    load_whole_state,
+    place_model,
+    save_whole_model,
+    static_transport,
+    whole_state,
+)
+from moetrain.parallel.world import World
+from moetrain.run_control import LateNumbers
+
+B = TypeVar("B", bound=MicroBatch)
+
+Schedule = Callable[
+    [Sequence[Any], Callable[[Any], torch.Tensor], Callable[[torch.Tensor], None]], None
+]
+"""``schedule(batches, forward, backward)``: calls ``forward`` once with every micro-batch, and
+``backward`` once with everything that gave, in any order that brings forwards first."""
+
+
+def sequential(
+    batches: Sequence[B],
+    forward: Callable[[B], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+) -> None:
+    """One micro-batch after the other: the least memory, and all there is to do on one stage."""
+    for batch in batches:
+        backward(forward(batch))
+
+
+class Totals(NamedTuple):
+    """Sums over the micro-batches of one call, on the device."""
+
+    total: torch.Tensor
+    """What was minimised: 0-d fp64, of all ranks."""
+    terms: dict[str, torch.Tensor]
+    """Its terms without their coefficients, by name: each 0-d fp64, of all ranks."""
+    routing: RoutingStats | None
+    """This rank's; ``routing.map(world.sum)`` are those of all. None: no MoE layer."""
+
+
+class StepOutcome(NamedTuple):
+    """What an update was made of (0-d, on the device)."""
+
+    grad_norm: torch.Tensor
+    """2-norm of the whole gradient before clipping, fp32."""
+    skipped: torch.Tensor
+    """bool: a loss or the norm was not finite, and weights and moments are as they were."""
+
+
+class Engine:
+    """Model, sharding and optimizer of one run. Building it reads ``model.path`` and nothing else.
+
+    Attributes:
+        model, fsdp, optimizer: the parts it is made of.
+        retried_steps: calls of :meth:`forward_backward` that were run again because rows were
+            dropped (``moe.dispatch_mode`` static).
+    """
+
+    def __init__(
+        self, config: Config, arch: Architecture, world: World, schedule: Schedule = sequential
+    ) -> None:
+        """The model of ``arch`` with initial values (or those of ``model.path``) on ``world``.
+
+        Args:
+            config: as :func:`moetrain.preflight.resolve_run` gives it, with ``arch``.
+            schedule: orders the micro-batches of a call.
+
+        Raises:
+            ConfigError: ``model.path`` cannot be loaded.
+        """
+        self.config, self.arch, self.world, self.schedule = config, arch, world, schedule
+        self.model, self.fsdp = place_model(config, arch, world)
+        self.optimizer = build_optimizer(self.fsdp.members, config.optim)
+        self.static = static_transport(self.model)
+        self.retried_steps = 0
+        self._since_step: list[Totals] = []
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
+        """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's."""
+        sizes = self._sum_sizes(objective.sizes(batches))
+        # A retry forgets the step's gradients: an earlier call's must not go with them.
+        with self.work(), self.exact_sizes() if self._since_step else nullcontext():
+            run = _Run(self, objective, sizes, learns=True).over(batches)
+        # With fixed sizes alone: waits for the last forward, while its backward runs.
+        if run.dropped is not None and run.dropped.read() > 0:
+            self.retried_steps += 1
+            self.fsdp.clear_gradients()
+            with self.work(), self.exact_sizes():
+                run = _Run(self, objective, sizes, learns=True).over(batches)
+        self._since_step.append(run.totals())
+        return self._since_step[-1]
+
+    def forward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
+        """The sums that :meth:`forward_backward` would give, without gradients."""
+        sizes = self._sum_sizes(objective.sizes(batches))
+        with self.work(), torch.no_grad(), self.exact_sizes():
+            return _Run(self, objective, sizes, learns=False).over(batches).totals()
+
+    def step(self, lr: float) -> StepOutcome:
+        """Clip, update with learning rate ``lr`` and forget the gradients.
+
+        Skipped, on the device, if the norm or a loss since the last step is not finite.
+
+        Raises:
+            ValueError: there was no :meth:`forward_backward` since the last step.
+        """
+        if not self._since_step:
+            raise ValueError("Engine.step: no forward_backward since the last step")
+        done, self._since_step = self._since_step, []
+        norm = self.fsdp.gradient_norm()
+        set_learning_rate(self.optimizer, lr)
+        loss = torch.stack([totals.total for totals in done]).sum()
+        skipped = guarded_step(self.optimizer, loss, norm, self.config.optim.max_grad_norm)
+        self.fsdp.clear_gradients()
+        routings = [totals.routing for totals in done if totals.routing is not None]
+        rate = self.config.moe.bias_update_rate
+        if routings and rate:
+            counts_LE = self.world.sum(RoutingStats.together(routings).counts_LE)
+            update_router_bias(self.model, counts_LE, rate * ~skipped)
+        return StepOutcome(norm, skipped)
+
+    def work(self) -> AbstractContextManager[None]:
+        """Meanwhile :attr:`model` can be called, and its parameters must not change.
+
+        Each method enters it by itself; around several it saves gathering parameters anew.
+        """
+        return self.fsdp.work()
+
+    def exact_sizes(self) -> AbstractContextManager[None]:
+        """Whatever the routing, no row is dropped meanwhile."""
+        return nullcontext() if self.static is None else self.static.exactly()
+
+    def _sum_sizes(self, counted: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """This rank's counts to those of all, on the device; torch.tensor would wait for it."""
+        counts = [torch.full((), n, device=self.world.device) for n in counted.values()]
+        summed = self.world.sum_rows(torch.stack(counts)).clamp(min=1)
+        return dict(zip(counted, summed.unbind(), strict=True))
+
+    def count_ahead(self, batches: Sequence[MicroBatch]) -> ExpertLoad:
+        """The expert load of all ``batches`` together, by a forward pass of its own."""
+        routings: list[RoutingStats] = []
+
+        def forward(batch: MicroBatch) -> torch.Tensor:
+            hidden_BSD, routing = self.model.backbone(*batch.to(self.world.device).inputs)
+            assert routing is not None  # nobody asks a dense model
+            routings.append(routing)
+            return hidden_BSD
+
+        with torch.no_grad(), self.exact_sizes():
+            self.schedule(batches, forward, lambda _: None)
+        return self.expert_load(RoutingStats.together(routings))
+
+    def expert_load(self, routing: RoutingStats) -> ExpertLoad:
+        """What this rank counted in ``routing``, of all ranks together."""
+        counts_LE = self.world.sum(routing.counts_LE)
+        num_tokens = counts_LE[0].sum() // self.arch.num_experts_per_token
+        return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone
+
+    def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits [V] of the token after ``ids``, which are the same on every rank."""
+        with self.work(), torch.no_grad(), self.exact_sizes():
+            return next_logits(self.model, ids, multiple=self.world.dims.tp)
+
+    # ---- weights and state ---------------------------------------------------------------------
+
+    def state(self, *, keep: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+        """Groups ``model`` and ``optim`` of whole tensors by name, in host memory.
+
+        Empty where ``keep`` is not set. Gradients are no part of it.
+        """
+        return {
+            "model": whole_state(self.model, self.fsdp, keep=keep),
+            "optim": whole_optimizer_state(self.optimizer, self.fsdp.members, keep=keep),
+        }
+
+    def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take what :meth:`state` gave, on any layout: each of its groups that ``groups`` has.
+
+        Raises:
+            ConfigError: tensors of other names, shapes, dtypes.
+        """
+        if "model" in groups:
+            load_whole_state(self.model, self.fsdp, groups["model"])
+        if "optim" in groups:
+            load_whole_optimizer_state(self.optimizer, self.fsdp.members, groups["optim"])
+
+    @torch.no_grad()
+    def weights(self, *, hf: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, by name, fp32 on the device: one at a time, and valid until a step.
+
+        Args:
+            hf: names and pieces of Hugging Face's files, which hold no selection bias; else ours,
+                and buffers too.
+        """
+        table = find_family(self.arch).hf.weight_map
+        for name, member in self.fsdp.members.items():
+            whole = member.layout.whole(member.local)
+            if hf:
+                for piece in all_pieces(table, {name: whole.shape}):
+                    yield piece.hf_name, whole.detach()[piece.place]
+            else:
+                yield name, whole.detach()
+        if not hf:
+            yield from self.model.named_buffers()
+
+    def save_hf(
+        self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
+    ) -> None:
+        """:func:`moetrain.save_hf` of the whole model, by the main rank."""
+        write = self.world.is_main
+        save_whole_model(
+            self.model, self.fsdp, folder, write=write, dtype=dtype, tokenizer=tokenizer
+        )
+
+
+class _Run(Generic[B]):
+    """One pass of ``objective`` over ``batches``, in the order of the engine's schedule."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        objective: Objective[B],
+        sizes: Mapping[str, torch.Tensor],
+        *,
+        learns: bool,
+    ) -> None:
+        self.engine, self.objective, self.sizes, self.learns = engine, objective, sizes, learns
+        self.num_batches = self.num_done = 0
+        self.names: list[str] = []
+        self.values: list[torch.Tensor] = []
+        """Each micro-batch's total and terms."""
+        self.routings: list[RoutingStats] = []
+        self.dropped: LateNumbers | None = None
+        """Rows of all ranks that found no room; None: nothing can be dropped."""
+        self.load: ExpertLoad | None = None
+        """Of all micro-batches; None: each has its own."""
+
+    def over(self, batches: Sequence[B]) -> Self:
+        """Run them all."""
+        engine, self.num_batches = self.engine, len(batches)
+        # A single micro-batch of all ranks is the whole batch.
+        is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
+        if is_global and self.objective.balances and engine.arch.num_moe_layers:
+            self.load = engine.count_ahead(batches)
+        engine.schedule(batches, self.forward, self.backward)
+        return self
+
+    def forward(self, batch: B) -> torch.Tensor:
+        """This micro-batch's share of what is minimised."""
+        engine = self.engine
+        batch = batch.to(engine.world.device)
+        hidden_BSD, routing = engine.model.backbone(*batch.inputs)
+        load = self.load
+        if load is None and routing is not None and self.objective.balances:
+            load = engine.expert_load(routing)
+        outputs = Outputs(hidden_BSD, routing, load)
+        terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
+        total = sum(term.coefficient * term.value for term in terms.values())
+        assert isinstance(total, torch.Tensor)  # there is one term at least
+        self.names = list(terms)
+        self.values.append(torch.stack([total, *(t.value for t in terms.values())]).detach())
+        if routing is not None:
+            self.routings.append(routing.map(torch.Tensor.detach))
+            dropped = [r.dropped for r in self.routings if r.dropped is not None]
+            if dropped and len(self.routings) == self.num_batches:
+                # Before the last backward, which then runs while this is read.
+                self.dropped = LateNumbers(engine.world.sum(torch.stack(dropped).sum()))
+        return total
+
+    def backward(self, total: torch.Tensor) -> None:
+        """Its gradients, added to the step's."""
+        self.num_done += 1
+        if self.learns:
+            self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
+
+    def totals(self) -> Totals:
+        """The sums over what was run."""
+        # In fp64, which counts exactly; a few numbers cost nothing.
+        sums = self.engine.world.sum(torch.stack(self.values).double().sum(0))
+        total, *terms = sums.unbind()
+        routing = RoutingStats.together(self.routings) if self.routings else None
+        return Totals(total, dict(zip(self.names, terms, strict=True)), routing)

@@ -1,0 +1,312 @@
+"""The engine alone: no data, no folder, no trainer; on tensors made here."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from distributed import spawn
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from moetrain.config import Config
+from moetrain.data import IGNORE_INDEX, Batch
+from moetrain.engine import Engine, sequential
+from moetrain.loss import CrossEntropy, Pretraining, Term
+from moetrain.models import (
+    Inputs,
+    build_model,
+    find_family,
+    init_weights,
+    load_balancing_loss,
+    router_z_loss,
+)
+from moetrain.models.rules import parameter_rules
+from moetrain.parallel.world import join_world
+from moetrain.preflight import resolve_run
+
+ROWS, SEQ_LEN, VOCAB = 8, 12, 50
+WORDS = [
+    "model.hidden_size=16",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.head_dim=8",
+    "model.num_experts=4",
+    "model.num_experts_per_token=2",
+    "model.moe_intermediate_size=8",
+    f"model.vocab_size={VOCAB}",
+    f"data.seq_len={SEQ_LEN}",
+    "data.source=text",
+    "data.path=no/such/data",
+    "output_dir=/no/such/folder",
+    "train.device=cpu",
+    f"train.global_batch_size={ROWS}",
+    "moe.aux_loss_coef=0.1",
+    "moe.z_loss_coef=0.01",
+    "moe.bias_update_rate=0.01",
+]
+DENSE = [w for w in WORDS if "expert" not in w and "moe" not in w] + ["model.preset=qwen3-0.6b"]
+
+
+def make_engine(*words, micro=ROWS, base=WORDS, **kwargs):
+    """On the ranks that there are."""
+    words = [*base, f"train.micro_batch_size={micro}", *words]
+    config, arch = resolve_run(Config.load(None, words, environ={}))
+    return Engine(config, arch, join_world(config, arch), **kwargs)
+
+
+def make_rows(step):
+    """Tokens and targets of one step's rows, which count on from a number; some have no target."""
+    first_B = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(step))
+    tokens_BS = (first_B[:, None] + torch.arange(SEQ_LEN)) % VOCAB
+    targets_BS = (tokens_BS + 1) % VOCAB
+    targets_BS[0, :7] = IGNORE_INDEX
+    return tokens_BS, targets_BS
+
+
+def make_batches(step, micro=ROWS, rank=0, ranks=1):
+    """A rank's micro-batches of ``micro`` rows."""
+    parts = zip(*(x_BS.split(micro) for x_BS in make_rows(step)), strict=True)
+    ends = torch.arange(0, micro * SEQ_LEN + 1, SEQ_LEN, dtype=torch.int32)
+    return [Batch(tokens, targets, None, ends) for tokens, targets in parts][rank::ranks]
+
+
+def objective_of(engine):
+    return Pretraining.of(engine.config, engine.arch)
+
+
+def train(engine, steps, micro=ROWS, lr=1e-2):
+    """Losses and gradient norms."""
+    world, numbers = engine.world, []
+    for step in steps:
+        batches = make_batches(step, micro, world.data_rank, world.dims.data_ranks)
+        totals = engine.forward_backward(batches, objective_of(engine))
+        outcome = engine.step(lr)
+        assert not outcome.skipped
+        numbers.append((totals.terms["cross_entropy"].item(), outcome.grad_norm.item()))
+    return numbers
+
+
+def weights_of(engine, **kwargs):
+    return {name: weight.clone() for name, weight in engine.weights(**kwargs)}
+
+
+def assert_near(mine, theirs, tolerance):
+    assert set(mine) == set(theirs)
+    for name, weight in theirs.items():
+        assert (mine[name] - weight).norm() <= tolerance * weight.norm(), name
+
+
+def gradients_of(engine):
+    """The step's, by name; the engine forgets them."""
+    engine.fsdp.gradient_norm()
+    found = {name: m.local.grad.clone() for name, m in engine.fsdp.members.items()}
+    engine.fsdp.clear_gradients()
+    return found
+
+
+def hand_loop(config, arch, steps, lr=1e-2):
+    """Plain autograd and AdamW, on whole batches; no selection bias."""
+    model = build_model(arch)
+    init_weights(model, config.model.init_std, config.train.seed)
+    optim, rules = config.optim, parameter_rules(find_family(arch).plan(arch), model)
+    groups = [
+        {"params": [p], "weight_decay": optim.weight_decay * rules[name].decay}
+        for name, p in model.named_parameters()
+    ]
+    betas = (optim.beta1, optim.beta2)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=optim.eps, foreach=False)
+    numbers = []
+    for step in steps:
+        tokens_BS, targets_BS = make_rows(step)
+        hidden_BSD, routing = model.backbone(tokens_BS)
+        logits_TV = F.linear(hidden_BSD, model.head_weight).flatten(0, 1)
+        loss = F.cross_entropy(logits_TV, targets_BS.flatten(), ignore_index=IGNORE_INDEX)
+        tokens = tokens_BS.numel()
+        balance = load_balancing_loss(routing.counts_LE, routing.prob_sum_LE, tokens)
+        (loss + 0.1 * balance + 0.01 * router_z_loss(routing.z_sum_L, tokens)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        adamw.step()
+        adamw.zero_grad()
+        numbers.append((loss.item(), norm.item()))
+    return numbers, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("micro", [ROWS, 2])
+def test_three_steps_on_tensors_equal_a_loop_by_hand(micro):
+    words = ["moe.bias_update_rate=0", "moe.aux_loss_scope=global_batch"]
+    engine = make_engine(*words, micro=micro)
+    numbers = train(engine, range(3), micro)
+    expected, weights = hand_loop(engine.config, engine.arch, range(3))
+    for mine, theirs in zip(numbers, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert numbers[2][0] < numbers[0][0]
+    assert_near(weights_of(engine), weights, 1e-5)
+
+
+def test_forward_gives_the_same_totals_and_leaves_no_gradient():
+    engine = make_engine(micro=2)
+    batches, objective = make_batches(0, 2), objective_of(engine)
+    seen = engine.forward(batches, objective)
+    assert not any(bucket.has_gradient for bucket in engine.fsdp.buckets)
+    learned = engine.forward_backward(batches, objective)
+    assert all(bucket.has_gradient for bucket in engine.fsdp.buckets)
+    assert list(seen.terms) == ["cross_entropy", "load_balancing", "router_z"]
+    for name, value in learned.terms.items():
+        assert seen.terms[name].item() == pytest.approx(value.item(), rel=1e-6), name
+    coefficients = {"cross_entropy": 1, "load_balancing": 0.1, "router_z": 0.01}
+    total = sum(coefficients[name] * value for name, value in seen.terms.items())
+    assert seen.total.item() == pytest.approx(total.item(), rel=1e-6)
+    assert torch.equal(seen.routing.counts_LE, learned.routing.counts_LE)
+    assert seen.routing.num_tokens == ROWS * SEQ_LEN
+
+
+def test_state_goes_on_bit_for_bit():
+    first = make_engine()
+    train(first, range(2))
+    state = first.state()
+    straight = train(first, range(2, 4))
+    second = make_engine("train.seed=9")
+    second.load_state({"model": state["model"]})
+    second.load_state({"optim": state["optim"]})
+    assert train(second, range(2, 4)) == straight
+    for (name, mine), (_, theirs) in zip(second.weights(), first.weights(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert first.state(keep=False) == {"model": {}, "optim": {}}
+
+
+@pytest.mark.parametrize(("base", "is_tied"), [(WORDS, False), (DENSE, True)])
+def test_weights_are_the_models_or_a_files(base, is_tied, tmp_path):
+    engine = make_engine(base=base)
+    assert engine.arch.tie_embeddings == is_tied
+    train(engine, range(1))
+    ours = weights_of(engine)
+    assert set(ours) == set(engine.model.state_dict())
+    for name, weight in engine.model.state_dict().items():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        assert torch.equal(ours[name], local), name
+    engine.save_hf(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    theirs = weights_of(engine, hf=True)
+    assert set(theirs) == set(saved)
+    for name, weight in saved.items():
+        assert torch.equal(theirs[name], weight), name
+
+
+class Completions(NamedTuple):
+    """A batch of another kind, with a field of its own."""
+
+    tokens_BS: torch.Tensor
+    targets_BS: torch.Tensor
+    advantages_BS: torch.Tensor
+
+    @property
+    def inputs(self):
+        return Inputs(self.tokens_BS)
+
+    def to(self, device):
+        return Completions(*(x.to(device) for x in self))
+
+
+class PolicyGradient(CrossEntropy):
+    """Cross-entropy, and the advantages' policy gradient (REINFORCE)."""
+
+    def sizes(self, batches: Any):
+        return {**super().sizes(batches), "rows": sum(len(b.tokens_BS) for b in batches)}
+
+    def terms(self, model: Any, outputs, batch: Any, sizes):
+        targets_T, hidden_TD = batch.targets_BS.flatten(), outputs.hidden_BSD.flatten(0, 1)
+        losses = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
+        policy = (batch.advantages_BS.flatten() * losses.loss_T).sum() / sizes["rows"]
+        (cross_entropy,) = super().terms(model, outputs, batch, sizes).values()
+        return {
+            "policy": Term(policy, 2.0),
+            "cross_entropy": cross_entropy._replace(coefficient=0.5),
+        }
+
+
+def backwards(batches, forward, backward):
+    """All micro-batches in flight, the last one's backward first."""
+    for total in reversed([forward(batch) for batch in batches]):
+        backward(total)
+
+
+@pytest.mark.parametrize("schedule", [sequential, backwards])
+def test_an_objective_and_a_batch_of_another_kind_in_any_order(schedule):
+    engine = make_engine(schedule=schedule)
+    tokens_BS, targets_BS = make_rows(0)
+    advantages_BS = torch.randn(ROWS, SEQ_LEN, generator=torch.Generator().manual_seed(1))
+    parts = zip(*(x.split(2) for x in (tokens_BS, targets_BS, advantages_BS)), strict=True)
+    totals = engine.forward_backward([Completions(*part) for part in parts], PolicyGradient())
+    gradients = gradients_of(engine)
+    with engine.work():
+        logits_TV = engine.model(tokens_BS).flatten(0, 1)
+        loss_T = F.cross_entropy(
+            logits_TV, targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        policy = (advantages_BS.flatten() * loss_T).sum() / ROWS
+        cross_entropy = loss_T.sum() / (targets_BS != IGNORE_INDEX).sum()
+        (2.0 * policy + 0.5 * cross_entropy).backward()
+    assert totals.terms["policy"].item() == pytest.approx(policy.item(), rel=1e-5)
+    assert totals.terms["cross_entropy"].item() == pytest.approx(cross_entropy.item(), rel=1e-5)
+    assert_near(gradients, gradients_of(engine), 1e-5)
+
+
+def test_several_calls_make_one_step():
+    def gradients(*calls):
+        engine = make_engine()
+        for batch in calls:
+            engine.forward_backward([batch], CrossEntropy())
+        return gradients_of(engine)
+
+    first, second = make_batches(0, ROWS // 2)
+    both, mine, other = gradients(first, second), gradients(first), gradients(second)
+    assert_near(both, {name: mine[name] + other[name] for name in mine}, 1e-5)
+
+
+def test_a_step_without_a_finite_loss_changes_nothing():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="no forward_backward"):
+        engine.step(0.1)
+    train(engine, range(1))
+    before = weights_of(engine)
+
+    class Endless(CrossEntropy):
+        def terms(self, model, outputs, batch, sizes):
+            terms = super().terms(model, outputs, batch, sizes)
+            return {**terms, "endless": Term(torch.full((), torch.inf))}
+
+    engine.forward_backward(make_batches(1), Endless())
+    engine.forward_backward(make_batches(1), objective_of(engine))  # a good one saves nothing
+    assert engine.step(0.1).skipped
+    for name, weight in engine.weights():
+        assert torch.equal(weight, before[name]), name
+    assert len(train(engine, range(1, 2))) == 1
+
+
+def train_on_ranks(runs):
+    """Numbers, weights by our names and Hugging Face's, of every layout."""
+    answers = {}
+    for name, (words, micro) in runs.items():
+        engine = make_engine(*words, micro=micro)
+        numbers = train(engine, range(3), micro, lr=1e-3)
+        answers[name] = numbers, weights_of(engine), weights_of(engine, hf=True)
+    return answers
+
+
+def test_ranks_give_one_processs_numbers_and_weights():
+    (expected,) = train_on_ranks({"one": ([], 4)}).values()
+    layouts = {
+        "dp": (["parallel.dp_shard=2"], 2),
+        "dp, not sharded": (["parallel.dp_replicate=2", "parallel.dp_shard=1"], 2),
+        "ep": (["parallel.ep=2"], 2),
+        "tp+ep": (["parallel.tp=2", "parallel.ep=2"], 4),
+    }
+    for answers in spawn(2, train_on_ranks, layouts, timeout=120):
+        assert set(answers) == set(layouts)
+        for numbers, *weights in answers.values():
+            for mine, theirs in zip(numbers, expected[0], strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5)
+            for mine, theirs in zip(weights, expected[1:], strict=True):
+                assert_near(mine, theirs, 1e-5)
