@@ -45,9 +45,9 @@ def draw_moves(number):
     return ALWAYS + random.Random(0).sample(others, number - len(ALWAYS))
 
 
-def unfused(parameters, config):
+def unfused(members, config):
     """AdamW in plain torch operations, which takes the scale and the skip as the fused one does."""
-    optimizer = build_optimizer(parameters, config)
+    optimizer = build_optimizer(members, config)
     for group in optimizer.param_groups:
         group |= {"fused": False, "foreach": False}
     plain_step = optimizer.step
@@ -56,8 +56,8 @@ def unfused(parameters, config):
         scale, skipped = optimizer.grad_scale, optimizer.found_inf
         optimizer.grad_scale = optimizer.found_inf = None
         if not skipped:
-            for parameter in parameters.values():
-                parameter.grad.div_(scale)
+            for member in members.values():
+                member.local.grad.div_(scale)
             plain_step()
 
     optimizer.step = step
