@@ -258,12 +258,11 @@ class MoeSection(Section):
     """each: every layer is balanced by itself, and the loss is the layers' mean; pooled: all layers
     together, as Hugging Face has it, where one may be as uneven as it likes; auto: each for random
     weights, pooled where a checkpoint's training goes on (model.path)."""
-    aux_loss_scope: Literal["auto", "global_batch", "micro_batch"] = "auto"
-    """Whose expert counts that loss uses. global_batch: the whole step's, however it is split; with
-    gradient accumulation that costs one more forward pass a micro-batch. micro_batch: those of one
-    micro-batch of all ranks together, which costs nothing but is another loss for another split.
-    auto: global_batch without gradient accumulation (the two are then the same), micro_batch
-    with."""
+    aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
+    """Whose expert counts that loss uses; without gradient accumulation the two are the same.
+    micro_batch: those of one micro-batch of all ranks together, which costs nothing but is another
+    loss for another split. global_batch: the whole step's, however it is split, for one more
+    forward pass a micro-batch."""
     z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the router z-loss (mean squared logsumexp of the router logits)."""
     bias_update_rate: float = Field(default=0.0, ge=0)
