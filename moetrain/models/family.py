@@ -83,7 +83,7 @@ class HFFamily:
     activation: str = "silu"
     """What ``hidden_act`` has to be."""
     read_layers: Callable[[HFConfig], dict[str, Any]] = lambda config: {}
-    """``sliding_windows`` and ``moe_layers`` from the keys, ``defaults`` filled in."""
+    """Fields that several keys decide (what differs from layer to layer), ``defaults`` filled in."""
     write_layers: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
     """The inverse of ``read_layers``."""
 
@@ -97,7 +97,7 @@ def decoder_plan(arch: Architecture) -> Plan:
     """What the parts say of themselves, and what holds of every decoder beside them.
 
     Raises:
-        ValueError: parts of one name disagree about a parameter.
+        ValueError: parts of one name disagree about a parameter or their style.
     """
     rules: dict[str, Rule] = {"embed.weight": EMBEDDING, "norm.weight": NORM}
     rules |= {"layers.*.attn_norm.weight": NORM, "layers.*.mlp_norm.weight": NORM}
@@ -107,8 +107,9 @@ def decoder_plan(arch: Architecture) -> Plan:
     for part in arch.parts():
         name = f"layers.*.{part.name}"
         own = {f"{name}.{leaf}": weight.rule for leaf, weight in part.weights.items()}
-        if any(rules.get(key, rule) != rule for key, rule in own.items()):
-            raise ValueError(f"plan: parts called {part.name} disagree about their rules")
+        differ = any(rules.get(key, rule) != rule for key, rule in own.items())
+        if differ or styles.get(name, part.style) != part.style:
+            raise ValueError(f"plan: parts called {part.name} disagree")
         rules |= own
         styles[name] = part.style
     return Plan(rules, styles)
