@@ -83,7 +83,7 @@ class HFFamily:
     activation: str = "silu"
     """What ``hidden_act`` has to be."""
     read_layers: Callable[[HFConfig], dict[str, Any]] = lambda config: {}
-    """Fields that several keys decide (what differs from layer to layer), ``defaults`` filled in."""
+    """Fields that several keys decide, or that differ between layers; ``defaults`` filled in."""
     write_layers: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
     """The inverse of ``read_layers``."""
 
