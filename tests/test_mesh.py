@@ -248,25 +248,42 @@ def test_joining_a_group_that_exists():
     assert spawn(2, join, words) == [(r, 2, r, "cpu", 2.0) for r in (0, 1)]
 
 
-def test_a_world_of_one_has_no_process_group(tiny):
-    world = join_world(tiny(), MOE)
-    assert (world.rank, world.size, world.data_rank, world.meshes) == (0, 1, 0, None)
-    assert not dist.is_initialized()
-    world.leave()
+@pytest.fixture
+def no_group():
+    """What an earlier test's run has left would hide who makes one, and who ends it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_one_process_is_a_mesh_of_one(tiny, no_group):
+    for _ in range(2):  # one run after the other
+        world = join_world(tiny(), MOE)
+        assert (world.rank, world.size, world.data_rank) == (0, 1, 0)
+        assert world.meshes.expert_parameters.mesh.shape == (1, 1, 1)
+        assert dist.is_initialized()
+        assert world.sum(torch.ones(2)).tolist() == [1, 1]
+        again = join_world(tiny(), MOE)  # a run beside it, or after one that failed
+        again.leave()
+        assert dist.is_initialized()  # the first one's
+        world.leave()
+        assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
     ("words", "field"),
     [(["launch.nproc=4"], "launch.nproc"), (["parallel.ep=2"], "parallel.ep")],
 )
-def test_one_process_is_no_world_of_several(words, field, tiny):
+@pytest.mark.parametrize("is_left", [False, True])
+def test_one_process_is_no_world_of_several(words, field, is_left, tiny, no_group):
+    if is_left:  # a group of one by an earlier run changes nothing
+        join_world(tiny(), MOE)
     with pytest.raises(ConfigError) as caught:
         join_world(tiny(*words), MOE)
     assert caught.value.field == field
-    assert not dist.is_initialized()
+    assert dist.is_initialized() == is_left
 
 
-def test_a_launcher_that_contradicts_the_settings(tiny, monkeypatch):
+def test_a_launcher_that_contradicts_the_settings(tiny, monkeypatch, no_group):
     place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=2)
     monkeypatch.setattr(world_module, "launched_place", lambda: place)
     with pytest.raises(ConfigError, match="3, but a launcher has started 2 processes") as caught:

@@ -105,7 +105,8 @@ def join_world(config: Config, arch: Architecture) -> World:
         RunFailed: other ranks did not come within ``launch.join_timeout``.
     """
     place = launched_place()
-    if dist.is_initialized():
+    # A group of one tells nothing: an earlier run of this process may have left it.
+    if dist.is_initialized() and dist.get_world_size() > 1:
         rank, size = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else rank
     elif place is not None:
