@@ -35,11 +35,9 @@ class MicroBatch(Protocol):
     @property
     def inputs(self) -> Inputs:
         """What the model sees of it."""
-        ...
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``, without waiting for it."""
-        ...
 
 
 class ExpertLoad(NamedTuple):
@@ -79,11 +77,9 @@ class Objective(Protocol[B_contra]):
     @property
     def balances(self) -> bool:
         """Whether a term needs ``Outputs.load``, which has to travel between ranks."""
-        ...
 
     def sizes(self, batches: Sequence[B_contra]) -> dict[str, int]:
         """This rank's share of every denominator (one at least), counted on the host."""
-        ...
 
     def terms(
         self,
@@ -98,7 +94,6 @@ class Objective(Protocol[B_contra]):
             batch: on the device.
             sizes: of all ranks (0-d, on the device), one at least.
         """
-        ...
 
 
 class CrossEntropy:
