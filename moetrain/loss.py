@@ -35,9 +35,11 @@ class MicroBatch(Protocol):
     @property
     def inputs(self) -> Inputs:
         """What the model sees of it."""
+        ...
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``, without waiting for it."""
+        ...
 
 
 class ExpertLoad(NamedTuple):
@@ -77,9 +79,11 @@ class Objective(Protocol[B_contra]):
     @property
     def balances(self) -> bool:
         """Whether a term needs ``Outputs.load``, which has to travel between ranks."""
+        ...
 
     def sizes(self, batches: Sequence[B_contra]) -> dict[str, int]:
         """This rank's share of every denominator (one at least), counted on the host."""
+        ...
 
     def terms(
         self,
@@ -94,6 +98,7 @@ class Objective(Protocol[B_contra]):
             batch: on the device.
             sizes: of all ranks (0-d, on the device), one at least.
         """
+        ...
 
 
 class CrossEntropy:

@@ -54,6 +54,7 @@ class Dataset(Protocol):
 
     def row(self, index: int) -> Row:
         """Row ``index`` of ``len(self)``; the same at every call."""
+        ...
 
 
 class StreamDataset:

@@ -65,9 +65,11 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokens of each text, with nothing added at either end."""
+        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens that a model continues to continue ``text``: ``bos_ids`` and the text's.

@@ -105,6 +105,7 @@ class AttentionCore(Protocol):
         self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
     ) -> torch.Tensor:
         """[B, S, H, d]; under tensor parallelism of this rank's heads alone."""
+        ...
 
 
 def masked_attention(

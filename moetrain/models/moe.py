@@ -190,9 +190,11 @@ class Dispatcher(Protocol):
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         """Rows of the experts here, from tokens, int32 global expert ids (-1: none), weights."""
+        ...
 
     def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """``y_TD``: the sum of each token's rows, in the order the tokens were dispatched."""
+        ...
 
 
 @dataclass(frozen=True)

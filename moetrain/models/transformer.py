@@ -92,9 +92,11 @@ class Sharding(Protocol):
 
     def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
         """``call(block, *inputs)`` while the block has its parameters whole."""
+        ...
 
     def open(self, module: nn.Module) -> None:
         """Let ``module`` (the embedding; the norm, with the head) have its parameters whole."""
+        ...
 
 
 class Unsharded:

@@ -30,9 +30,11 @@ class Vocabulary(Protocol):
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
+        ...
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """``h @ w^T`` over the whole vocabulary: [B, S, V]."""
+        ...
 
     def token_losses(
         self,
@@ -43,6 +45,7 @@ class Vocabulary(Protocol):
         temperature: float = 1.0,
     ) -> TokenLosses:
         """Each token's loss (the negative log-probability of its target), lse and entropy."""
+        ...
 
     def loss_sum(
         self,
@@ -52,6 +55,7 @@ class Vocabulary(Protocol):
         weights_T: torch.Tensor,
     ) -> SummedLoss:
         """The weighted sum of losses; over several devices, this one's share of it."""
+        ...
 
 
 @dataclass(frozen=True)

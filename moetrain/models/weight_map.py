@@ -36,10 +36,12 @@ class Operation(Protocol):
 
     def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
         """The file tensors of ``parameter``; empty if this operation is not about it."""
+        ...
 
     @property
     def modules(self) -> Sequence[str]:
         """The file's modules whose tensors it takes, with ``{layer}`` and ``{expert}``."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,11 @@ class Transport(Protocol):
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> Received:
         """What arrives; int32 ids of all E experts (-1: none), fp32 weights."""
+        ...
 
     def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """``y_TD``: the sum over ranks of what they give for each token, in fp32, rounded once."""
+        ...
 
 
 class ExpertParallelDispatcher:
