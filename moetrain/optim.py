@@ -90,7 +90,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def whole_optimizer_state(
     optimizer: torch.optim.Optimizer, members: Mapping[str, Member]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``"<parameter>.<moment>"`` and the tensor, whole; nothing before the first step. Collective."""
+    """Each ``"<parameter>.<moment>"``, whole; nothing before the first step. Collective."""
     for name, member in members.items():
         for key, value in optimizer.state.get(member.local, {}).items():
             # The step is a scalar, the same on every rank.
