@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from moetrain.config import ConfigError, RunFailed
+from moetrain.config_sources import shortened
 
 logger = logging.getLogger("moetrain")
 
@@ -87,13 +88,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         is_negative = isinstance(value, int) and value < 0
         if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
             what = "a number from 0" if kind is int else "an object"
-            raise _unreadable(path, f"its {name!r} is {_short(value)}, not {what}")
+            raise _unreadable(path, f"its {name!r} is {shortened(value)}, not {what}")
     named = _NAME.fullmatch(folder.name)
     if named is not None and int(named[1] or named[2]) != state["step"]:
-        raise _unreadable(path, f"its 'step' is {_short(state['step'])}, not that of its folder")
+        raise _unreadable(path, f"its 'step' is {shortened(state['step'])}, not that of its folder")
     groups = state.get("groups", [])  # checkpoints of earlier versions do not name theirs
     if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
-        raise _unreadable(path, f"its 'groups' is {_short(groups)}, not a list of names")
+        raise _unreadable(path, f"its 'groups' is {shortened(groups)}, not a list of names")
     for file in {*folder.glob("*.safetensors"), *(folder / f"{g}.safetensors" for g in groups)}:
         try:
             with safe_open(file, "pt"):
@@ -230,11 +231,6 @@ def _is_intact(folder: Path) -> bool:
 
 def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _fsync(path: Path) -> None:

@@ -24,11 +24,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from moetrain.config import ActivationSection, Config, ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture
 from moetrain.models.parts import FP32, Part, Share
-from moetrain.parallel.apply import compute_dtype
+from moetrain.parallel.apply import compute_dtype, reshards
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.world import num_processes, plan_world
 
@@ -74,7 +74,9 @@ def estimate_memory(
     config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
 ) -> MemoryEstimate:
     """The peak of a training step; ``dtype`` is the compute dtype."""
-    sizes = _Sizes.of(config, arch, dims, dtype)
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
+    sizes = _Sizes(config, arch, dims, share, Counter(arch.layers()))
     start, end = _start_of_backward(sizes), _end_of_backward(sizes)
     return max(start, end, key=lambda estimate: estimate.total)
 
@@ -132,33 +134,24 @@ Layer = tuple[Part, ...]
 class _Sizes:
     """The numbers that both moments are made of."""
 
+    config: Config
     arch: Architecture
-    layers: Counter[Layer]
-    """The parts of blocks, and how many blocks have them."""
-    activation: ActivationSection
-    is_accumulating: bool
-    is_sharded: bool
-    """Over several ranks; one process casts its whole weights instead of gathering them."""
-    reshards: bool
     dims: ParallelDims
     share: Share
+    layers: Counter[Layer]
+    """The parts of blocks, and how many blocks have them."""
 
-    @classmethod
-    def of(
-        cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
-    ) -> _Sizes:
-        t = config.train
-        tokens = t.micro_batch_size * config.data.seq_len
-        return cls(
-            arch,
-            Counter(arch.layers()),
-            config.activation,
-            t.global_batch_size > t.micro_batch_size * dims.data_ranks,
-            dims.world_size > 1,
-            config.parallel.reshard_after_forward,
-            dims,
-            Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled),
-        )
+    @property
+    def is_sharded(self) -> bool:
+        """Over several ranks; one process casts its whole weights instead of gathering them."""
+        return self.dims.world_size > 1
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether all gradients are there from the first micro-batch's backward on."""
+        train = self.config.train
+        one_pass = train.micro_batch_size * self.dims.data_ranks
+        return self.is_sharded or train.global_batch_size > one_pass
 
     @property
     def width(self) -> int:
@@ -191,19 +184,14 @@ class _Sizes:
         """Bytes of compute-dtype parameters of blocks that are there when all forwards are done."""
         largest = max(self.numbers(layer) for layer in self.layers)
         if self.is_sharded:
-            if not self.frees_parameters:
+            if not reshards(self.config, self.dims.world_size):
                 return self.width * self.all_layers(self.numbers)
             return 2 * self.width * largest  # a block's, and its neighbour's gather
         # One process: casts that autograd keeps; they are made again with what is recomputed.
         if self.width == FP32:
             return 0
-        is_kept = self.activation.policy == "none"
+        is_kept = self.config.activation.policy == "none"
         return self.width * (self.all_layers(self.numbers) if is_kept else largest)
-
-    @property
-    def frees_parameters(self) -> bool:
-        """Whether gathered blocks are away between forward and backward."""
-        return self.reshards or self.activation.policy == "full"
 
     def gathered_vocabulary(self) -> float:
         """Bytes of the gathered embedding and head; one process reads the embedding itself."""
@@ -227,14 +215,14 @@ class _Sizes:
 
     def saved(self, layer: Layer) -> float:
         """What one block keeps from its forward to its backward, by ``activation.policy``."""
-        policy = self.activation.policy
+        policy, names = self.config.activation.policy, self.config.activation.save
         if policy == "none":
             return self.activations(layer)
         block_input = self.share.own_tokens * self.arch.hidden_size * self.width
         if policy == "full":
             return block_input
         kept = [part.saved(self.share) for part in layer]
-        return block_input + sum(k.get(name, 0.0) for k in kept for name in self.activation.save)
+        return block_input + sum(k.get(name, 0.0) for k in kept for name in names)
 
     def all_activations(self) -> float:
         """Of every block, and of the final norm and the hidden states, which are never compiled."""
@@ -266,17 +254,14 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
     parameters = FP32 * s.local_parameters()
     head = FP32 * s.vocabulary_numbers()
-    holds_gradients = s.is_sharded or s.is_accumulating
-    gradients = parameters if holds_gradients else head
     backward = max(map(s.backward_set, s.layers))
-    chunk = s.logits_chunk()
     return MemoryEstimate(
         weights=parameters,
-        gradients=gradients,
+        gradients=parameters if s.holds_gradients else head,
         moments=2 * parameters,
         gathered=s.gathered_blocks() + (s.gathered_vocabulary() if s.is_sharded else 0.0),
         activations=s.all_activations(),
-        logits=s.loss_gradients() + max(0.0, chunk - backward),
+        logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
         working_set=backward,
     )
 
@@ -285,7 +270,7 @@ def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
     parameters = FP32 * s.local_parameters()
     still_to_come = 0.0
-    if not (s.is_sharded or s.is_accumulating):
+    if not s.holds_gradients:
         still_to_come = FP32 * s.numbers(s.first)
         still_to_come += 0.0 if s.arch.tie_embeddings else FP32 * s.vocabulary_numbers()
     block = s.width * s.numbers(s.first)

@@ -297,11 +297,8 @@ class Experts(nn.Module):
 
     def __init__(self, sizes: RoutedExperts, backend: Backend) -> None:
         super().__init__()
-        num_experts, dim, width = (
-            sizes.num_experts,
-            sizes.hidden_size,
-            sizes.moe_intermediate_size,
-        )
+        num_experts, dim = sizes.num_experts, sizes.hidden_size
+        width = sizes.moe_intermediate_size
         self.backend: Backend = backend
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
