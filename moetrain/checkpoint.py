@@ -89,8 +89,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
             what = "a number from 0" if kind is int else "an object"
             raise _unreadable(path, f"its {name!r} is {shortened(value)}, not {what}")
-    named = _NAME.fullmatch(folder.name)
-    if named is not None and int(named[1] or named[2]) != state["step"]:
+    if step_of(folder) not in (None, state["step"]):
         raise _unreadable(path, f"its 'step' is {shortened(state['step'])}, not that of its folder")
     groups = state.get("groups", [])  # checkpoints of earlier versions do not name theirs
     if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
@@ -168,16 +167,15 @@ def list_checkpoints(root: Path) -> list[Path]:
         return []
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()):  # hidden names first: a replaced step gives way
-        if match := _NAME.fullmatch(path.name):
-            found[int(match[1] or match[2])] = path
+        if (step := step_of(path)) is not None:
+            found[step] = path
     return [found[step] for step in sorted(found)]
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step in the name of one of :func:`list_checkpoints`."""
+def step_of(checkpoint: Path) -> int | None:
+    """The step in its name; None: it is not called like one of :func:`list_checkpoints`."""
     match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None  # it was listed
-    return int(match[1] or match[2])
+    return None if match is None else int(match[1] or match[2])
 
 
 def remove_leftovers(root: Path) -> None:

@@ -158,11 +158,6 @@ class _Sizes:
         """Bytes of a number in the compute dtype."""
         return self.share.width
 
-    @property
-    def first(self) -> Layer:
-        """The first block."""
-        return next(iter(self.layers))
-
     def all_layers(self, of_one: Callable[[Layer], float]) -> float:
         """The sum of something over all blocks."""
         return sum(count * of_one(layer) for layer, count in self.layers.items())
@@ -268,19 +263,19 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
 
 def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
-    parameters = FP32 * s.local_parameters()
+    parameters, first = FP32 * s.local_parameters(), next(iter(s.layers))
+    block = s.numbers(first)
     still_to_come = 0.0
     if not s.holds_gradients:
-        still_to_come = FP32 * s.numbers(s.first)
+        still_to_come = FP32 * block
         still_to_come += 0.0 if s.arch.tie_embeddings else FP32 * s.vocabulary_numbers()
-    block = s.width * s.numbers(s.first)
     return MemoryEstimate(
         weights=parameters,
         gradients=parameters - still_to_come,
         moments=2 * parameters,
-        gathered=(0.0 if s.width == FP32 and not s.is_sharded else block)
+        gathered=(0.0 if s.width == FP32 and not s.is_sharded else s.width * block)
         + (s.gathered_vocabulary() if s.is_sharded else 0.0),
-        activations=s.saved(s.first),
+        activations=s.saved(first),
         logits=0.0,
-        working_set=s.backward_set(s.first),
+        working_set=s.backward_set(first),
     )

@@ -308,9 +308,7 @@ def _differentiate(ctx, do_THd: torch.Tensor, _):
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
 worth_saving(
-    "attention",
-    torch.ops.moetrain.attention_packed.default,
-    torch.ops.higher_order.flex_attention,
+    "attention", torch.ops.moetrain.attention_packed.default, torch.ops.higher_order.flex_attention
 )
 
 

@@ -28,11 +28,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import triton
-from moetrain.kernels.router_kernels import (
-    route_backward_kernel,
-    route_kernel,
-    sum_programs_kernel,
-)
+from moetrain.kernels.router_kernels import route_backward_kernel, route_kernel, sum_programs_kernel
 from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 

@@ -252,11 +252,7 @@ class Router(nn.Module):
         return self._force_balanced(routed, logits_TE, is_pad_T, self.balanced_stride)
 
     def _force_balanced(
-        self,
-        routed: Routed,
-        logits_TE: torch.Tensor,
-        is_pad_T: torch.Tensor | None,
-        stride: int,
+        self, routed: Routed, logits_TE: torch.Tensor, is_pad_T: torch.Tensor | None, stride: int
     ) -> Routed:
         """``routed`` with its choice replaced by a round-robin over the experts.
 

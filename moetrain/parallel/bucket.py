@@ -218,11 +218,7 @@ class Bucket:
             self.unreduced_WN = None
             chunks_WN = chunks_WN.to(self.dtype)
         pending = reduce_scatter_start(
-            chunks_WN,
-            self.group,
-            out_N=self.gradient_N,
-            accumulate=self.has_gradient,
-            mode=mode,
+            chunks_WN, self.group, out_N=self.gradient_N, accumulate=self.has_gradient, mode=mode
         )
         self.has_gradient = True
         return pending
