@@ -28,7 +28,7 @@ from moetrain.config import ActivationSection, Config, ConfigError
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture
 from moetrain.models.parts import FP32, Part, Share
-from moetrain.parallel.apply import compute_dtype
+from moetrain.parallel.apply import compute_dtype, reshards
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.world import num_processes, plan_world
 
@@ -137,9 +137,11 @@ class _Sizes:
     """The parts of blocks, and how many blocks have them."""
     activation: ActivationSection
     is_accumulating: bool
-    is_sharded: bool
-    """Over several ranks; one process casts its whole weights instead of gathering them."""
+    is_alone: bool
+    """One process: what is unsharded goes with its last use, gradients come with their first."""
     reshards: bool
+    adds_unsharded: bool
+    """Whether gradients of several micro-batches are added up before they travel."""
     dims: ParallelDims
     share: Share
 
@@ -149,13 +151,16 @@ class _Sizes:
     ) -> _Sizes:
         t = config.train
         tokens = t.micro_batch_size * config.data.seq_len
+        is_accumulating = t.micro_batches(dims.data_ranks) > 1
+        is_alone = dims.world_size == 1
         return cls(
             arch,
             Counter(arch.layers()),
             config.activation,
-            t.global_batch_size > t.micro_batch_size * dims.data_ranks,
-            dims.world_size > 1,
-            config.parallel.reshard_after_forward,
+            is_accumulating,
+            is_alone,
+            reshards(config, dims.world_size),
+            is_accumulating and config.parallel.reduce_at == "last" and not is_alone,
             dims,
             Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled),
         )
@@ -187,31 +192,32 @@ class _Sizes:
         """Numbers that this rank keeps and updates: its share of everything."""
         return self.arch.num_params() / self.dims.sharding_ranks
 
-    def gathered_blocks(self) -> float:
-        """Bytes of compute-dtype parameters of blocks that are there when all forwards are done."""
-        largest = max(self.numbers(layer) for layer in self.layers)
-        if self.is_sharded:
-            if not self.frees_parameters:
-                return self.width * self.all_layers(self.numbers)
-            return 2 * self.width * largest  # a block's, and its neighbour's gather
-        # One process: casts that autograd keeps; they are made again with what is recomputed.
-        if self.width == FP32:
-            return 0
-        is_kept = self.activation.policy == "none"
-        return self.width * (self.all_layers(self.numbers) if is_kept else largest)
+    def unsharded(self, layer: Layer) -> float:
+        """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
+        return 0.0 if self.uses_masters else self.width * self.numbers(layer)
 
     @property
-    def frees_parameters(self) -> bool:
-        """Whether gathered blocks are away between forward and backward."""
-        return self.reshards or self.activation.policy == "full"
+    def uses_masters(self) -> bool:
+        """Whether one process computes in the dtype of its weights."""
+        return self.is_alone and self.width == FP32
 
-    def gathered_vocabulary(self) -> float:
-        """Bytes of the gathered embedding and head; one process reads the embedding itself."""
-        if self.is_sharded:
-            copies = 1 if self.arch.tie_embeddings else 2
-        else:
-            copies = 0 if self.width == FP32 else 1
+    def unsharded_blocks(self) -> float:
+        """Of blocks, when all forwards are done."""
+        if self.reshards:  # a block's, and its neighbour's
+            return 2 * max(map(self.unsharded, self.layers))
+        return self.all_layers(self.unsharded)
+
+    def unsharded_vocabulary(self) -> float:
+        """Of the embedding, and of the head if it has one of its own."""
+        copies = 0 if self.uses_masters else 1 if self.arch.tie_embeddings else 2
         return copies * self.width * self.vocabulary_numbers()
+
+    def unreduced(self) -> float:
+        """fp32 gradients that are still to travel."""
+        if not self.adds_unsharded:
+            return 0.0
+        copies = 1 if self.arch.tie_embeddings else 2
+        return FP32 * (self.all_layers(self.numbers) + copies * self.vocabulary_numbers())
 
     # Activations, as bytes of one block.
     def activations(self, layer: Layer) -> float:
@@ -266,15 +272,14 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
     parameters = FP32 * s.local_parameters()
     head = FP32 * s.vocabulary_numbers()
-    holds_gradients = s.is_sharded or s.is_accumulating
-    gradients = parameters if holds_gradients else head
+    gradients = head if s.is_alone and not s.is_accumulating else parameters
     backward = max(map(s.backward_set, s.layers))
     chunk = s.logits_chunk()
     return MemoryEstimate(
         weights=parameters,
-        gradients=gradients,
+        gradients=gradients + s.unreduced(),
         moments=2 * parameters,
-        gathered=s.gathered_blocks() + (s.gathered_vocabulary() if s.is_sharded else 0.0),
+        gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
         activations=s.all_activations(),
         logits=s.loss_gradients() + max(0.0, chunk - backward),
         working_set=backward,
@@ -285,16 +290,19 @@ def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
     parameters = FP32 * s.local_parameters()
     still_to_come = 0.0
-    if not (s.is_sharded or s.is_accumulating):
+    if s.is_alone and not s.is_accumulating:
         still_to_come = FP32 * s.numbers(s.first)
         still_to_come += 0.0 if s.arch.tie_embeddings else FP32 * s.vocabulary_numbers()
-    block = s.width * s.numbers(s.first)
+    gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
+    if s.is_alone:  # its own, and the embedding
+        gathered = s.unsharded(s.first) + s.unsharded_vocabulary() / (
+            1 if s.arch.tie_embeddings else 2
+        )
     return MemoryEstimate(
         weights=parameters,
-        gradients=parameters - still_to_come,
+        gradients=parameters - still_to_come + s.unreduced(),
         moments=2 * parameters,
-        gathered=(0.0 if s.width == FP32 and not s.is_sharded else block)
-        + (s.gathered_vocabulary() if s.is_sharded else 0.0),
+        gathered=gathered,
         activations=s.saved(s.first),
         logits=0.0,
         working_set=s.backward_set(s.first),
