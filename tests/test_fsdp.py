@@ -225,3 +225,25 @@ def test_what_is_trained_is_stored_in_fp32():
     Rule("colwise", storage=torch.bfloat16, trainable=False)
     with pytest.raises(ValueError, match="bfloat16 cannot be trained"):
         Rule("colwise", storage=torch.bfloat16)
+
+
+def reduce_what_the_last_lacks(words):
+    """The head's gradient where only the first of two micro-batches has one; travelling each, last."""
+    found = []
+    for reduce_at in ("each", "last"):
+        model, fsdp, world = placed([*words, f"parallel.reduce_at={reduce_at}"])
+        tokens_BS = tokens_of(world, 1)
+        with fsdp.work():
+            hidden_BSD, _ = model.backbone(tokens_BS)
+            fsdp.backward(loss_of(model, hidden_BSD, tokens_BS), is_last=False)
+            x_BSD, _ = model.run(model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS)))
+            fsdp.backward(x_BSD.square().sum(), is_last=True)
+        found.append(gradients_of(fsdp))
+    return found
+
+
+def test_gradients_that_the_last_micro_batch_lacks_travel_too(tiny_words):
+    for each, last in spawn(2, reduce_what_the_last_lacks, tiny_words):
+        assert each["norm.weight"].norm() > 0
+        for name, gradient in each.items():
+            torch.testing.assert_close(last[name], gradient, rtol=1e-5, atol=1e-6, msg=name)

@@ -32,7 +32,7 @@ Left out on purpose: gradients of different units in one collective; parameters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -181,6 +181,8 @@ class FSDP:
         try:
             yield
             self._finish_reductions()
+            self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
+            self._finish_reductions()
         finally:
             self._is_working, self._reducing = False, []
             for unit in self.units:
@@ -225,7 +227,7 @@ class FSDP:
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
         self._finish_reductions()
-        self._reducing = [pending for pending in started if pending is not None]
+        self._reducing = _under_way(started)
         if self.is_alone and self._is_last and unit.is_trained:
             self.reshard(unit)
             unit.region.free()
@@ -304,6 +306,10 @@ class FSDP:
         """Forget the step's gradients."""
         for bucket in self.buckets:
             bucket.clear_gradient(free=self.is_alone)
+
+
+def _under_way(pending: Iterable[PendingReduce | None]) -> list[PendingReduce]:
+    return [one for one in pending if one is not None]
 
 
 class _HandOut(torch.autograd.Function):
