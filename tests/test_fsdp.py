@@ -228,7 +228,7 @@ def test_what_is_trained_is_stored_in_fp32():
 
 
 def reduce_what_the_last_lacks(words):
-    """The head's gradient where only the first of two micro-batches has one; travelling each, last."""
+    """Gradients of two micro-batches, of which the last has none of the head, by ``reduce_at``."""
     found = []
     for reduce_at in ("each", "last"):
         model, fsdp, world = placed([*words, f"parallel.reduce_at={reduce_at}"])
