@@ -210,13 +210,20 @@ class Bucket:
             self.gradient_N = torch.empty_like(self.shard_N)
         chunks_WN = self._chunks(gradients)
         if self.unreduced_WN is not None:
-            chunks_WN = self.unreduced_WN.add_(chunks_WN)
-        if not now and self.group.size() > 1:
-            self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
-            return None
-        if self.unreduced_WN is not None:
-            self.unreduced_WN = None
-            chunks_WN = chunks_WN.to(self.dtype)
+            self.unreduced_WN.add_(chunks_WN)
+        elif now or self.group.size() == 1:
+            return self._send(chunks_WN, mode)
+        else:
+            self.unreduced_WN = chunks_WN.to(torch.float32, copy=True)
+        return self.send_unreduced(mode) if now else None
+
+    def send_unreduced(self, mode: ReduceMode) -> PendingReduce:
+        """:meth:`start_reduce` of what earlier calls have added up."""
+        chunks_WN, self.unreduced_WN = self.unreduced_WN, None
+        assert chunks_WN is not None
+        return self._send(chunks_WN if mode == "fp32" else chunks_WN.to(self.dtype), mode)
+
+    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> PendingReduce:
         pending = reduce_scatter_start(
             chunks_WN,
             self.group,
