@@ -13,7 +13,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -23,9 +23,16 @@ import torch
 from moetrain.config import Config
 from moetrain.generate import next_logits
 from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
-from moetrain.models import Architecture, RoutingStats, find_family, update_router_bias
+from moetrain.models import (
+    Architecture,
+    RoutingStats,
+    build_model,
+    find_family,
+    save_hf,
+    update_router_bias,
+)
 from moetrain.models.hf.files import TokenizerFiles
-from moetrain.models.hf.save import ExportDtype
+from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
     build_optimizer,
@@ -34,13 +41,7 @@ from moetrain.optim import (
     set_learning_rate,
     whole_optimizer_state,
 )
-from moetrain.parallel.apply import (
-    load_whole_state,
-    place_model,
-    save_whole_model,
-    static_transport,
-    whole_state,
-)
+from moetrain.parallel.apply import load_whole_state, place_model, static_transport
 from moetrain.parallel.world import World
 from moetrain.run_control import LateNumbers
 
@@ -224,10 +225,8 @@ class Engine:
 
         Empty where ``keep`` is not set. Gradients are no part of it.
         """
-        return {
-            "model": whole_state(self.model, self.fsdp, keep=keep),
-            "optim": whole_optimizer_state(self.optimizer, self.fsdp.members, keep=keep),
-        }
+        optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members)
+        return {"model": _kept(self.weights(), keep), "optim": _kept(optimizer, keep)}
 
     def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take what :meth:`state` gave, on any layout: each of its groups that ``groups`` has.
@@ -267,10 +266,20 @@ class Engine:
         self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
     ) -> None:
         """:func:`moetrain.save_hf` of the whole model, by the main rank."""
-        write = self.world.is_main
-        save_whole_model(
-            self.model, self.fsdp, folder, write=write, dtype=dtype, tokenizer=tokenizer
-        )
+        state = _kept(self.weights(), self.world.is_main)
+        if self.world.is_main:
+            with torch.device("meta"):
+                whole = build_model(self.arch)
+            parameters = {name: state[name] for name, _ in whole.named_parameters()}
+            whole.load_state_dict(parameters, assign=True)
+            whole.source = self.model.source
+            warn_about_router_bias(self.model)
+            save_hf(whole, folder, dtype=dtype, tokenizer=tokenizer)
+
+
+def _kept(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Copies in host memory; without ``keep`` none, but making ``tensors`` is collective."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors if keep}
 
 
 class _Run(Generic[B]):
