@@ -114,19 +114,37 @@ class Engine:
     # ---- training ------------------------------------------------------------------------------
 
     def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
-        """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's."""
+        """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's.
+
+        If it fails, the step's gradients are forgotten, those of earlier calls too.
+        """
         sizes = self._sum_sizes(objective.sizes(batches))
-        # A retry forgets the step's gradients: an earlier call's must not go with them.
-        with self.work(), self.exact_sizes() if self._since_step else nullcontext():
-            run = _Run(self, objective, sizes, learns=True).over(batches)
-        # With fixed sizes alone: waits for the last forward, while its backward runs.
-        if run.dropped is not None and run.dropped.read() > 0:
-            self.retried_steps += 1
-            self.fsdp.clear_gradients()
-            with self.work(), self.exact_sizes():
-                run = _Run(self, objective, sizes, learns=True).over(batches)
-        self._since_step.append(run.totals())
+        try:
+            # A retry forgets the step's gradients: an earlier call's must not go with them.
+            with self.exact_sizes() if self._since_step else nullcontext():
+                run = self._learn(batches, objective, sizes)
+            # With fixed sizes alone: waits for the last forward, while its backward runs.
+            if run.dropped is not None and run.dropped.read() > 0:
+                self.retried_steps += 1
+                self.fsdp.clear_gradients()
+                with self.exact_sizes():
+                    run = self._learn(batches, objective, sizes)
+            self._since_step.append(run.totals())
+        except BaseException:
+            self._forget()
+            raise
         return self._since_step[-1]
+
+    def _learn(
+        self, batches: Sequence[B], objective: Objective[B], sizes: Mapping[str, torch.Tensor]
+    ) -> _Run[B]:
+        with self.work():
+            return _Run(self, objective, sizes, learns=True).over(batches)
+
+    def _forget(self) -> None:
+        """Forget what was added up since the last step."""
+        self.fsdp.clear_gradients()
+        self._since_step = []
 
     def forward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """The sums that :meth:`forward_backward` would give, without gradients."""
@@ -144,8 +162,8 @@ class Engine:
         """
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
-        done, self._since_step = self._since_step, []
         norm = self.fsdp.gradient_norm()
+        done, self._since_step = self._since_step, []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = torch.stack([totals.total for totals in done]).sum()
@@ -213,9 +231,13 @@ class Engine:
     def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take what :meth:`state` gave, on any layout: each of its groups that ``groups`` has.
 
+        Forgets the step's gradients.
+
         Raises:
             ConfigError: tensors of other names, shapes, dtypes.
         """
+        self.fsdp.check_idle()
+        self._forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, groups["model"])
         if "optim" in groups:
@@ -285,6 +307,8 @@ class _Run(Generic[B]):
     def over(self, batches: Sequence[B]) -> Self:
         """Run them all."""
         engine, self.num_batches = self.engine, len(batches)
+        if not batches:
+            raise ValueError("Engine: a call takes one micro-batch at least")
         # A single micro-batch of all ranks is the whole batch.
         is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
         if is_global and self.objective.balances and engine.arch.moe_layer_indices:

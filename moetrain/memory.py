@@ -142,16 +142,14 @@ class _Sizes:
     """The parts of blocks, and how many blocks have them."""
 
     @property
-    def is_sharded(self) -> bool:
-        """Over several ranks; one process casts its whole weights instead of gathering them."""
-        return self.dims.world_size > 1
+    def is_alone(self) -> bool:
+        """Then what is unsharded goes with its last use, and gradients come with their first."""
+        return self.dims.world_size == 1
 
     @property
-    def holds_gradients(self) -> bool:
-        """Whether all gradients are there from the first micro-batch's backward on."""
-        train = self.config.train
-        one_pass = train.micro_batch_size * self.dims.data_ranks
-        return self.is_sharded or train.global_batch_size > one_pass
+    def is_accumulating(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.config.train.micro_batches(self.dims.data_ranks) > 1
 
     @property
     def width(self) -> int:
@@ -175,26 +173,33 @@ class _Sizes:
         """Numbers that this rank keeps and updates: its share of everything."""
         return self.arch.num_params() / self.dims.sharding_ranks
 
-    def gathered_blocks(self) -> float:
-        """Bytes of compute-dtype parameters of blocks that are there when all forwards are done."""
-        largest = max(self.numbers(layer) for layer in self.layers)
-        if self.is_sharded:
-            if not reshards(self.config, self.dims.world_size):
-                return self.width * self.all_layers(self.numbers)
-            return 2 * self.width * largest  # a block's, and its neighbour's gather
-        # One process: casts that autograd keeps; they are made again with what is recomputed.
-        if self.width == FP32:
-            return 0
-        is_kept = self.config.activation.policy == "none"
-        return self.width * (self.all_layers(self.numbers) if is_kept else largest)
+    def unsharded(self, layer: Layer) -> float:
+        """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
+        return 0.0 if self.uses_masters else self.width * self.numbers(layer)
 
-    def gathered_vocabulary(self) -> float:
-        """Bytes of the gathered embedding and head; one process reads the embedding itself."""
-        if self.is_sharded:
-            copies = 1 if self.arch.tie_embeddings else 2
-        else:
-            copies = 0 if self.width == FP32 else 1
+    @property
+    def uses_masters(self) -> bool:
+        """Whether one process computes in the dtype of its weights."""
+        return self.is_alone and self.width == FP32
+
+    def unsharded_blocks(self) -> float:
+        """Of blocks, when all forwards are done."""
+        if reshards(self.config, self.dims.world_size):  # a block's, and its neighbour's
+            return 2 * max(map(self.unsharded, self.layers))
+        return self.all_layers(self.unsharded)
+
+    def unsharded_vocabulary(self) -> float:
+        """Of the embedding, and of the head if it has one of its own."""
+        copies = 0 if self.uses_masters else 1 if self.arch.tie_embeddings else 2
         return copies * self.width * self.vocabulary_numbers()
+
+    def unreduced(self) -> float:
+        """fp32 gradients that are still to travel."""
+        adds_unsharded = self.is_accumulating and self.config.parallel.reduce_at == "last"
+        if self.is_alone or not adds_unsharded:
+            return 0.0
+        copies = 1 if self.arch.tie_embeddings else 2
+        return FP32 * (self.all_layers(self.numbers) + copies * self.vocabulary_numbers())
 
     # Activations, as bytes of one block.
     def activations(self, layer: Layer) -> float:
@@ -249,12 +254,13 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
     parameters = FP32 * s.local_parameters()
     head = FP32 * s.vocabulary_numbers()
+    gradients = head if s.is_alone and not s.is_accumulating else parameters
     backward = max(map(s.backward_set, s.layers))
     return MemoryEstimate(
         weights=parameters,
-        gradients=parameters if s.holds_gradients else head,
+        gradients=gradients + s.unreduced(),
         moments=2 * parameters,
-        gathered=s.gathered_blocks() + (s.gathered_vocabulary() if s.is_sharded else 0.0),
+        gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
         activations=s.all_activations(),
         logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
         working_set=backward,
@@ -264,17 +270,20 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
 def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
     parameters, first = FP32 * s.local_parameters(), next(iter(s.layers))
-    block = s.numbers(first)
     still_to_come = 0.0
-    if not s.holds_gradients:
-        still_to_come = FP32 * block
+    if s.is_alone and not s.is_accumulating:
+        still_to_come = FP32 * s.numbers(first)
         still_to_come += 0.0 if s.arch.tie_embeddings else FP32 * s.vocabulary_numbers()
+    gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
+    if s.is_alone:  # its own, and the embedding
+        gathered = s.unsharded(first) + s.unsharded_vocabulary() / (
+            1 if s.arch.tie_embeddings else 2
+        )
     return MemoryEstimate(
         weights=parameters,
-        gradients=parameters - still_to_come,
+        gradients=parameters - still_to_come + s.unreduced(),
         moments=2 * parameters,
-        gathered=(0.0 if s.width == FP32 and not s.is_sharded else s.width * block)
-        + (s.gathered_vocabulary() if s.is_sharded else 0.0),
+        gathered=gathered,
         activations=s.saved(first),
         logits=0.0,
         working_set=s.backward_set(first),

@@ -98,7 +98,8 @@ def load_whole_optimizer_state(
 ) -> None:
     """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
 
-    Moments get the very layout of their parameters: fused updates walk the two side by side.
+    Moments get the very layout of their parameters: fused updates walk the two side by side. An
+    empty ``state`` is that of before the first step.
 
     Raises:
         ConfigError: state of other parameters or another optimizer; another shape or dtype.
@@ -109,6 +110,8 @@ def load_whole_optimizer_state(
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
+    if not state:
+        optimizer.state.clear()
     for name, member in trained.items() if state else ():
         local = member.local
         loaded = {"step": torch.empty((), device=local.device)}

@@ -204,24 +204,35 @@ class Bucket:
     ) -> PendingReduce | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
-        ``now``: else they are added up in fp32 here, until a later call sends all of them.
+        ``now``: else they are added up in fp32 here, until a later call or :meth:`flush` sends all.
         """
-        if self.gradient_N is None:
-            self.gradient_N = torch.empty_like(self.shard_N)
         chunks_WN = self._chunks(gradients)
         if self.unreduced_WN is not None:
             chunks_WN = self.unreduced_WN.add_(chunks_WN)
         if not now and self.group.size() > 1:
             self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
             return None
-        if self.unreduced_WN is not None:
-            self.unreduced_WN = None
+        self.unreduced_WN = None
+        return self._send(chunks_WN, mode)
+
+    def flush(self, mode: ReduceMode) -> PendingReduce | None:
+        """Begin to sum what :meth:`start_reduce` has kept back."""
+        chunks_WN, self.unreduced_WN = self.unreduced_WN, None
+        return None if chunks_WN is None else self._send(chunks_WN, mode)
+
+    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> PendingReduce | None:
+        if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
+        if self.gradient_N is None:
+            self.gradient_N = torch.empty_like(self.shard_N)
         pending = reduce_scatter_start(
             chunks_WN, self.group, out_N=self.gradient_N, accumulate=self.has_gradient, mode=mode
         )
         self.has_gradient = True
-        return pending
+        if self.group.size() > 1:
+            return pending
+        pending.finish()  # nothing is under way, and what it holds is large
+        return None
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
