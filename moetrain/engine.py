@@ -305,7 +305,6 @@ class _Run(Generic[B]):
         """Of all micro-batches; None: each has its own."""
 
     def over(self, batches: Sequence[B]) -> Self:
-        """Run them all."""
         engine, self.num_batches = self.engine, len(batches)
         if not batches:
             raise ValueError("Engine: a call takes one micro-batch at least")
@@ -345,7 +344,6 @@ class _Run(Generic[B]):
             self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
 
     def totals(self) -> Totals:
-        """The sums over what was run."""
         # In fp64, which counts exactly; a few numbers cost nothing.
         sums = self.engine.world.sum(torch.stack(self.values).double().sum(0))
         total, *terms = sums.unbind()

@@ -157,7 +157,6 @@ class _Sizes:
         return self.share.width
 
     def all_layers(self, of_one: Callable[[Layer], float]) -> float:
-        """The sum of something over all blocks."""
         return sum(count * of_one(layer) for layer, count in self.layers.items())
 
     # Parameters, as numbers on one rank: whole over FSDP ranks, cut over tensor and expert ranks.

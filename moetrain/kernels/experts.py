@@ -193,14 +193,8 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     )
 
 
-def _used_rows(inputs: Inputs, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(x[: inputs["offsets_E"][-1]] for x in outputs)
-
-
-def _used_grads(inputs: Inputs, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    by_row = {name for name in grads if name.startswith(("x_", "weights_"))}
-    used = {name: _used_rows(inputs, (grads[name],))[0] for name in by_row}
-    return grads | used
+def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[: inputs["offsets_E"][-1]]
 
 
 EXPERT_MLP = KernelSpec(
@@ -223,8 +217,8 @@ EXPERT_MLP = KernelSpec(
     cpu_dtypes=(torch.float32,),
     cost=_cost,
     differentiable=("x_RD", "w_gate_up_E2FD", "w_down_EDF", "weights_R"),
-    select=_used_rows,
-    select_grads=_used_grads,
+    select=_used,
+    select_grads={"x_RD": _used, "weights_R": _used},
     ops=(_expert_mlp, _expert_mlp_backward),
     bad_inputs={
         r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},

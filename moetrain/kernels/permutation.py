@@ -302,9 +302,8 @@ def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
     return {"y_RD": y_RD, "indices": indices}
 
 
-def _used(inputs: Inputs, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    used_R = inputs["indices"].row_slot_R >= 0
-    return tuple(x[used_R] for x in outputs)
+def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[inputs["indices"].row_slot_R >= 0]
 
 
 def _rows_cost(case: Case) -> tuple[Cost, Cost]:
@@ -364,9 +363,7 @@ SPECS = (
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
         cost=_rows_cost,
         differentiable=("y_RD",),
-        select_grads=lambda inputs, grads: {
-            name: _used(inputs, (x,))[0] for name, x in grads.items()
-        },
+        select_grads={"y_RD": _used},
         ops=(_unpermute, _permute_tokens),
         bad_inputs={
             r"rows \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},

@@ -68,11 +68,13 @@ class KernelSpec:
     """Least work of the forward and of the backward pass at the benchmark's dtype."""
     differentiable: tuple[str, ...] = ()
     """Names of the inputs whose gradients are checked (those that are None are left out)."""
-    select: Callable[[Inputs, tuple[Any, ...]], tuple[Any, ...]] = lambda inputs, outputs: outputs
-    """Drops what is unspecified (rows past the last offset) from the outputs, differentiably.
+    select: Callable[[Inputs, torch.Tensor], torch.Tensor] = lambda inputs, output: output
+    """Drops what is unspecified (rows past the last offset) from an output, differentiably.
     The tests set the upstream gradient of all it drops to NaN."""
-    select_grads: Callable[[Inputs, dict[str, Any]], dict[str, Any]] = lambda inputs, grads: grads
-    """Drops what is unspecified from the gradients, by input name."""
+    select_grads: Mapping[str, Callable[[Inputs, torch.Tensor], torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """By input name: drops what is unspecified from its gradient."""
     cpu_dtypes: tuple[torch.dtype, ...] = ()
     """Those of ``tolerance`` that the fast path takes on a CPU alone."""
     ops: tuple[Any, ...] = ()
@@ -136,9 +138,11 @@ def evaluate(
         names = [name for name in spec.differentiable if inputs[name] is not None]
         upstream = _upstream_grads(spec, inputs, outputs, poison)
         found = torch.autograd.grad(roots, [inputs[name] for name in names], upstream)
-        grads = spec.select_grads(inputs, dict(zip(names, found, strict=True)))
+        grads = dict(zip(names, found, strict=True))
+        for name in grads.keys() & spec.select_grads.keys():
+            grads[name] = spec.select_grads[name](inputs, grads[name])
     with torch.no_grad():
-        return Results(spec.select(inputs, outputs), grads)
+        return Results(tuple(spec.select(inputs, x) for x in outputs), grads)
 
 
 def relative_errors(
@@ -179,7 +183,7 @@ def _upstream_grads(
 ) -> list[torch.Tensor]:
     # The gradient of the sum of what select keeps is 1 where it keeps, 0 (or None) elsewhere.
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
-    kept = [x.sum() for x in spec.select(inputs, tuple(leaves)) if x.requires_grad]
+    kept = [spec.select(inputs, x).sum() for x in leaves if x.requires_grad]
     wanted = [x for x in leaves if x.requires_grad]
     masks = torch.autograd.grad(kept, wanted, allow_unused=True, materialize_grads=True)
     generator = torch.Generator(wanted[0].device).manual_seed(1)

@@ -192,13 +192,8 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     return (Cost(bytes=rows * (2 * 3 * width + 4)), Cost(bytes=rows * (2 * 5 * width + 2 * 4)))
 
 
-def _used(inputs: Inputs, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    used = ~inputs["gate_up_R2F"].isnan().any(1)
-    return tuple(x[used] for x in outputs)
-
-
-def _used_grads(inputs: Inputs, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return dict(zip(grads, _used(inputs, tuple(grads.values())), strict=True))
+def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[~inputs["gate_up_R2F"].isnan().any(1)]
 
 
 SPECS = (
@@ -221,7 +216,7 @@ SPECS = (
         cost=_cost,
         differentiable=("gate_up_R2F", "weights_R"),
         select=_used,
-        select_grads=_used_grads,
+        select_grads={"gate_up_R2F": _used, "weights_R": _used},
         ops=(_swiglu, _swiglu_backward),
         bad_inputs={
             r"\(7, 47\); it takes \[R, 2F\]": lambda i: (

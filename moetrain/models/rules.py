@@ -112,16 +112,9 @@ def part_styles(plan: Plan, model: nn.Module) -> dict[str, PartStyle]:
     """
     parts = []
     for name, child in model.named_children():
-        inside = [
-            f"{name}.{i}.{part}" for i, block in child.named_children() for part in _of(block)
-        ]
-        parts += inside if isinstance(child, nn.ModuleList) else [name] * _has_parameters(child)
+        found = {name: child}
+        if isinstance(child, nn.ModuleList):
+            blocks = child.named_children()
+            found = {f"{name}.{i}.{k}": part for i, b in blocks for k, part in b.named_children()}
+        parts += [name for name, part in found.items() if any(True for _ in part.parameters())]
     return match(plan.parts, parts)
-
-
-def _of(block: nn.Module) -> list[str]:
-    return [name for name, part in block.named_children() if _has_parameters(part)]
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

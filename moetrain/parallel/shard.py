@@ -13,13 +13,10 @@ import torch
 from torch import nn
 
 from moetrain.models.rules import Rule
-from moetrain.parallel.bucket import ALIGNMENT, Bucket, Member
+from moetrain.parallel.bucket import Bucket, Member, aligned
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.layout import Layout
 from moetrain.parallel.mesh import Meshes
-
-_ALIGNED_NUMBERS = ALIGNMENT // 2
-"""A member begins at a multiple of this in its bucket, in any dtype of two bytes or more."""
 
 
 def shard_model(
@@ -67,7 +64,7 @@ def shard_model(
 def _make_bucket(members: list[Member], device: torch.device, dtype: torch.dtype) -> Bucket:
     size = 0
     for member in members:
-        member.start = -(-size // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        member.start = aligned(2 * size) // 2  # in any dtype of two bytes or more
         size = member.start + member.layout.padded_numel
     rule = members[0].rule
     shard_N = torch.zeros(size, device=device, dtype=rule.storage)

@@ -66,7 +66,6 @@ _TOKENIZER_FILES = {
     "chat_template.jinja",
     "chat_template.json",
 }
-_WRITTEN_ANEW = {CONFIG, GENERATION}
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
@@ -108,7 +107,7 @@ def small_files(folder: Path) -> list[str]:
     found = []
     for path in sorted([*_visible(folder), *_visible(folder / _TEMPLATES)]):
         name = path.relative_to(folder).as_posix()
-        if _WEIGHTS.fullmatch(name) or name in _WRITTEN_ANEW or not path.is_file():
+        if _WEIGHTS.fullmatch(name) or name in (CONFIG, GENERATION) or not path.is_file():
             continue
         if path.stat().st_size <= _MAX_COPY_BYTES:
             found.append(name)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import mode
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -229,7 +230,8 @@ def side_files(
     config = exported_config(arch, None if source is None else source.config)
     keys = [key for key in ("torch_dtype", "dtype") if key in config]
     if dtype is not None or not keys:
-        name = str(dtype or _most_common(source)).removeprefix("torch.")
+        dtypes = {} if source is None else source.dtypes
+        name = str(dtype or mode(dtypes.values())).removeprefix("torch.")
         config |= dict.fromkeys(keys or ["torch_dtype"], name)
     generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
     files: dict[str, SideFile] = {}
@@ -258,12 +260,6 @@ def write_side_files(folder: Path, files: Mapping[str, SideFile]) -> list[str]:
         else:
             write_json(folder / name, content)
     return lost
-
-
-def _most_common(source: HFSource | None) -> torch.dtype:
-    assert source is not None  # or there would be a dtype
-    dtypes = list(source.dtypes.values())
-    return max(set(dtypes), key=dtypes.count)
 
 
 def _set_ids(
