@@ -7,13 +7,16 @@ import torch
 import toy_family
 from distributed import spawn
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import moetrain
 from moetrain.config import Config, ConfigError
 from moetrain.memory import plan_memory
 from moetrain.metrics import read_metrics
-from moetrain.models import find_family, register, resolve_architecture
-from moetrain.models.family import decoder_plan
+from moetrain.models import PRESETS, Architecture, find_family, register, resolve_architecture
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.family import Family, decoder_plan
+from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.models.parts import Weight
 from moetrain.models.rules import COLWISE
 from moetrain.trainer import Trainer
@@ -134,3 +137,48 @@ def test_what_its_parts_say_is_asked(words, checkpoint):
         plan_memory(config, arch)
     with pytest.raises(ValueError, match="family 'toy': toy is there already"):
         register(find_family(arch))
+
+
+class OwnRouted(nn.Module):
+    """A routed part's module that is no MoE: all that sharding asks for is ``dispatcher``."""
+
+    def __init__(self, part, kernels, moe):
+        super().__init__()
+        built = RoutedExperts.build(part, kernels, moe)
+        self.router, self.experts, self.dispatcher = built.router, built.experts, built.dispatcher
+
+    forward = MoE.forward
+
+
+class OwnExperts(RoutedExperts):
+    def build(self, kernels, moe):
+        return OwnRouted(self, kernels, moe)
+
+
+class Routed(Architecture):
+    kinds = (GroupedQueryAttention, OwnExperts)
+
+
+def own_routed_loss(words):
+    """The first step's loss and norm of a family whose routed module is its own."""
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "head_dim": 8}
+    sizes |= {"num_kv_heads": 2, "intermediate_size": 8, "num_experts": 4}
+    sizes |= {"num_experts_per_token": 2, "moe_intermediate_size": 8}
+    arch = Routed(family="own_routed", **sizes)
+    hf = find_family(PRESETS["debug"]).hf
+    register(Family("own_routed", Routed, hf, {"own-routed": arch}))
+    trainer = Trainer(Config.load(None, words, environ={}))
+    result = trainer.train_step()
+    ways = {type(layer.moe.dispatcher).__name__ for layer in trainer.model.layers}
+    return ways, result.loss.item(), result.grad_norm.item()
+
+
+def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
+    words = [*(w for w in tiny_words if not w.startswith("model.")), "model.preset=own-routed"]
+    words += ["train.global_batch_size=4"]
+    # In a process of its own: this one's registry stays as it is.
+    local, *want = spawn(1, own_routed_loss, [*words, f"output_dir={tmp_path / 'one'}"])[0]
+    apart = [*words, "parallel.ep=2", f"output_dir={tmp_path / 'two'}"]
+    sent, *got = spawn(2, own_routed_loss, apart)[0]
+    assert (local, sent) == ({"LocalDispatcher"}, {"ExpertParallelDispatcher"})
+    assert got == pytest.approx(want, rel=1e-5)
