@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from moetrain.config import ConfigError, RunFailed
+from moetrain.config_sources import shortened
 
 logger = logging.getLogger("moetrain")
 
@@ -87,13 +88,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         is_negative = isinstance(value, int) and value < 0
         if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
             what = "a number from 0" if kind is int else "an object"
-            raise _unreadable(path, f"its {name!r} is {_short(value)}, not {what}")
-    named = _NAME.fullmatch(folder.name)
-    if named is not None and int(named[1] or named[2]) != state["step"]:
-        raise _unreadable(path, f"its 'step' is {_short(state['step'])}, not that of its folder")
+            raise _unreadable(path, f"its {name!r} is {shortened(value)}, not {what}")
+    if step_of(folder) not in (None, state["step"]):
+        raise _unreadable(path, f"its 'step' is {shortened(state['step'])}, not that of its folder")
     groups = state.get("groups", [])  # checkpoints of earlier versions do not name theirs
     if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
-        raise _unreadable(path, f"its 'groups' is {_short(groups)}, not a list of names")
+        raise _unreadable(path, f"its 'groups' is {shortened(groups)}, not a list of names")
     for file in {*folder.glob("*.safetensors"), *(folder / f"{g}.safetensors" for g in groups)}:
         try:
             with safe_open(file, "pt"):
@@ -167,16 +167,15 @@ def list_checkpoints(root: Path) -> list[Path]:
         return []
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()):  # hidden names first: a replaced step gives way
-        if match := _NAME.fullmatch(path.name):
-            found[int(match[1] or match[2])] = path
+        if (step := step_of(path)) is not None:
+            found[step] = path
     return [found[step] for step in sorted(found)]
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step in the name of one of :func:`list_checkpoints`."""
+def step_of(checkpoint: Path) -> int | None:
+    """The step in its name; None: it is not called like one of :func:`list_checkpoints`."""
     match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None  # it was listed
-    return int(match[1] or match[2])
+    return None if match is None else int(match[1] or match[2])
 
 
 def remove_leftovers(root: Path) -> None:
@@ -230,11 +229,6 @@ def _is_intact(folder: Path) -> bool:
 
 def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _fsync(path: Path) -> None:

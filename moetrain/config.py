@@ -33,15 +33,14 @@ from moetrain.config_sections import (
     MoeSection,
     OptimSection,
     ParallelSection,
-    SavedName,
     Section,
     TrainSection,
 )
+from moetrain.config_sections import SavedName as SavedName
 from moetrain.config_sources import (
     ConfigError,
     LaunchedPlace,
     Layer,
-    RunFailed,
     is_recipe,
     leaves,
     merge,
@@ -50,30 +49,10 @@ from moetrain.config_sources import (
     read_env,
     read_place,
     read_source,
-    recipe_names,
     shortened,
 )
-
-__all__ = [
-    "ActivationSection",
-    "Config",
-    "ConfigError",
-    "DataSection",
-    "KernelsSection",
-    "LaunchedPlace",
-    "LogSection",
-    "ModelSection",
-    "MoeSection",
-    "OptimSection",
-    "ParallelSection",
-    "RunFailed",
-    "SavedName",
-    "allocator_is_set",
-    "c_compiler",
-    "launched_place",
-    "recipe_names",
-    "user_cache_dir",
-]
+from moetrain.config_sources import RunFailed as RunFailed
+from moetrain.config_sources import recipe_names as recipe_names
 
 DEFAULT_RECIPE = "debug"
 CHAT_RECIPE, TEXT_RECIPE = "sft", "continue"

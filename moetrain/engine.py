@@ -38,7 +38,6 @@ from moetrain.optim import (
     build_optimizer,
     guarded_step,
     load_whole_optimizer_state,
-    set_learning_rate,
     whole_optimizer_state,
 )
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
@@ -165,7 +164,8 @@ class Engine:
             raise ValueError("Engine.step: no forward_backward since the last step")
         norm = self.fsdp.gradient_norm()
         done, self._since_step = self._since_step, []
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         loss = torch.stack([totals.total for totals in done]).sum()
         skipped = guarded_step(self.optimizer, loss, norm, self.config.optim.max_grad_norm)
         self.fsdp.clear_gradients()
@@ -311,7 +311,7 @@ class _Run(Generic[B]):
             raise ValueError("Engine: a call takes one micro-batch at least")
         # A single micro-batch of all ranks is the whole batch.
         is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
-        if is_global and self.objective.balances and engine.arch.num_moe_layers:
+        if is_global and self.objective.balances and engine.arch.moe_layer_indices:
             self.load = engine.count_ahead(batches)
         engine.schedule(batches, self.forward, self.backward)
         return self

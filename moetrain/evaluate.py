@@ -26,27 +26,22 @@ def held_out_loss(engine: Engine, rows: Dataset, train: TrainSection) -> float:
     return engine.forward(list(batches), CrossEntropy()).terms["cross_entropy"].item()
 
 
-def sample_text(engine: Engine, data: Data) -> str:
+def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
     """``train.sample_prompt`` or the start of a held-out row, continued by the model.
 
-    Raises:
-        SampleError: the prompt is empty or no text, or the model's logits are not finite.
+    Into ``file``, by the main rank. Where it cannot be made (the prompt is empty or no text, or the
+    model's logits are not finite), the log says why.
     """
-    config = engine.config
-    return generate(
-        engine.next_logits,
-        data.tokenizer,
-        prompt_ids(data, config.train.sample_prompt),
-        config.train.sample_tokens,
-        max_len=config.data.seq_len,
-        seed=config.train.seed,
-    )
-
-
-def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
-    """:func:`sample_text` into ``file``, by the main rank; where it cannot be made, say why."""
+    train, seq_len = engine.config.train, engine.config.data.seq_len
     try:
-        text = sample_text(engine, data)
+        text = generate(
+            engine.next_logits,
+            data.tokenizer,
+            prompt_ids(data, train.sample_prompt),
+            train.sample_tokens,
+            max_len=seq_len,
+            seed=train.seed,
+        )
     except SampleError as error:  # the run did what it was for
         log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
         return

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from moetrain.config import ActivationSection, Config, ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture
 from moetrain.models.parts import FP32, Part, Share
@@ -74,7 +74,9 @@ def estimate_memory(
     config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
 ) -> MemoryEstimate:
     """The peak of a training step; ``dtype`` is the compute dtype."""
-    sizes = _Sizes.of(config, arch, dims, dtype)
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
+    sizes = _Sizes(config, arch, dims, share, Counter(arch.layers()))
     start, end = _start_of_backward(sizes), _end_of_backward(sizes)
     return max(start, end, key=lambda estimate: estimate.total)
 
@@ -132,48 +134,27 @@ Layer = tuple[Part, ...]
 class _Sizes:
     """The numbers that both moments are made of."""
 
+    config: Config
     arch: Architecture
-    layers: Counter[Layer]
-    """The parts of blocks, and how many blocks have them."""
-    activation: ActivationSection
-    is_accumulating: bool
-    is_alone: bool
-    """One process: what is unsharded goes with its last use, gradients come with their first."""
-    reshards: bool
-    adds_unsharded: bool
-    """Whether gradients of several micro-batches are added up before they travel."""
     dims: ParallelDims
     share: Share
+    layers: Counter[Layer]
+    """The parts of blocks, and how many blocks have them."""
 
-    @classmethod
-    def of(
-        cls, config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
-    ) -> _Sizes:
-        t = config.train
-        tokens = t.micro_batch_size * config.data.seq_len
-        is_accumulating = t.micro_batches(dims.data_ranks) > 1
-        is_alone = dims.world_size == 1
-        return cls(
-            arch,
-            Counter(arch.layers()),
-            config.activation,
-            is_accumulating,
-            is_alone,
-            reshards(config, dims.world_size),
-            is_accumulating and config.parallel.reduce_at == "last" and not is_alone,
-            dims,
-            Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled),
-        )
+    @property
+    def is_alone(self) -> bool:
+        """Then what is unsharded goes with its last use, and gradients come with their first."""
+        return self.dims.world_size == 1
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.config.train.micro_batches(self.dims.data_ranks) > 1
 
     @property
     def width(self) -> int:
         """Bytes of a number in the compute dtype."""
         return self.share.width
-
-    @property
-    def first(self) -> Layer:
-        """The first block."""
-        return next(iter(self.layers))
 
     def all_layers(self, of_one: Callable[[Layer], float]) -> float:
         """The sum of something over all blocks."""
@@ -203,7 +184,7 @@ class _Sizes:
 
     def unsharded_blocks(self) -> float:
         """Of blocks, when all forwards are done."""
-        if self.reshards:  # a block's, and its neighbour's
+        if reshards(self.config, self.dims.world_size):  # a block's, and its neighbour's
             return 2 * max(map(self.unsharded, self.layers))
         return self.all_layers(self.unsharded)
 
@@ -214,7 +195,8 @@ class _Sizes:
 
     def unreduced(self) -> float:
         """fp32 gradients that are still to travel."""
-        if not self.adds_unsharded:
+        adds_unsharded = self.is_accumulating and self.config.parallel.reduce_at == "last"
+        if self.is_alone or not adds_unsharded:
             return 0.0
         copies = 1 if self.arch.tie_embeddings else 2
         return FP32 * (self.all_layers(self.numbers) + copies * self.vocabulary_numbers())
@@ -233,14 +215,14 @@ class _Sizes:
 
     def saved(self, layer: Layer) -> float:
         """What one block keeps from its forward to its backward, by ``activation.policy``."""
-        policy = self.activation.policy
+        policy, names = self.config.activation.policy, self.config.activation.save
         if policy == "none":
             return self.activations(layer)
         block_input = self.share.own_tokens * self.arch.hidden_size * self.width
         if policy == "full":
             return block_input
         kept = [part.saved(self.share) for part in layer]
-        return block_input + sum(k.get(name, 0.0) for k in kept for name in self.activation.save)
+        return block_input + sum(k.get(name, 0.0) for k in kept for name in names)
 
     def all_activations(self) -> float:
         """Of every block, and of the final norm and the hidden states, which are never compiled."""
@@ -274,28 +256,27 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     head = FP32 * s.vocabulary_numbers()
     gradients = head if s.is_alone and not s.is_accumulating else parameters
     backward = max(map(s.backward_set, s.layers))
-    chunk = s.logits_chunk()
     return MemoryEstimate(
         weights=parameters,
         gradients=gradients + s.unreduced(),
         moments=2 * parameters,
         gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
         activations=s.all_activations(),
-        logits=s.loss_gradients() + max(0.0, chunk - backward),
+        logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
         working_set=backward,
     )
 
 
 def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
-    parameters = FP32 * s.local_parameters()
+    parameters, first = FP32 * s.local_parameters(), next(iter(s.layers))
     still_to_come = 0.0
     if s.is_alone and not s.is_accumulating:
-        still_to_come = FP32 * s.numbers(s.first)
+        still_to_come = FP32 * s.numbers(first)
         still_to_come += 0.0 if s.arch.tie_embeddings else FP32 * s.vocabulary_numbers()
     gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
     if s.is_alone:  # its own, and the embedding
-        gathered = s.unsharded(s.first) + s.unsharded_vocabulary() / (
+        gathered = s.unsharded(first) + s.unsharded_vocabulary() / (
             1 if s.arch.tie_embeddings else 2
         )
     return MemoryEstimate(
@@ -303,7 +284,7 @@ def _end_of_backward(s: _Sizes) -> MemoryEstimate:
         gradients=parameters - still_to_come + s.unreduced(),
         moments=2 * parameters,
         gathered=gathered,
-        activations=s.saved(s.first),
+        activations=s.saved(first),
         logits=0.0,
-        working_set=s.backward_set(s.first),
+        working_set=s.backward_set(first),
     )

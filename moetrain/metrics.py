@@ -172,17 +172,10 @@ class SilentLog(MetricsLog):
     def __init__(self) -> None:
         pass
 
-    def log(self, step: int, row: Mapping[str, float | None]) -> None:
+    def _do_nothing(self, *args: Any, **settings: Any) -> None:
         pass
 
-    def say(self, text: str) -> None:
-        pass
-
-    def end_progress(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    log = say = end_progress = close = _do_nothing
 
 
 def opening_lines(

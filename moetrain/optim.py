@@ -81,12 +81,6 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group the rate ``lr``."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def whole_optimizer_state(
     optimizer: torch.optim.Optimizer, members: Mapping[str, Member]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,5 +119,5 @@ def load_whole_optimizer_state(
         for key, value in loaded.items():
             whole = state[f"{name}.{key}"]
             check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
-            value.copy_(member.layout.part(whole) if key in MOMENTS else whole)
+            value.copy_(whole[member.layout.box] if key in MOMENTS else whole)
         optimizer.state[local] = loaded

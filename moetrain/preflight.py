@@ -78,7 +78,9 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
         _check_no_experts_are_set(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
-    longest = max(arch.max_positions, _positions_of_rope(arch))
+    # What a model with scaled rotary embeddings reaches; its config.json may say less.
+    scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
+    longest = max(arch.max_positions, scaled)
     if config.data.seq_len > longest:
         name = "preset" if config.model.path is None else "path"
         raise ConfigError(
@@ -113,11 +115,6 @@ def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
             )
         values["data.tokenizer"] = str(folder) if folder.is_dir() else path  # else a hub id
     return values
-
-
-def _positions_of_rope(arch: Architecture) -> int:
-    """What a model with scaled rotary embeddings reaches; its config.json may say less."""
-    return int(arch.rope.factor * (arch.rope.original_max_positions or 0))
 
 
 def check_output_folder(folder: Path) -> None:

@@ -144,7 +144,7 @@ def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
     root = folder / CHECKPOINTS
     checkpoints = list_checkpoints(root)
     if resumed is not None and resumed.resolve().parent == root.resolve():
-        later = [path for path in checkpoints if step_of(path) > step]
+        later = [path for path in checkpoints if (step_of(path) or 0) > step]
         if later:
             old = _next_earlier(folder)
             (old / CHECKPOINTS).mkdir()

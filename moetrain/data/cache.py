@@ -30,6 +30,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -155,22 +156,19 @@ def _not_writable(folder: Path, error: Exception) -> ConfigError:
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    is_silent = not sys.stderr.isatty()
     with (
-        Progress(
-            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        ) as progress,
-        (folder / "tokens.bin").open("wb") as tokens,
-        (folder / "documents.bin").open("wb") as documents,
-        (folder / "targets.bin").open("wb") as targets,
-        (folder / "masked.bin").open("wb") as masked,
+        Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
+        ExitStack() as stack,
     ):
+        files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
         task = progress.add_task("Tokenising", total=source.total_bytes())
-        writer = _Writer(tokenizer.vocab_size, tokens, documents, targets, masked)
+        writer = _Writer(tokenizer.vocab_size, *files)
         for part, ids_T, masked_T in _encoded(source.parts(), tokenizer):
             writer.add(ids_T, masked_T, part.ends_document)
             progress.advance(task, part.num_bytes)
         meta = writer.finish()
-        for file in (tokens, documents, targets, masked):
+        for file in files:
             file.flush()
             os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
     meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
@@ -193,8 +191,8 @@ class _Writer:
         masked: BinaryIO,
     ) -> None:
         self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self._tokens, self._documents, self._targets = tokens, documents, targets
-        self._masked = masked
+        self._tokens, self._documents = tokens, documents
+        self._targets, self._masked = targets, masked
         self._num_tokens = self._num_documents = self._document_start = self._num_targets = 0
         self._content = hashlib.blake2b(digest_size=16)
         documents.write(np.int64(0).tobytes())

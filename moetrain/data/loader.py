@@ -12,6 +12,7 @@ Shapes: B rows, S tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -55,27 +56,25 @@ class Batch(NamedTuple):
         return self.tokens_BS.numel() - int(0 if self.is_pad_BS is None else self.is_pad_BS.sum())
 
 
+@dataclass
 class Loader:
-    """One rank's micro-batches, step after step, without end."""
+    """One rank's micro-batches, step after step, without end.
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        global_batch_size: int,
-        micro_batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        """``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows."""
+    ``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows.
+    """
+
+    dataset: Dataset
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    sample_index: int = 0
+    """Rows consumed so far by all ranks. Set it to resume."""
+
+    def __post_init__(self) -> None:
         # moetrain.parallel.world.plan_world saw to it.
-        assert global_batch_size % (micro_batch_size * world_size) == 0
-        self.sample_index = 0
-        """Rows consumed so far by all ranks. Set it to resume."""
-        self._dataset = dataset
-        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._seed = seed
-        self._rank, self._world_size = rank, world_size
+        assert self.global_batch_size % (self.micro_batch_size * self.world_size) == 0
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def next_step(self) -> list[Batch]:
@@ -84,17 +83,17 @@ class Loader:
         Number k of all ranks together is the step's k-th part in order: of 8 rows, 2 ranks and
         micro-batches of 2, rank 1 has rows 2 and 3, then 6 and 7.
         """
-        size, start = self._micro_batch_size, self.sample_index
-        self.sample_index += self._global_batch_size
-        firsts = range(start, self.sample_index, size)[self._rank :: self._world_size]
+        size, start = self.micro_batch_size, self.sample_index
+        self.sample_index += self.global_batch_size
+        firsts = range(start, self.sample_index, size)[self.rank :: self.world_size]
         return [collate([self._sample(i) for i in range(f, f + size)]) for f in firsts]
 
     def _sample(self, sample: int) -> Row:
-        epoch, index = divmod(sample, len(self._dataset))
+        epoch, index = divmod(sample, len(self.dataset))
         if epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._epoch, self._order = epoch, generator.permutation(len(self._dataset))
-        return self._dataset.row(int(self._order[index]))
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._epoch, self._order = epoch, generator.permutation(len(self.dataset))
+        return self.dataset.row(int(self._order[index]))
 
 
 EVAL_SEED = 0

@@ -65,20 +65,23 @@ EVERYTHING = Share(0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """Text files, one document each. Bytes that are no UTF-8 become U+FFFD."""
-
+class _Files:
     files: list[Path]
     if_empty: ConfigError
     """What to tell the user if no document has any text."""
 
+    def total_bytes(self) -> int:
+        """Bytes that ``parts`` reads."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+@dataclass(frozen=True)
+class TextSource(_Files):
+    """Text files, one document each. Bytes that are no UTF-8 become U+FFFD."""
+
     def identity(self) -> list[Any]:
         """What decides the documents, as JSON: the key of the token cache."""
         return ["text", _stat(self.files)]
-
-    def total_bytes(self) -> int:
-        """Bytes that :meth:`parts` reads."""
-        return sum(path.stat().st_size for path in self.files)
 
     def parts(self) -> Iterator[TextPart]:
         """The documents, in order."""
@@ -88,12 +91,9 @@ class TextSource:
 
 
 @dataclass(frozen=True)
-class JsonlSource:
+class JsonlSource(_Files):
     """Lines of JSON objects with a text, or with ``messages``; a share of them, by hash."""
 
-    files: list[Path]
-    if_empty: ConfigError
-    """As of :class:`TextSource`."""
     share: Share
     field: str
     """The setting that named the files, for errors."""
@@ -103,10 +103,6 @@ class JsonlSource:
     def identity(self) -> list[Any]:
         """As :meth:`TextSource.identity`."""
         return ["jsonl", _stat(self.files), self.share, self.text_field, self.template.source]
-
-    def total_bytes(self) -> int:
-        """As :meth:`TextSource.total_bytes`."""
-        return sum(path.stat().st_size for path in self.files)
 
     def parts(self) -> Iterator[TextPart]:
         """The documents, in order.

@@ -272,10 +272,8 @@ class _Builder:
         s = self.sizes
         if name == "lse":
             # One head's tokens lie together: 1% faster in the backward than [T, H].
-            dims, strides = (
-                [s.documents, s.heads, s.length, 1],
-                [s.heads * s.tokens, s.tokens, 1, 1],
-            )
+            dims = [s.documents, s.heads, s.length, 1]
+            strides = [s.heads * s.tokens, s.tokens, 1, 1]
             return dims, strides, self.cudnn.data_type.FLOAT, "lse_offsets"
         query = name in ("q", "o", "do", "dq")
         heads = s.heads if query else s.kv_heads

@@ -296,32 +296,19 @@ def _(do_THd, q_THd, k_TGd, v_TGd, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.max_seqlen, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window = inputs
+    ctx.save_for_backward(*qkv, *output, cu_seqlens)
 
 
 def _differentiate(ctx, do_THd: torch.Tensor, _):
-    q_THd, k_TGd, v_TGd, cu_seqlens, o_THd, lse_HT = ctx.saved_tensors
-    grads = _attention_packed_backward(
-        do_THd.contiguous(),
-        q_THd,
-        k_TGd,
-        v_TGd,
-        o_THd,
-        lse_HT,
-        cu_seqlens,
-        ctx.max_seqlen,
-        ctx.window,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    how = ctx.max_seqlen, ctx.window, torch.are_deterministic_algorithms_enabled()
+    grads = _attention_packed_backward(do_THd.contiguous(), *ctx.saved_tensors, *how)
     return *grads, None, None, None
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
 worth_saving(
-    "attention",
-    torch.ops.moetrain.attention_packed.default,
-    torch.ops.higher_order.flex_attention,
+    "attention", torch.ops.moetrain.attention_packed.default, torch.ops.higher_order.flex_attention
 )
 
 

@@ -18,6 +18,7 @@ Legend: T tokens, K experts a token, R rows (T * K, or as many as the index maps
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -38,10 +39,7 @@ BLOCK, WARPS = 1024, 2  # columns a program copies or sums, measured on one H200
 
 
 def permute(
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    indices: ExpertIndices,
-    backend: Backend = "auto",
+    x_TD: torch.Tensor, weights_TK: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows ``x_RD`` and their routing weights ``weights_R``, sorted by expert, dtypes unchanged.
 
@@ -325,41 +323,36 @@ _BENCHES = (
     Bench(INDEX_BENCH | {"T": 132096, "D": 2048}),  # past 2^31 elements
 )
 
+_PERMUTE = KernelSpec(
+    name="permute",
+    fast=partial(permute, backend="triton"),
+    reference=permute_reference,
+    make_inputs=_permute_inputs,
+    cases=_CASES,
+    benches=_BENCHES,
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
+    cost=_rows_cost,
+    differentiable=("x_TD", "weights_TK"),
+    select=_used,
+    ops=(_permute, _permute_backward),
+    bad_inputs={
+        r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
+        "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
+    },
+)
+
 SPECS = (
-    KernelSpec(
-        name="permute",
-        fast=partial(permute, backend="triton"),
-        reference=permute_reference,
-        make_inputs=_permute_inputs,
-        cases=_CASES,
-        benches=_BENCHES,
-        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
-        cost=_rows_cost,
-        differentiable=("x_TD", "weights_TK"),
-        select=_used,
-        ops=(_permute, _permute_backward),
-        bad_inputs={
-            r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
-            "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
-        },
-    ),
-    KernelSpec(
+    _PERMUTE,
+    replace(
+        _PERMUTE,
         name="permute_tokens",
         fast=partial(permute_tokens, backend="triton"),
         reference=permute_tokens_reference,
         make_inputs=_permute_tokens_inputs,
-        cases=_CASES,
         # The width of a token's routing; that of a token is the backward of unpermute.
         benches=(Bench(INDEX_BENCH | {"D": 16}),),
-        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
-        cost=_rows_cost,
         differentiable=("x_TD",),
-        select=_used,
         ops=(_permute_tokens, _unpermute),
-        bad_inputs={
-            r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
-            "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
-        },
     ),
     KernelSpec(
         name="unpermute",

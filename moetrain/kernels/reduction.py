@@ -66,9 +66,7 @@ def sum_chunks(
 
 
 def sum_chunks_reference(
-    chunks_RN: torch.Tensor,
-    out_N: torch.Tensor | None = None,
-    accumulate: bool = False,
+    chunks_RN: torch.Tensor, out_N: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
     """:func:`sum_chunks` in plain torch; leaves ``out_N`` as it is."""
     wide = torch.promote_types(chunks_RN.dtype, torch.float32)

@@ -28,11 +28,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import triton
-from moetrain.kernels.router_kernels import (
-    route_backward_kernel,
-    route_kernel,
-    sum_programs_kernel,
-)
+from moetrain.kernels.router_kernels import route_backward_kernel, route_kernel, sum_programs_kernel
 from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
@@ -311,16 +307,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
-    grad_logits_TE = _router_topk_backward(
-        *ctx.saved_tensors,
-        grad_weights,
-        grad_prob_sum,
-        grad_z_sum,
-        ctx.sigmoid,
-        ctx.normalize,
-        ctx.scale,
-    )
-    return (grad_logits_TE, *[None] * 8)
+    grads, how = (grad_weights, grad_prob_sum, grad_z_sum), (ctx.sigmoid, ctx.normalize, ctx.scale)
+    return _router_topk_backward(*ctx.saved_tensors, *grads, *how), *[None] * 8
 
 
 _router_topk.register_autograd(_backward, setup_context=_save)

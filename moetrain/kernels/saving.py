@@ -7,26 +7,20 @@ where no such op can run.
 """
 
 from collections.abc import Iterable
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from moetrain.config import SavedName
 
-
-class Op(Protocol):
-    """``torch.ops.namespace.name.overload``, or a higher-order one."""
-
-    def name(self) -> str: ...
-
-
 _OPS: dict[str, set[str]] = {name: set() for name in (*get_args(SavedName), "routing")}
 
 
-def worth_saving(name: SavedName | Literal["routing"], *ops: Op) -> None:
+def worth_saving(name: SavedName | Literal["routing"], *ops: Any) -> None:
     """Selective recomputation keeps what ``ops`` give if asked for ``name``; ``routing`` always.
 
-    Of an op with several results, all are meant.
+    Each is ``torch.ops.namespace.name.overload``, or a higher-order one. Of an op with several
+    results, all are meant.
     """
     _OPS[name].update(op.name() for op in ops)
 

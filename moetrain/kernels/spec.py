@@ -77,7 +77,7 @@ class KernelSpec:
     """Those of ``tolerance`` that the fast path takes on a CPU alone."""
     ops: tuple[Any, ...] = ()
     """The custom ops (``torch.library.CustomOpDef``), for ``torch.library.opcheck``."""
-    bad_inputs: Mapping[str, Callable[[Inputs], Inputs]] = field(default_factory=dict)
+    bad_inputs: dict[str, Callable[[Inputs], Inputs]] = field(default_factory=dict)
     """Text the ValueError must hold, to a change that makes the inputs of the first case bad."""
 
 

@@ -189,10 +189,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
     rows, width = case["R"], case["F"]
-    return (
-        Cost(bytes=rows * (2 * 3 * width + 4)),
-        Cost(bytes=rows * (2 * 5 * width + 2 * 4)),
-    )
+    return (Cost(bytes=rows * (2 * 3 * width + 4)), Cost(bytes=rows * (2 * 5 * width + 2 * 4)))
 
 
 def _used(inputs: Inputs, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -140,11 +140,6 @@ class Architecture(BaseModel):
         """Numbers of the blocks that route tokens to experts, from 0."""
         return [i for i in range(self.num_layers) if self.feed_forward(i).style == "routed"]
 
-    @property
-    def num_moe_layers(self) -> int:
-        """Blocks with experts."""
-        return len(self.moe_layer_indices)
-
     def num_params(self) -> int:
         """Parameters of the built model (tied embeddings counted once)."""
         return self._frame() + sum(part.num_params() for part in self._every_part())

@@ -253,11 +253,7 @@ class Router(nn.Module):
         return self._force_balanced(routed, logits_TE, is_pad_T, self.balanced_stride)
 
     def _force_balanced(
-        self,
-        routed: Routed,
-        logits_TE: torch.Tensor,
-        is_pad_T: torch.Tensor | None,
-        stride: int,
+        self, routed: Routed, logits_TE: torch.Tensor, is_pad_T: torch.Tensor | None, stride: int
     ) -> Routed:
         """``routed`` with its choice replaced by a round-robin over the experts.
 
@@ -298,11 +294,8 @@ class Experts(nn.Module):
 
     def __init__(self, sizes: RoutedExperts, backend: Backend) -> None:
         super().__init__()
-        num_experts, dim, width = (
-            sizes.num_experts,
-            sizes.hidden_size,
-            sizes.moe_intermediate_size,
-        )
+        num_experts, dim = sizes.num_experts, sizes.hidden_size
+        width = sizes.moe_intermediate_size
         self.backend: Backend = backend
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))

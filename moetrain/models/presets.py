@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection
 from moetrain.models.architecture import Architecture
-from moetrain.models.hf import check_checkpoint, read_checkpoint_config, resolve
+from moetrain.models.hf import CONFIG, check_checkpoint, resolve
 from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.files import read_json
 from moetrain.models.parts import Part
 from moetrain.models.registry import FAMILIES, PRESETS
 
@@ -24,7 +25,7 @@ def resolve_architecture(section: ModelSection) -> Architecture:
     """
     if section.path is not None:
         folder = resolve(section.path)
-        arch = architecture_from_hf(read_checkpoint_config(folder))
+        arch = architecture_from_hf(read_json(folder / CONFIG))
         check_checkpoint(folder, arch)
         return arch
     preset = PRESETS.get(section.preset or "")

@@ -176,10 +176,7 @@ _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_ex
 
 # The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
 # ranks would wait for it for ever.
-_EXCHANGES = (
-    torch.ops.moetrain.exchange_counts.default,
-    torch.ops.moetrain.exchange_rows.default,
-)
+_EXCHANGES = (torch.ops.moetrain.exchange_counts.default, torch.ops.moetrain.exchange_rows.default)
 for _op in _EXCHANGES:
     torch.fx.has_side_effect(_op)
 worth_saving("dispatch", *_EXCHANGES)  # both ways: recomputed blocks send no token again

@@ -172,7 +172,7 @@ def load_whole_state(model: nn.Module, fsdp: FSDP, state: Mapping[str, torch.Ten
     for name, buffer in buffers.items():
         check_like(name, state[name], buffer.shape, buffer.dtype)
     for name, member in fsdp.members.items():
-        member.local.copy_(member.layout.part(state[name]))
+        member.local.copy_(state[name][member.layout.box])
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
 

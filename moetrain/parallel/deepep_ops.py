@@ -122,15 +122,6 @@ def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connectio
         torch_setting.fill_uninitialized_memory = fill
 
 
-Handle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def own_handle(handle: Sequence[torch.Tensor]) -> Handle:
-    """``handle`` as results of an op, which none may be that it was given: one is."""
-    rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW, send_head_TW = handle
-    return rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW.clone(), send_head_TW
-
-
 class SendCounts(NamedTuple):
     """Where tokens go."""
 
@@ -197,7 +188,9 @@ def deepep_dispatch(
             config=found.dispatch_config,
         )
     rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
-    return x_SD, ids_SK.int(), weights_SK, rows_R0, *own_handle(handle)
+    rank_WW, channel_WC, recv_WC, source_S, is_sent_TW, send_head_TW = handle
+    handle = rank_WW, channel_WC, recv_WC, source_S, is_sent_TW.clone(), send_head_TW
+    return x_SD, ids_SK.int(), weights_SK, rows_R0, *handle  # none of them an argument
 
 
 @deepep_dispatch.register_fake

@@ -105,10 +105,6 @@ class Layout:
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``whole``, a view."""
-        return whole[self.box]
-
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """The whole, of which every rank has its ``local``. Collective."""
         # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.

@@ -14,6 +14,8 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -55,25 +57,26 @@ class Meeting:
         Raises:
             RunFailed: a rank is gone.
         """
-        key = f"wait/{next(self._calls)}"
-        try:
+        with self._next_call("wait") as key:
             if self._store.add(key, 1) == self.size:
                 self._store.set(f"{key}/all", "")
             self._await(f"{key}/all")
-        except dist.DistError as error:
-            raise _lost(error) from None
 
     def share(self, text: str) -> str:
         """Rank 0's ``text``, on every rank; the others' is ignored. Waits and raises as above."""
-        key = f"share/{next(self._calls)}"
-        try:
+        with self._next_call("share") as key:
             if self.rank == 0:
                 self._store.set(key, text)
-                return text
-            self._await(key)
+            else:
+                self._await(key)
             return self._store.get(key).decode()
+
+    @contextmanager
+    def _next_call(self, what: str) -> Iterator[str]:
+        try:
+            yield f"{what}/{next(self._calls)}"
         except dist.DistError as error:
-            raise _lost(error) from None
+            raise RunFailed(f"lost the other ranks: {_first_line(error)}") from None
 
     def _await(self, key: str) -> None:
         # Asked for again and again: a wait inside the store would hold back Ctrl-C.
@@ -113,10 +116,6 @@ def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
 
 def _life_key(rank: int) -> str:
     return f"life/{rank}"
-
-
-def _lost(error: dist.DistError) -> RunFailed:
-    return RunFailed(f"lost the other ranks: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -32,10 +32,7 @@ from moetrain.models import Architecture
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 
-NOT_YET = {
-    "pp": "pipeline parallelism",
-    "cp": "context parallelism",
-}
+NOT_YET = {"pp": "pipeline parallelism", "cp": "context parallelism"}
 """Axes whose meshes are here and whose use is not; removing a line admits the axis."""
 
 

@@ -8,7 +8,6 @@ same dtype from the same storage.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,15 +20,6 @@ from moetrain.parallel.mesh import Meshes
 
 _ALIGNED_NUMBERS = ALIGNMENT // 2
 """A member begins at a multiple of this in its bucket, in any dtype of two bytes or more."""
-
-
-class _Entry(NamedTuple):
-    owner: nn.Module
-    key: str
-    name: str
-    parameter: nn.Parameter
-    rule: Rule
-    layout: Layout
 
 
 def shard_model(
@@ -54,21 +44,19 @@ def shard_model(
     }
     members: dict[str, Member] = {}
     for modules in units:
-        groups: dict[object, list[_Entry]] = {}
+        groups: dict[object, list[Member]] = {}
         for owner in (owner for module in modules for owner in module.modules()):
             for key, parameter in owner.named_parameters(recurse=False):
                 name = names[id(parameter)]
                 rule = rules[name]
                 layout = Layout.of(parameter.shape, rule.style, meshes)
-                entry = _Entry(owner, key, name, parameter, rule, layout)
+                share = 1 / meshes.dims.tp if rule.style == "partial" else 1.0
+                # Its storage and place in the bucket are still to come.
+                members[name] = Member(owner, key, parameter, parameter, layout, rule, 0, share)
                 alike = name if rule.style == "expert" else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.trainable)
-                groups.setdefault(kind, []).append(entry)
-        buckets = []
-        for group in groups.values():
-            bucket = _make_bucket(group, fsdp.device, dtype, meshes.dims.tp)
-            members |= {e.name: m for e, m in zip(group, bucket.members, strict=True)}
-            buckets.append(bucket)
+                groups.setdefault(kind, []).append(members[name])
+        buckets = [_make_bucket(group, fsdp.device, dtype) for group in groups.values()]
         fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
     fsdp.members = {name: members[name] for name in names.values()}
     for module in model.modules():
@@ -76,20 +64,17 @@ def shard_model(
             setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
 
 
-def _make_bucket(
-    group: Sequence[_Entry], device: torch.device, dtype: torch.dtype, tensor_ranks: int
-) -> Bucket:
-    starts, size = [], 0
-    for entry in group:
-        starts.append(-(-size // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
-        size = starts[-1] + entry.layout.padded_numel
-    rule = group[0].rule
+def _make_bucket(members: list[Member], device: torch.device, dtype: torch.dtype) -> Bucket:
+    size = 0
+    for member in members:
+        member.start = -(-size // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        size = member.start + member.layout.padded_numel
+    rule = members[0].rule
     shard_N = torch.zeros(size, device=device, dtype=rule.storage)
-    members = []
-    for (owner, key, _, _, own_rule, layout), start in zip(group, starts, strict=True):
-        local = shard_N[start : start + layout.local_shape.numel()].view(layout.local_shape)
-        sharded = nn.Parameter(layout.dtensor(local), requires_grad=own_rule.trainable)
-        owner.register_parameter(key, sharded)
-        share = 1 / tensor_ranks if own_rule.style == "partial" else 1.0
-        members.append(Member(owner, key, sharded, local, layout, own_rule, start, share))
+    for member in members:
+        shape = member.layout.local_shape
+        member.local = shard_N[member.start :][: shape.numel()].view(shape)
+        sharded = member.layout.dtensor(member.local)
+        member.parameter = nn.Parameter(sharded, requires_grad=rule.trainable)
+        member.module.register_parameter(member.name, member.parameter)
     return Bucket(members, shard_N, rule.gather or dtype)

@@ -59,14 +59,13 @@ class ShardedVocabulary:
         self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
         self.backend: Backend = backend
         self.tokens = TokenParts.of(group)
-        self.rows = chunk_of(vocab_size, group.size(), group.size() - 1)
-        if self.rows.start == self.rows.stop:
+        self.rows = chunk_of(vocab_size, group.size(), group.rank())
+        self.most_rows = math.ceil(vocab_size / group.size())
+        if self.most_rows * (group.size() - 1) >= vocab_size:
             raise ValueError(
                 f"a vocabulary of {vocab_size} leaves some of {group.size()} tensor parallel ranks "
                 "without a row; use fewer"
             )
-        self.rows = chunk_of(vocab_size, group.size(), group.rank())
-        self.most_rows = math.ceil(vocab_size / group.size())
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """[1, N, D]: this rank's part of the tokens."""

@@ -135,12 +135,9 @@ def join_world(config: Config, arch: Architecture) -> World:
             # fit any: 121.0 GiB reserved for 120.6 in use. What fixed ones take was not measured.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     owns_group = not dist.is_initialized()
-    if size == 1:
-        if owns_group:  # a mesh of one; nothing ever travels, so no GPU has a part in it
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        meshes = build_meshes(dims, device.type)
-        return World(rank, gpu, size, device, dims, meshes, owns_group, meeting=None)
-    if owns_group:
+    if owns_group and size == 1:  # a mesh of one; nothing travels, so no GPU has a part in it
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif owns_group:
         assert place is not None  # else the size is one
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -151,9 +148,10 @@ def join_world(config: Config, arch: Architecture) -> World:
             # Binding the device connects the communicator now, and lets others be split off it.
             device_id=device if device.type == "cuda" else None,
         )
-    meshes = build_meshes(dims, device.type)
-    warm_up(meshes, device)
-    meeting = Meeting(_get_default_store(), rank, size)
+    meshes, meeting = build_meshes(dims, device.type), None
+    if size > 1:
+        warm_up(meshes, device)
+        meeting = Meeting(_get_default_store(), rank, size)
     return World(rank, gpu, size, device, dims, meshes, owns_group, meeting)
 
 

@@ -31,6 +31,6 @@ FAMILY = Family(
             tie_embeddings=True,
             rope_theta=1e6,
             qk_norm=True,
-        ),
+        )
     },
 )

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: read, checked, loaded and written."""
 
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, resolve
-from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights, read_checkpoint_config
+from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights
 from moetrain.models.hf.save import save_hf
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "check_checkpoint",
     "load_hf",
     "load_weights",
-    "read_checkpoint_config",
     "resolve",
     "save_hf",
 ]

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -67,11 +67,6 @@ class Checked(NamedTuple):
     """Where the model's tensors go, by their names in the files."""
 
 
-def read_checkpoint_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed ``config.json`` of a checkpoint folder; ConfigError if there is none."""
-    return read_json(Path(folder) / CONFIG)
-
-
 def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Checked:
     """Whether the tensors in ``folder`` are those of ``arch``; reads headers alone, so it is quick.
 
@@ -81,7 +76,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
     """
     folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
     with readable(folder):
-        config, stored = read_checkpoint_config(folder), stored_tensors(folder)
+        config, stored = read_json(folder / CONFIG), stored_tensors(folder)
         generation = folder / GENERATION
         settings = read_json(generation) if generation.is_file() else None
         files = tuple(small_files(folder))
@@ -169,7 +164,7 @@ def load_hf(
         ConfigError: as :func:`resolve`, :func:`architecture_from_hf` and :func:`check_checkpoint`.
     """
     folder = resolve(path_or_hub_id)
-    arch = architecture_from_hf(read_checkpoint_config(folder))
+    arch = architecture_from_hf(read_json(folder / CONFIG))
     check_checkpoint(folder, arch)  # before config.json decides how much memory is taken
     with torch.device("meta"):
         model = build_model(arch)
