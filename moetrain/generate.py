@@ -1,68 +1,134 @@
-"""Text from a model in training: plain sampling, one whole forward pass a token.
+"""``python -m moetrain.generate PATH --prompt TEXT``: continue a text with a checkpoint.
 
-There is no key/value cache on purpose: this shows what a run has learned, a few hundred tokens at
-its end. Rollout generation for post-training is another thing and another file.
+PATH is a Hugging Face folder (``output_dir/hf`` of a run, say) or a hub id. The continuation goes
+to standard output as it is made. Exit codes: 0, or 2 with one line for what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
+from moetrain.config import ConfigError
 
-from moetrain.data.tokenizer import Tokenizer
-from moetrain.models import Transformer
+if TYPE_CHECKING:
+    from moetrain.data.tokenizer import Tokenizer
+    from moetrain.rollout import Generator, SamplingParams
 
-
-class SampleError(ValueError):
-    """No text can be sampled; the message says why."""
-
-
-@torch.no_grad()
-def next_logits(model: Transformer, ids: Sequence[int], *, multiple: int = 1) -> torch.Tensor:
-    """Logits [V] of the token after ``ids``.
-
-    The model's input is padded at its end to a ``multiple`` of tokens, which no expert and no token
-    before it sees.
-    """
-    last, pads = len(ids) - 1, -len(ids) % multiple
-    tokens_BS = torch.tensor([[*ids, *[0] * pads]], device=model.head_weight.device)
-    is_pad_BS = torch.arange(len(ids) + pads, device=tokens_BS.device)[None] > last
-    # One row of a growing length would compile again and again.
-    with torch.compiler.set_stance("force_eager"):
-        hidden_BSD, _ = model.backbone(tokens_BS, is_pad_BS=is_pad_BS if pads else None)
-        return model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
+DEFAULT_TOKENS = 256
 
 
-def generate(
-    next_logits: Callable[[Sequence[int]], torch.Tensor],
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    num_tokens: int,
-    *,
-    max_len: int,
-    temperature: float = 0.7,
-    seed: int = 0,
-) -> str:
-    """``prompt`` (token ids) and up to ``num_tokens`` sampled after it, as text.
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("generate", f"{message}; see --help")
 
-    ``next_logits``, given token ids, has the logits [V] of the token after them. It sees the last
-    ``max_len`` tokens; sampling stops at the end-of-document token. Token ids that the tokenizer
-    does not have are never sampled.
 
-    Raises:
-        SampleError: an empty prompt, or logits that are not finite.
-    """
-    if len(prompt) == 0:
-        raise SampleError("the prompt has no tokens")
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        logits = next_logits(ids[-max_len:])[: tokenizer.vocab_size].float().cpu()
-        if not torch.isfinite(logits).all():
-            raise SampleError("the model's logits are not finite")
-        token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if token == tokenizer.eos_id:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    try:
+        return _run(_parse(argv))
+    except ConfigError as error:
+        print(" ".join(f"error: {error}".split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m moetrain.generate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
+    parser.add_argument("--prompt", required=True, help="the text; with --chat, the user's turn")
+    parser.add_argument("--chat", action="store_true", help="by the checkpoint's chat template")
+    parser.add_argument("--max_tokens", type=int, help=f"default {DEFAULT_TOKENS}, or what fits")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    parser.add_argument("--top_k", type=int, default=0, help="0: all")
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--min_p", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="a text to end at")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch  # a second, which --help and a misspelt option need not wait for
+
+    from moetrain.data.tokenizer import load_tokenizer
+    from moetrain.models import load_hf
+    from moetrain.models.hf.files import resolve
+    from moetrain.rollout import Generator
+
+    has_gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not has_gpu:
+        raise ConfigError("device", "'cuda', but torch sees no CUDA device; use auto or cpu")
+    on_gpu = has_gpu and args.device != "cpu"
+    auto = torch.bfloat16 if on_gpu else torch.float32
+    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
+    folder = resolve(args.path)
+    tokenizer = load_tokenizer(str(folder))
+    ids = _prompt_ids(args, tokenizer)
+    model = load_hf(folder, dtype=dtype, device="cuda" if on_gpu else "cpu")
+    room = model.arch.max_positions - len(ids)
+    length = args.max_tokens if args.max_tokens is not None else max(1, min(DEFAULT_TOKENS, room))
+    ends = (model.source.generation or {}).get("eos_token_id") if model.source else None
+    stop_ids = {tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    params = _params(args, max_tokens=length, stop_ids=tuple(stop_ids), stop=tuple(args.stop))
+    pages = -(-(len(ids) + length) // 16)
+    _print(Generator(model, tokenizer, num_pages=pages, page_size=16), ids, params)
+    return 0
+
+
+def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[int, ...]:
+    from moetrain.data.chat import BadLineError
+    from moetrain.data.sources import chat_template
+
+    try:
+        if not args.chat:
+            return tuple(tokenizer.encode_prompt(args.prompt))
+        text = chat_template(None, tokenizer).prompt([{"role": "user", "content": args.prompt}])
+        return tuple(tokenizer.encode_batch([text])[0].ids.tolist())
+    except (ValueError, BadLineError) as error:
+        raise ConfigError("prompt", str(error)) from None
+
+
+def _params(args: argparse.Namespace, **others: object) -> SamplingParams:
+    from moetrain.rollout import SamplingParams
+
+    given = {
+        name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+    }
+    try:
+        return SamplingParams(**given, **others)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise ConfigError(name, problem) from None
+
+
+def _print(generator: Generator, ids: tuple[int, ...], params: SamplingParams) -> None:
+    """The continuation, as far as its characters are whole."""
+    from moetrain.rollout import Request, RequestError
+
+    tokenizer, printed, text = generator.tokenizer, 0, ""
+    assert tokenizer is not None  # it was given
+    try:
+        for completion in generator.stream([Request("prompt", ids, params)]):
+            text = _before(tokenizer.decode(completion.tokens), params.stop)
+            if not text.endswith("\ufffd"):
+                print(text[printed:], end="", flush=True)
+                printed = len(text)
+    except RequestError as error:
+        raise ConfigError("max_tokens", str(error)) from None
+    print(text[printed:])
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """``text`` up to the first of ``stops`` in it."""
+    found = [text.index(stop) for stop in stops if stop in text]
+    return text[: min(found)] if found else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
