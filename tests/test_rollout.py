@@ -127,7 +127,7 @@ def test_requests_do_not_notice_each_other(name):
 
 def test_a_thousand_requests_with_arrivals_and_aborts():
     rng = random.Random(0)
-    generator = make_generator(page_size=4, num_pages=40, max_sequences=16, max_tokens=64)
+    generator = make_generator(page_size=4, num_pages=80, max_sequences=16, max_tokens=64)
     requests = {f"r{i}": draw_request(i, rng) for i in range(1000)}
     coming, finished, aborted = list(requests.values()), {}, set()
     while coming or generator.is_busy:
@@ -141,7 +141,7 @@ def test_a_thousand_requests_with_arrivals_and_aborts():
             if completion.finish_reason is not None:
                 finished[completion.request_id, completion.index] = completion
         assert len(generator.scheduler.running) <= 16
-    assert generator.pages.num_available == 40
+    assert generator.pages.num_available == 80
     assert not any(generator.pages._references)
     assert generator.scheduler.num_preempted > 0
     assert aborted
