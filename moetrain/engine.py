@@ -13,7 +13,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -22,9 +22,16 @@ import torch
 
 from moetrain.config import Config
 from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
-from moetrain.models import Architecture, RoutingStats, find_family, update_router_bias
+from moetrain.models import (
+    Architecture,
+    RoutingStats,
+    build_model,
+    find_family,
+    save_hf,
+    update_router_bias,
+)
 from moetrain.models.hf.files import TokenizerFiles
-from moetrain.models.hf.save import ExportDtype
+from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
     build_optimizer,
@@ -33,13 +40,7 @@ from moetrain.optim import (
     set_learning_rate,
     whole_optimizer_state,
 )
-from moetrain.parallel.apply import (
-    load_whole_state,
-    place_model,
-    save_whole_model,
-    static_transport,
-    whole_state,
-)
+from moetrain.parallel.apply import load_whole_state, place_model, static_transport
 from moetrain.parallel.world import World
 from moetrain.run_control import LateNumbers
 from moetrain.sample import next_logits
@@ -114,19 +115,37 @@ class Engine:
     # ---- training ------------------------------------------------------------------------------
 
     def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
-        """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's."""
+        """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's.
+
+        If it fails, the step's gradients are forgotten, those of earlier calls too.
+        """
         sizes = self._sum_sizes(objective.sizes(batches))
-        # A retry forgets the step's gradients: an earlier call's must not go with them.
-        with self.work(), self.exact_sizes() if self._since_step else nullcontext():
-            run = _Run(self, objective, sizes, learns=True).over(batches)
-        # With fixed sizes alone: waits for the last forward, while its backward runs.
-        if run.dropped is not None and run.dropped.read() > 0:
-            self.retried_steps += 1
-            self.fsdp.clear_gradients()
-            with self.work(), self.exact_sizes():
-                run = _Run(self, objective, sizes, learns=True).over(batches)
-        self._since_step.append(run.totals())
+        try:
+            # A retry forgets the step's gradients: an earlier call's must not go with them.
+            with self.exact_sizes() if self._since_step else nullcontext():
+                run = self._learn(batches, objective, sizes)
+            # With fixed sizes alone: waits for the last forward, while its backward runs.
+            if run.dropped is not None and run.dropped.read() > 0:
+                self.retried_steps += 1
+                self.fsdp.clear_gradients()
+                with self.exact_sizes():
+                    run = self._learn(batches, objective, sizes)
+            self._since_step.append(run.totals())
+        except BaseException:
+            self._forget()
+            raise
         return self._since_step[-1]
+
+    def _learn(
+        self, batches: Sequence[B], objective: Objective[B], sizes: Mapping[str, torch.Tensor]
+    ) -> _Run[B]:
+        with self.work():
+            return _Run(self, objective, sizes, learns=True).over(batches)
+
+    def _forget(self) -> None:
+        """Forget what was added up since the last step."""
+        self.fsdp.clear_gradients()
+        self._since_step = []
 
     def forward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """The sums that :meth:`forward_backward` would give, without gradients."""
@@ -144,8 +163,8 @@ class Engine:
         """
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
-        done, self._since_step = self._since_step, []
         norm = self.fsdp.gradient_norm()
+        done, self._since_step = self._since_step, []
         set_learning_rate(self.optimizer, lr)
         loss = torch.stack([totals.total for totals in done]).sum()
         skipped = guarded_step(self.optimizer, loss, norm, self.config.optim.max_grad_norm)
@@ -206,17 +225,19 @@ class Engine:
 
         Empty where ``keep`` is not set. Gradients are no part of it.
         """
-        return {
-            "model": whole_state(self.model, self.fsdp, keep=keep),
-            "optim": whole_optimizer_state(self.optimizer, self.fsdp.members, keep=keep),
-        }
+        optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members)
+        return {"model": _kept(self.weights(), keep), "optim": _kept(optimizer, keep)}
 
     def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take what :meth:`state` gave, on any layout: each of its groups that ``groups`` has.
 
+        Forgets the step's gradients.
+
         Raises:
             ConfigError: tensors of other names, shapes, dtypes.
         """
+        self.fsdp.check_idle()
+        self._forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, groups["model"])
         if "optim" in groups:
@@ -245,10 +266,20 @@ class Engine:
         self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
     ) -> None:
         """:func:`moetrain.save_hf` of the whole model, by the main rank."""
-        write = self.world.is_main
-        save_whole_model(
-            self.model, self.fsdp, folder, write=write, dtype=dtype, tokenizer=tokenizer
-        )
+        state = _kept(self.weights(), self.world.is_main)
+        if self.world.is_main:
+            with torch.device("meta"):
+                whole = build_model(self.arch)
+            parameters = {name: state[name] for name, _ in whole.named_parameters()}
+            whole.load_state_dict(parameters, assign=True)
+            whole.source = self.model.source
+            warn_about_router_bias(self.model)
+            save_hf(whole, folder, dtype=dtype, tokenizer=tokenizer)
+
+
+def _kept(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Copies in host memory; without ``keep`` none, but making ``tensors`` is collective."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors if keep}
 
 
 class _Run(Generic[B]):
@@ -276,6 +307,8 @@ class _Run(Generic[B]):
     def over(self, batches: Sequence[B]) -> Self:
         """Run them all."""
         engine, self.num_batches = self.engine, len(batches)
+        if not batches:
+            raise ValueError("Engine: a call takes one micro-batch at least")
         # A single micro-batch of all ranks is the whole batch.
         is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
         if is_global and self.objective.balances and engine.arch.num_moe_layers:

@@ -8,7 +8,7 @@ optimizer sees plain tensors, a rank's shards where the model is sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -88,20 +88,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def whole_optimizer_state(
-    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], *, keep: bool
-) -> dict[str, torch.Tensor]:
-    """``{"<parameter>.<moment>": tensor}``, whole, in host memory where ``keep`` is set.
-
-    Collective. Empty before the first step.
-    """
-    state = {}
+    optimizer: torch.optim.Optimizer, members: Mapping[str, Member]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each ``"<parameter>.<moment>"``, whole; nothing before the first step. Collective."""
     for name, member in members.items():
         for key, value in optimizer.state.get(member.local, {}).items():
             # The step is a scalar, the same on every rank.
-            whole = member.layout.whole(value) if key in MOMENTS else value
-            if keep:
-                state[f"{name}.{key}"] = whole.to("cpu", copy=True)
-    return state
+            yield f"{name}.{key}", member.layout.whole(value) if key in MOMENTS else value
 
 
 def load_whole_optimizer_state(
@@ -111,7 +104,8 @@ def load_whole_optimizer_state(
 ) -> None:
     """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
 
-    Moments get the very layout of their parameters: fused updates walk the two side by side.
+    Moments get the very layout of their parameters: fused updates walk the two side by side. An
+    empty ``state`` is that of before the first step.
 
     Raises:
         ConfigError: state of other parameters or another optimizer; another shape or dtype.
@@ -122,6 +116,8 @@ def load_whole_optimizer_state(
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
+    if not state:
+        optimizer.state.clear()
     for name, member in trained.items() if state else ():
         local = member.local
         loaded = {"step": torch.empty((), device=local.device)}

@@ -105,11 +105,11 @@ def measure(
 
 def bench_row(spec: KernelSpec, bench: Bench) -> dict[str, Any]:
     """Check, then time: all that is printed about one size."""
-    device, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator("cuda").manual_seed(0)
     check_case = bench.check_case or bench.case
     # bf16, but for kernels of integers or of fp32 alone.
     dtype = torch.bfloat16 if torch.bfloat16 in spec.tolerance else torch.float32
-    inputs = spec.make_inputs(check_case, device, dtype, generator)
+    inputs = spec.make_inputs(check_case, dtype, generator)
     errors = relative_errors(spec, inputs, wide=torch.float32)
     row = {
         "kernel": spec.name,
@@ -122,7 +122,7 @@ def bench_row(spec: KernelSpec, bench: Bench) -> dict[str, Any]:
     if bench.check_case is None:
         implementations |= {"eager": spec.reference, "compiled": torch.compile(spec.reference)}
     else:
-        inputs = spec.make_inputs(bench.case, device, dtype, generator)
+        inputs = spec.make_inputs(bench.case, dtype, generator)
     for name, implementation in implementations.items():
         row[name] = measure(spec, bench, implementation, inputs)
         gc.collect()  # a compiled reference keeps its tensors in reference cycles

@@ -60,7 +60,7 @@ def good(tmp_path_factory) -> Path:
     model = build_model(arch)
     init_weights(model, std=0.1, seed=0)
     folder = tmp_path_factory.mktemp("good")
-    hf.save_weights(model, folder, max_shard_bytes=40_000)
+    hf.save_hf(model, folder, max_shard_bytes=40_000)
     assert (folder / hf.INDEX).exists()
     return folder
 

@@ -285,6 +285,54 @@ def test_a_step_without_a_finite_loss_changes_nothing():
     assert len(train(engine, range(1, 2))) == 1
 
 
+def test_a_call_that_fails_leaves_nothing_behind():
+    class Failing(CrossEntropy):
+        def terms(self, model, outputs, batch, sizes):
+            if torch.equal(batch.tokens_BS, batches[1].tokens_BS):
+                raise KeyError("the second micro-batch")
+            return super().terms(model, outputs, batch, sizes)
+
+    batches = make_batches(0, 2)
+    first, second = make_engine(micro=2), make_engine(micro=2)
+    first.forward_backward(batches, CrossEntropy())
+    with pytest.raises(KeyError):
+        first.forward_backward(batches, Failing())
+    with pytest.raises(ValueError, match="no forward_backward"):
+        first.step(0.1)
+    assert all(isinstance(p, DTensor) for p in first.model.parameters())
+    assert train(first, range(2), 2) == train(second, range(2), 2)
+    with pytest.raises(ValueError, match="one micro-batch at least"):
+        first.forward([], CrossEntropy())
+
+
+def test_a_state_of_before_the_first_step_is_the_beginning():
+    engine = make_engine()
+    state = engine.state()
+    first = train(engine, range(2))
+    engine.forward_backward(make_batches(2), CrossEntropy())
+    engine.load_state(state)
+    assert train(engine, range(2)) == first
+
+
+def test_parameters_do_not_change_within_work():
+    engine = make_engine()
+    engine.forward_backward(make_batches(0), CrossEntropy())
+    with engine.work():
+        with pytest.raises(RuntimeError, match=r"within FSDP\.work"):
+            engine.load_state(engine.state())
+        with pytest.raises(RuntimeError, match=r"within FSDP\.work"):
+            engine.step(0.1)
+    assert not engine.step(0.1).skipped
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_follows_a_sample_in_inference_mode(dtype):
+    first, second = make_engine(f"train.dtype={dtype}"), make_engine(f"train.dtype={dtype}")
+    with torch.inference_mode():
+        first.next_logits([1, 2, 3])
+    assert train(first, range(2)) == train(second, range(2))
+
+
 def train_on_ranks(runs):
     """Numbers, weights by our names and Hugging Face's, of every layout."""
     answers = {}

@@ -152,6 +152,56 @@ def test_stages_by_hand_are_the_whole_model(tiny_words, reshard):
             assert torch.equal(gradient, expected[name]), (k, name)
 
 
+@pytest.mark.parametrize("reshard", ["no", "yes"])
+def test_one_backward_of_two_forwards(tiny_words, reshard):
+    """What one process unshards stays until the last graph that reads it is gone."""
+    words = [*tiny_words, "train.dtype=bfloat16", f"parallel.reshard_after_forward={reshard}"]
+    model, fsdp, world = placed(words)
+    expected = in_order(model, fsdp, world, "f1 b1 f2 b2")
+    with fsdp.work():
+        both = [tokens_of(world, number) for number in (1, 2)]
+        losses = [loss_of(model, model.backbone(tokens)[0], tokens) for tokens in both]
+        fsdp.backward(sum(losses), is_last=True)
+    for name, gradient in gradients_of(fsdp).items():
+        assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), name
+
+
+def plain_backwards(words):
+    """The gradients of one micro-batch, by a backward that does not say whether it is the last."""
+    model, fsdp, world = placed(words)
+    tokens_BS = tokens_of(world, 1)
+    with fsdp.work():
+        loss_of(model, model.backbone(tokens_BS)[0], tokens_BS).backward()
+    return gradients_of(fsdp)
+
+
+def test_gradients_that_wait_for_a_last_backward_travel_in_the_end(tiny_words):
+    for rank in zip(
+        spawn(2, plain_backwards, [*tiny_words, "parallel.reduce_at=last"]),
+        spawn(2, plain_backwards, [*tiny_words, "parallel.reduce_at=each"]),
+        strict=True,
+    ):
+        last, each = rank
+        for name, gradient in each.items():
+            assert torch.equal(last[name], gradient), name
+        assert each["embed.weight"].any()
+
+
+def sums_at(words):
+    """The gradients of two micro-batches, sent with each and with the last."""
+    return [
+        in_order(*placed([*words, f"parallel.reduce_at={at}"]), "f1 b1 f2 b2")
+        for at in ("each", "last")
+    ]
+
+
+def test_sums_sent_in_fp32_are_not_rounded_before(tiny_words):
+    words = [*tiny_words, "train.dtype=bfloat16", "parallel.reduce=fp32"]
+    for each, last in spawn(2, sums_at, words):
+        for name, gradient in each.items():
+            assert (last[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+
+
 def gathers(words):
     """How often each unit was gathered over four micro-batches, and where parameters then lay."""
     model, fsdp, world = placed(words)
@@ -219,6 +269,15 @@ def test_parameters_outside_of_work_are_refused(tiny_words):
     model, _, world = placed(tiny_words)
     with pytest.raises(RuntimeError, match=r"outside of FSDP\.work"):
         model(tokens_of(world, 1))
+
+
+def test_a_backward_after_its_work_is_refused(tiny_words):
+    model, fsdp, world = placed(tiny_words)
+    tokens_BS = tokens_of(world, 1)
+    with fsdp.work():
+        loss = loss_of(model, model.backbone(tokens_BS)[0], tokens_BS)
+    with fsdp.work(), pytest.raises(RuntimeError, match=r"after the FSDP\.work"):
+        loss.backward()
 
 
 def test_what_is_trained_is_stored_in_fp32():

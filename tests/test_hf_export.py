@@ -20,8 +20,8 @@ from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models import build_model, hf, init_weights
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.export import write_side_files
 from moetrain.models.hf.files import MANIFEST, TokenizerFiles
+from moetrain.models.hf.save import write_side_files
 from moetrain.trainer import Trainer
 
 transformers.logging.set_verbosity_error()
@@ -163,7 +163,7 @@ def test_load_and_save_keep_everything(checkpoint, tmp_path, caplog, monkeypatch
     assert_transformers_agrees(tmp_path / "out", model)
     # As often as one likes, in shards too, and onto itself.
     again = moetrain.load_hf(tmp_path / "out")
-    hf.save_weights(again, tmp_path / "out", max_shard_bytes=20_000)
+    hf.save_hf(again, tmp_path / "out", max_shard_bytes=20_000)
     assert (tmp_path / "out" / hf.INDEX).exists()
     moetrain.save_hf(again, tmp_path / "out")
     assert_complete(tmp_path / "out", checkpoint)
@@ -292,7 +292,7 @@ def test_a_tokenizer_that_is_no_longer_there(checkpoint, tmp_path):
 
 def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):
     model = moetrain.load_hf(checkpoint)
-    hf.save_weights(model, tmp_path, max_shard_bytes=20_000)
+    hf.save_hf(model, tmp_path, max_shard_bytes=20_000)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".model-00001-of-00007.safetensors.4711.tmp").write_text("half of it")  # killed
     model.source = None

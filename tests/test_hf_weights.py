@@ -95,7 +95,7 @@ def test_shards(tmp_path):
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
     model = hf.load_hf(tmp_path / "in")
     out = tmp_path / "out"
-    hf.save_weights(model, out, max_shard_bytes=8000)
+    hf.save_hf(model, out, max_shard_bytes=8000)
     index = json.loads((out / hf.INDEX).read_text())
     files = sorted(out.glob("*.safetensors"))
     assert [f.name for f in files] == sorted(set(index["weight_map"].values()))
@@ -112,11 +112,11 @@ def test_shards(tmp_path):
 def test_saving_again_leaves_no_stale_file(tmp_path):
     save_reference("llama", tmp_path / "in")
     model, out = hf.load_hf(tmp_path / "in"), tmp_path / "out"
-    hf.save_weights(model, out)
+    hf.save_hf(model, out)
     (out / "tokenizer.json").write_text("{}")
-    hf.save_weights(model, out, max_shard_bytes=8000)
+    hf.save_hf(model, out, max_shard_bytes=8000)
     assert not (out / hf.SINGLE).exists()  # a reader would prefer it to the shards
-    hf.save_weights(model, out)
+    hf.save_hf(model, out)
     written = {hf.CONFIG, hf.GENERATION, hf.SINGLE, MANIFEST}
     assert {f.name for f in out.iterdir()} == {*written, "tokenizer.json"}
 
@@ -204,7 +204,7 @@ def test_loading_needs_the_model_and_one_tensor(tmp_path):
     )
     model = build_model(arch).bfloat16()
     init_weights(model, std=0.02, seed=0)
-    hf.save_weights(model, tmp_path, max_shard_bytes=20_000_000)
+    hf.save_hf(model, tmp_path, max_shard_bytes=20_000_000)
     largest = max(t.nbytes for t in tensors_in(tmp_path).values())
     command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
@@ -225,7 +225,7 @@ def _edit_tensors(edit):
 
 def _shard_then(action):
     def apply(folder: Path) -> None:
-        hf.save_weights(hf.load_hf(folder), folder, max_shard_bytes=8000)
+        hf.save_hf(hf.load_hf(folder), folder, max_shard_bytes=8000)
         action(folder)
 
     return apply

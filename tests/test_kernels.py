@@ -78,8 +78,7 @@ def make(spec: KernelSpec, case: Case, device: str, dtype: torch.dtype | None = 
     dtype = dtype or dtypes(spec, device)[0]
     if dtype not in dtypes(spec, device):
         pytest.skip(f"takes {dtype} on a CPU alone")
-    where = torch.device(device)
-    return spec.make_inputs(case, where, dtype, torch.Generator(where).manual_seed(0))
+    return spec.make_inputs(case, dtype, torch.Generator(device).manual_seed(0))
 
 
 @devices

@@ -3,31 +3,25 @@
 Every file opens with its maths and shape legend and holds a plain-torch reference.
 """
 
+import pkgutil
+from importlib import import_module
+
 from moetrain.kernels.attention import AttentionMask, attention, attention_mask
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.expert_indices import SPECS as _EXPERT_INDICES
 from moetrain.kernels.expert_indices import ExpertIndices, expert_indices
-from moetrain.kernels.experts import SPECS as _EXPERTS
 from moetrain.kernels.experts import expert_mlp
 from moetrain.kernels.grouped_mm import grouped_mm
-from moetrain.kernels.linear_cross_entropy import SPECS as _LINEAR_CROSS_ENTROPY
 from moetrain.kernels.linear_cross_entropy import (
     SummedLoss,
     TokenLosses,
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
-from moetrain.kernels.packed_attention import SPECS as _PACKED_ATTENTION
 from moetrain.kernels.packed_attention import attention_packed
-from moetrain.kernels.permutation import SPECS as _PERMUTATION
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
-from moetrain.kernels.reduction import SPECS as _REDUCTION
 from moetrain.kernels.reduction import sum_chunks
-from moetrain.kernels.router import SPECS as _ROUTER
 from moetrain.kernels.router import Routed, router_topk
-from moetrain.kernels.router_logits import SPECS as _ROUTER_LOGITS
 from moetrain.kernels.router_logits import router_logits
-from moetrain.kernels.swiglu import SPECS as _SWIGLU
 from moetrain.kernels.swiglu import swiglu
 
 __all__ = [
@@ -55,15 +49,9 @@ __all__ = [
     "unpermute",
 ]
 
-SPECS = (
-    *_EXPERT_INDICES,
-    *_PERMUTATION,
-    *_SWIGLU,
-    *_ROUTER_LOGITS,
-    *_ROUTER,
-    *_EXPERTS,
-    *_LINEAR_CROSS_ENTROPY,
-    *_REDUCTION,
-    *_PACKED_ATTENTION,
+SPECS = tuple(
+    spec
+    for file in pkgutil.iter_modules(__path__)
+    for spec in getattr(import_module(f"{__name__}.{file.name}"), "SPECS", ())
 )
 """What every kernel promises; tests/test_kernels.py and scripts/bench_kernels.py walk it."""

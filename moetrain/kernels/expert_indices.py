@@ -33,7 +33,7 @@ import torch
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, uniform
 
 # Launch settings, measured on one H200.
 TILE, WARPS = 128, 4  # ids ranked at once, by comparing all pairs
@@ -228,14 +228,14 @@ def make_indices(case: Case, ids_TK: torch.Tensor) -> ExpertIndices:
     return expert_indices_reference(ids_TK, case["E"], case.get("rows"))
 
 
-def make_ids(case: Case, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def make_ids(case: Case, generator: torch.Generator) -> torch.Tensor:
     """Distinct experts a token by ``case["routing"]``: random (one in eight slots empty), even
     (random, none empty), one (all to the last expert), none (all -1)."""
     T, K, E = case["T"], case["K"], case["E"]
     routing = case.get("routing", "random")
-    ids_TK = torch.rand(T, E, device=device, generator=generator).argsort(1)[:, :K].int()
+    ids_TK = uniform(generator, T, E).argsort(1)[:, :K].int()
     if routing == "random":
-        ids_TK[torch.rand(T, K, device=device, generator=generator) < 1 / 8] = -1
+        ids_TK[uniform(generator, T, K) < 1 / 8] = -1
     elif routing == "one":
         ids_TK.fill_(E - 1)
     elif routing == "none":
@@ -243,10 +243,8 @@ def make_ids(case: Case, device: torch.device, generator: torch.Generator) -> to
     return ids_TK
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
-    ids_TK = make_ids(case, device, generator)
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    ids_TK = make_ids(case, generator)
     return {"topk_ids_TK": ids_TK, "num_experts": case["E"], "num_rows": case.get("rows")}
 
 

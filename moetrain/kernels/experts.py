@@ -23,7 +23,7 @@ import torch
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 
 
@@ -165,24 +165,18 @@ _expert_mlp.register_autograd(_differentiate, setup_context=_save)
 worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     counts, dim, width = case["counts"], case["D"], case["F"]
     experts, used = len(counts), sum(counts)
     rows = used + case.get("unused", 0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
-    x_RD = normal(rows, dim)
+    x_RD = normal(generator, rows, dim)
     x_RD[used:] = float("nan")
-    weights_R = torch.rand(rows, device=device, generator=generator)
+    weights_R = uniform(generator, rows)
     return {
         "x_RD": x_RD.to(dtype),
-        "offsets_E": torch.tensor(counts, device=device).cumsum(0).int(),
-        "w_gate_up_E2FD": (normal(experts, 2 * width, dim) * dim**-0.5).to(dtype),
-        "w_down_EDF": (normal(experts, dim, width) * width**-0.5).to(dtype),
+        "offsets_E": torch.tensor(counts, device=generator.device).cumsum(0).int(),
+        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
+        "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
         "weights_R": weights_R if case.get("weights", True) else None,
     }
 

@@ -30,7 +30,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import tl, triton
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.vocabulary_chunk import (
     ALIGNMENT_BYTES,
     CHUNK_ELEMENTS,
@@ -343,23 +343,19 @@ _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)
 _summed_loss.register_autograd(_sum_backward, setup_context=_save_sum)
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     T, D, V = case["T"], case["D"], case["V"]
     options = {k: v for k, v in case.items() if k not in ("T", "D", "V", "ignored")}
-    h_TD = torch.randn(T, D, generator=generator, device=device)
-    w_VD = 2 * torch.randn(V, D, generator=generator, device=device) / D**0.5
-    targets_T = torch.randint(V, (T,), generator=generator, device=device)
+    h_TD = normal(generator, T, D)
+    w_VD = 2 * normal(generator, V, D) / D**0.5
+    targets_T = torch.randint(V, (T,), generator=generator, device=generator.device)
     targets_T[: case.get("ignored", 0)] = options.get("ignore_index", -100)
     return {"h_TD": h_TD.to(dtype), "w_VD": w_VD.to(dtype), "targets_T": targets_T, **options}
 
 
-def _make_sum_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
-    inputs = _make_inputs(case, device, dtype, generator)
-    weights_T = torch.rand(case["T"], generator=generator, device=device)
+def _make_sum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _make_inputs(case, dtype, generator)
+    weights_T = uniform(generator, case["T"])
     return inputs | {"weights_T": weights_T}
 
 

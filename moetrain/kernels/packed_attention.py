@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 PackedBackend = Literal["auto", "cudnn", "flex", "reference"]
 
@@ -328,22 +328,15 @@ worth_saving(
 # The spec.
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     lengths = case["lengths"]
     tokens, heads, kv_heads, width = sum(lengths), case["H"], case["G"], case["d"]
-
-    def rows(heads: int) -> torch.Tensor:
-        x = torch.randn(tokens, heads, width, device=device, generator=generator)
-        return x.to(dtype)
-
     ends = [0, *itertools.accumulate(lengths)]
     return {
-        "q_THd": rows(heads),
-        "k_TGd": rows(kv_heads),
-        "v_TGd": rows(kv_heads),
-        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device),
+        "q_THd": normal(generator, tokens, heads, width).to(dtype),
+        "k_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
+        "v_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=generator.device),
         "max_seqlen": max(lengths),
         "window": case.get("window"),
     }

@@ -32,7 +32,7 @@ from moetrain.kernels.expert_indices import (
     make_indices,
 )
 from moetrain.kernels.portable_triton import tl, triton
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 BLOCK, WARPS = 1024, 2  # columns a program copies or sums, measured on one H200
 
@@ -143,9 +143,7 @@ def _permute(
 
 
 @_permute.register_fake
-def _permute_fake(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows):
     return x_TD.new_empty(num_rows, x_TD.shape[1]), weights_TK.new_empty(num_rows)
 
 
@@ -159,9 +157,7 @@ def _permute_backward(
 
 
 @_permute_backward.register_fake
-def _permute_backward_fake(
-    d_x_RD: torch.Tensor, d_weights_R: torch.Tensor, slot_row_TK: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK):
     d_x_TD = d_x_RD.new_empty(slot_row_TK.shape[0], d_x_RD.shape[1])
     return d_x_TD, d_weights_R.new_empty(slot_row_TK.shape)
 
@@ -286,30 +282,24 @@ def _sum_kernel(
     tl.store(x + token * width + column, total, column < width)
 
 
-def _permute_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
-    ids_TK = make_ids(case, device, generator)
+def _permute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    ids_TK = make_ids(case, generator)
     return {
-        "x_TD": torch.randn(case["T"], case["D"], device=device, generator=generator).to(dtype),
-        "weights_TK": torch.rand(ids_TK.shape, device=device, generator=generator),
+        "x_TD": normal(generator, case["T"], case["D"]).to(dtype),
+        "weights_TK": uniform(generator, *ids_TK.shape),
         "indices": make_indices(case, ids_TK),
     }
 
 
-def _permute_tokens_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
-    inputs = _permute_inputs(case, device, dtype, generator)
+def _permute_tokens_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _permute_inputs(case, dtype, generator)
     return {"x_TD": inputs["x_TD"], "indices": inputs["indices"]}
 
 
-def _unpermute_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
-    indices = make_indices(case, make_ids(case, device, generator))
+def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    indices = make_indices(case, make_ids(case, generator))
     rows = indices.row_slot_R.shape[0]
-    y_RD = torch.randn(rows, case["D"], device=device, generator=generator).to(dtype)
+    y_RD = normal(generator, rows, case["D"]).to(dtype)
     y_RD[indices.row_slot_R < 0] = float("nan")
     return {"y_RD": y_RD, "indices": indices}
 

@@ -18,7 +18,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import tl, triton
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 # Launch settings, measured on one H200.
 BLOCK, WARPS = 1024, 4
@@ -107,13 +107,11 @@ def _sum_kernel(
     tl.store(out + at, total.to(out.dtype.element_ty), mask)
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     chunks, size, accumulate = case["R"], case["N"], case.get("accumulate", False)
     return {
-        "chunks_RN": torch.randn(chunks, size, device=device, generator=generator).to(dtype),
-        "out_N": torch.randn(size, device=device, generator=generator) if accumulate else None,
+        "chunks_RN": normal(generator, chunks, size).to(dtype),
+        "out_N": normal(generator, size) if accumulate else None,
         "accumulate": accumulate,
     }
 

@@ -34,7 +34,7 @@ from moetrain.kernels.router_kernels import (
     sum_programs_kernel,
 )
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 MAX_EXPERTS = 512
 MAX_K = 32
@@ -328,18 +328,16 @@ _router_topk.register_autograd(_backward, setup_context=_save)
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     T, E = case["T"], case["E"]
-    logits_TE = torch.randn(T, E, generator=generator, device=device)
+    logits_TE = normal(generator, T, E)
     # Multiples of 1/32 tie often and never nearly: ids are then the same in every precision.
     logits_TE = (logits_TE * 32).round() / 32
     options = {k: v for k, v in case.items() if k not in ("T", "E", "bias", "pads")}
     if case.get("bias"):
-        options["bias_E"] = 0.1 * torch.randn(E, generator=generator, device=device)
+        options["bias_E"] = 0.1 * normal(generator, E)
     if case.get("pads"):
-        options["is_pad_T"] = torch.rand(T, generator=generator, device=device) < case["pads"]
+        options["is_pad_T"] = uniform(generator, T) < case["pads"]
     return {"logits_TE": logits_TE, **options}
 
 

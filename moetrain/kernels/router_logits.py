@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
 def router_logits(
@@ -75,14 +75,9 @@ def _(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
 
 
 @_router_logits_backward.register_fake
-def _(
-    parts_T2E: torch.Tensor, x_TD: torch.Tensor, weight_ED: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (experts, width) = weight_ED.shape
-    return (
-        x_TD.new_empty(x_TD.shape),
-        x_TD.new_empty(2 * experts, width, dtype=torch.float32),
-    )
+def _(parts_T2E, x_TD, weight_ED):
+    experts, width = weight_ED.shape
+    return torch.empty_like(x_TD), x_TD.new_empty(2 * experts, width, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
@@ -104,13 +99,8 @@ _router_logits.register_autograd(_differentiate, setup_context=_save)
 worth_saving("linear", torch.ops.moetrain.router_logits.default)
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
-    x_TD, weight_ED = (
-        torch.randn(rows, case["D"], device=device, generator=generator)
-        for rows in (case["T"], case["E"])
-    )
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x_TD, weight_ED = (normal(generator, rows, case["D"]) for rows in (case["T"], case["E"]))
     # In fp32, as on one device, with values that rounding leaves as they are.
     return {"x_TD": x_TD.to(dtype), "weight_ED": weight_ED.to(dtype).float()}
 

@@ -53,8 +53,8 @@ class KernelSpec:
     """The fast path: keyword arguments of ``make_inputs`` to a tensor or a (named) tuple."""
     reference: Callable[..., Any]
     """Pure torch, differentiable by autograd, right in float64."""
-    make_inputs: Callable[[Case, torch.device, torch.dtype, torch.Generator], Inputs]
-    """Inputs of a case; the generator lives on the device."""
+    make_inputs: Callable[[Case, torch.dtype, torch.Generator], Inputs]
+    """Inputs of a case, on the generator's device."""
     cases: tuple[Case, ...]
     """Sizes the tests walk, ugly on purpose. The first is an ordinary one with nothing unspecified
     (opcheck compares all): the compile test uses it, and opcheck, which goes on until it has seen
@@ -91,6 +91,16 @@ class Results(NamedTuple):
         """Every tensor by a name to print."""
         outputs = {f"output {i}": x for i, x in enumerate(self.outputs)}
         return outputs | {f"gradient of {name}": x for name, x in self.grads.items()}
+
+
+def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """N(0, 1), fp32, on the generator's device."""
+    return torch.randn(*shape, device=generator.device, generator=generator)
+
+
+def uniform(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """As :func:`normal`, from [0, 1)."""
+    return torch.rand(*shape, device=generator.device, generator=generator)
 
 
 def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import tl, triton
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 # Measured on one H200: a program takes one row, 1024 columns at a time (16 bytes of bf16 a thread).
 COLS, WARPS = 1024, 4
@@ -128,9 +128,7 @@ def _launch_backward(
 
 
 @_swiglu_backward.register_fake
-def _(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(dy_RF, gate_up_R2F, weights_R):
     return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
 
 
@@ -180,12 +178,10 @@ def _backward_kernel(
     tl.store(d_weights + row, tl.sum(d_w, axis=0))
 
 
-def _make_inputs(
-    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Inputs:
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     rows, width = case["R"], case["F"]
-    gate_up = torch.randn(rows, 2 * width, device=device, generator=generator).to(dtype)
-    weights = torch.rand(rows, device=device, generator=generator)
+    gate_up = normal(generator, rows, 2 * width).to(dtype)
+    weights = uniform(generator, rows)
     # Uninitialised rows past the last expert's.
     gate_up[rows - case.get("unused", 0) :] = float("nan")
     return {"gate_up_R2F": gate_up, "weights_R": weights if case.get("weights", True) else None}

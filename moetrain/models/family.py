@@ -16,10 +16,19 @@ from typing import Any
 
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.layers import SwiGLU
 from moetrain.models.rules import COLWISE, EMBEDDING, NORM, PartStyle, Plan, Rule
 from moetrain.models.weight_map import Operation
 
 HFConfig = Mapping[str, Any]
+
+
+class DenseDecoder(Architecture):
+    """Grouped-query attention, then SwiGLU, in every layer."""
+
+    kinds = (GroupedQueryAttention, SwiGLU)
+
 
 COMMON_FIELDS = {
     "vocab_size": "vocab_size",

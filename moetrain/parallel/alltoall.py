@@ -114,15 +114,11 @@ def _exchange_counts(
 
 
 @_exchange_counts.register_fake
-def _(
-    counts_W2: torch.Tensor, group: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(counts_W2, group):
     ctx = torch.library.get_ctx()
-    tokens_S0, rows_R0 = (counts_W2.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
-    sent_W, received_W = (
-        torch.empty(counts_W2.shape[0], dtype=torch.int64, device="cpu") for _ in range(2)
-    )
-    return tokens_S0, rows_R0, sent_W, received_W
+    sizes = (counts_W2.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
+    counts = (torch.empty(counts_W2.shape[0], dtype=torch.int64, device="cpu") for _ in range(2))
+    return *sizes, *counts
 
 
 # One op for all that travels together: two ops that do not depend on each other could be ordered
@@ -159,13 +155,7 @@ def _exchange_rows(
 
 
 @_exchange_rows.register_fake
-def _exchange_rows_fake(
-    rows: Sequence[torch.Tensor],
-    sent_W: torch.Tensor,
-    received_W: torch.Tensor,
-    num_received: int,
-    group: str,
-) -> list[torch.Tensor]:
+def _exchange_rows_fake(rows, sent_W, received_W, num_received, group):
     return [given.new_empty(num_received, *given.shape[1:]) for given in rows]
 
 

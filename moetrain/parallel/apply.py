@@ -12,7 +12,7 @@ another ``dispatcher`` in parts that are routed; another ``vocabulary``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +25,10 @@ from moetrain.models import (
     compile_blocks,
     find_family,
     load_weights,
-    save_hf,
     set_recomputation,
 )
 from moetrain.models.hf import resolve
-from moetrain.models.hf.files import TokenizerFiles
-from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
 from moetrain.models.init import draw
-from moetrain.models.moe import MoE
 from moetrain.models.rules import PartStyle, parameter_rules, part_styles
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher
@@ -94,23 +90,23 @@ def _send_tokens(
     config: Config,
 ) -> None:
     """Let the tokens of routed parts travel to the ranks of their experts."""
-    group = meshes.expert_parameters.get_group("ep")
-    transport = choose_transport(config, model.arch, group, device, dtype)
+    group, arch = meshes.expert_parameters.get_group("ep"), model.arch
+    transport = choose_transport(config, arch, group, device, dtype)
+    dispatcher = ExpertParallelDispatcher(arch.num_experts, transport, config.kernels.backend)
     for name, style in styles.items():
         if style == "routed":
-            part = model.get_submodule(name)
-            assert isinstance(part, MoE)  # what has a dispatcher
-            part.dispatcher = ExpertParallelDispatcher(
-                model.arch.num_experts, transport, config.kernels.backend
-            )
+            part: Any = model.get_submodule(name)
+            if not hasattr(part, "dispatcher"):
+                raise ValueError(f"plan: {name} is routed, and has no dispatcher to be replaced")
+            part.dispatcher = dispatcher
 
 
 def static_transport(model: nn.Module) -> DeepEP | None:
     """What carries tokens between ranks in buffers of fixed sizes, if anything does."""
     for module in model.modules():
-        if isinstance(module, MoE) and isinstance(module.dispatcher, ExpertParallelDispatcher):
-            transport = module.dispatcher.transport
-            return transport if isinstance(transport, DeepEP) and transport.static else None
+        transport = getattr(getattr(module, "dispatcher", None), "transport", None)
+        if isinstance(transport, DeepEP) and transport.static is not None:
+            return transport
     return None
 
 
@@ -155,21 +151,8 @@ def draw_values(fsdp: FSDP, std: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def whole_state(model: nn.Module, fsdp: FSDP, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer whole, in host memory where ``keep`` is set. Collective."""
-    state = {}
-    for name, member in fsdp.members.items():
-        whole = member.layout.whole(member.local)
-        if keep:
-            state[name] = whole.to("cpu", copy=True)
-    if keep:
-        state |= {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers()}
-    return state
-
-
-@torch.no_grad()
 def load_whole_state(model: nn.Module, fsdp: FSDP, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's part of everything in ``state``, the inverse of :func:`whole_state`.
+    """Copy this rank's part of every parameter and buffer, which ``state`` has whole.
 
     Raises:
         ConfigError: names other than the model's, or another shape or dtype.
@@ -208,24 +191,3 @@ def check_like(
             f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
             f"where this run has {ours} of shape {list(shape)}",
         )
-
-
-def save_whole_model(
-    model: Transformer,
-    fsdp: FSDP,
-    folder: Path,
-    *,
-    write: bool,
-    dtype: ExportDtype = "auto",
-    tokenizer: TokenizerFiles | None = None,
-) -> None:
-    """:func:`moetrain.models.save_hf` by the rank that has ``write``. Collective."""
-    state = whole_state(model, fsdp, keep=write)
-    if write:
-        with torch.device("meta"):
-            whole = build_model(model.arch)
-        parameters = {name: state[name] for name, _ in whole.named_parameters()}
-        whole.load_state_dict(parameters, assign=True)
-        whole.source = model.source
-        warn_about_router_bias(model)
-        save_hf(whole, folder, dtype=dtype, tokenizer=tokenizer)

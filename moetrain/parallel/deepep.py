@@ -121,20 +121,20 @@ class DeepEP:
         finally:
             self.static = static
 
-    def check_tokens(self, tokens: int) -> None:
-        """ValueError: more tokens than the static mode was planned for."""
-        if self.static is not None and tokens > self.static.max_tokens:
-            raise ValueError(
-                f"deepep: was given {tokens} tokens; moe.dispatch_mode 'static' was planned for "
-                f"{self.static.max_tokens} a rank"
-            )
-
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> Received:
-        """What arrives here of all ranks' tokens; ids are those of all E experts."""
-        self.check_tokens(x_TD.shape[0])
+        """What arrives here of all ranks' tokens; ids are those of all E experts.
+
+        Raises:
+            ValueError: more tokens than the static mode was planned for.
+        """
         max_tokens, rows = self.static or (0, 0)
+        if self.static is not None and x_TD.shape[0] > max_tokens:
+            raise ValueError(
+                f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
+                f"for {max_tokens} a rank"
+            )
         x_SD, ids_SK, weights_SK, rows_R0, *handle = deepep_dispatch(
             x_TD.contiguous(),
             ids_TK.contiguous(),
@@ -218,11 +218,8 @@ def why_not_here(
     arch: Architecture, ranks: int, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """The part of :func:`why_not` that a rank knows by itself."""
-    local_experts, width, top_k = (
-        arch.num_experts // ranks,
-        arch.hidden_size,
-        arch.num_experts_per_token,
-    )
+    local_experts, width = arch.num_experts // ranks, arch.hidden_size
+    top_k = arch.num_experts_per_token
     if ranks not in RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
     if device.type != "cuda":

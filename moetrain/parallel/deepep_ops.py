@@ -125,32 +125,10 @@ def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connectio
 Handle = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def empty_handle(
-    like: torch.Tensor, tokens: int, received: int, num_ranks: int, num_sms: int
-) -> Handle:
-    """Tensors of a handle's shapes, on ``like``'s device."""
-    integers = partial(like.new_empty, dtype=torch.int32)
-    channels = num_sms // 2
-    return (
-        integers(num_ranks, num_ranks),
-        integers(num_ranks, channels),
-        integers(num_ranks, channels),
-        integers(received),
-        like.new_empty(tokens, num_ranks, dtype=torch.bool),
-        integers(tokens, num_ranks),
-    )
-
-
 def own_handle(handle: Sequence[torch.Tensor]) -> Handle:
     """``handle`` as results of an op, which none may be that it was given: one is."""
     rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW, send_head_TW = handle
     return rank_WW, channel_WC, recv_WC, source_S, is_token_in_rank_TW.clone(), send_head_TW
-
-
-def own_send_head(handle: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``handle`` for one combine, which rewrites ``send_head`` in place: autograd still has it."""
-    *others, send_head_TW = handle
-    return (*others, send_head_TW.clone())
 
 
 class SendCounts(NamedTuple):
@@ -177,14 +155,6 @@ class SendCounts(NamedTuple):
             (ids_TK[:, :, None] == experts_E).sum((0, 1), dtype=torch.int32),
             is_sent_TW,
         )
-
-    def arguments(self) -> dict[str, torch.Tensor]:
-        """By the names that the package's ``dispatch`` has for them."""
-        return {
-            "num_tokens_per_rank": self.tokens_W,
-            "num_tokens_per_expert": self.slots_E,
-            "is_token_in_rank": self.is_sent_TW,
-        }
 
 
 @torch.library.custom_op("moetrain::deepep_dispatch", mutates_args=())
@@ -214,12 +184,15 @@ def deepep_dispatch(
     ``worst_tokens`` of 0 is the exact mode; else it is S and ``worst_rows`` is R. ``rows_R0`` holds
     nothing: its shape is how R comes out of an op.
     """
+    tokens_W, slots_E, is_sent_TW = send
     with connection(group, x_TD.shape[1], num_sms) as found:
         x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
             x_TD,
             topk_idx=ids_TK.to(found.ids_dtype),
             topk_weights=weights_TK,
-            **SendCounts(*send).arguments(),
+            num_tokens_per_rank=tokens_W,
+            num_tokens_per_expert=slots_E,
+            is_token_in_rank=is_sent_TW,
             num_worst_tokens=worst_tokens,
             config=found.dispatch_config,
         )
@@ -228,17 +201,9 @@ def deepep_dispatch(
 
 
 @deepep_dispatch.register_fake
-def _(
-    x_TD: torch.Tensor,
-    ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    send: Sequence[torch.Tensor],
-    group: str,
-    num_sms: int,
-    worst_tokens: int,
-    worst_rows: int,
-) -> tuple[torch.Tensor, ...]:
-    (tokens, width), top_k = x_TD.shape, ids_TK.shape[1]
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows):
+    (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
+    integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
     received, rows = worst_tokens, worst_rows
     if not worst_tokens:
         received, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
@@ -247,7 +212,12 @@ def _(
         x_TD.new_empty(received, top_k, dtype=torch.int32),
         weights_TK.new_empty(received, top_k),
         x_TD.new_empty(rows, 0),
-        *empty_handle(x_TD, tokens, received, send[0].shape[0], num_sms),
+        integers(ranks, ranks),
+        integers(ranks, channels),
+        integers(ranks, channels),
+        integers(received),
+        x_TD.new_empty(tokens, ranks, dtype=torch.bool),
+        integers(tokens, ranks),
     )
 
 
@@ -264,18 +234,9 @@ def _dispatch_backward(
 
 
 @_dispatch_backward.register_fake
-def _(
-    d_x_SD: torch.Tensor,
-    d_weights_SK: torch.Tensor,
-    handle: Sequence[torch.Tensor],
-    group: str,
-    num_sms: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(d_x_SD, d_weights_SK, handle, group, num_sms):
     tokens = handle[-1].shape[0]
-    return (
-        d_x_SD.new_empty(tokens, d_x_SD.shape[1]),
-        d_weights_SK.new_empty(tokens, d_weights_SK.shape[1]),
-    )
+    return tuple(x.new_empty(tokens, x.shape[1]) for x in (d_x_SD, d_weights_SK))
 
 
 @torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
@@ -300,9 +261,7 @@ def _combine_backward(
 
 
 @_combine_backward.register_fake
-def _(
-    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int
-) -> torch.Tensor:
+def _(d_y_TD, handle, group, num_sms):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
@@ -313,13 +272,12 @@ def _sum_at_source(
     group: str,
     num_sms: int,
 ) -> tuple[torch.Tensor, Any]:
+    *others, send_head_TW = handle
+    # The package rewrites send_head in place: autograd still has it.
+    handle = (*others, send_head_TW.clone())
     with connection(group, x_SD.shape[1], num_sms) as found:
-        return found.buffer.combine(
-            x_SD,
-            own_send_head(handle),
-            topk_weights=weights_SK,
-            config=found.combine_config,
-        )[:2]
+        config = found.combine_config
+        return found.buffer.combine(x_SD, handle, topk_weights=weights_SK, config=config)[:2]
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -58,6 +58,8 @@ class Unit:
         self.region, self.staging = region, staging
         self.works: list[dist.Work | None] | None = None
         """The gathers under way; None: there are none."""
+        self.graphs = 0
+        """Forwards whose backwards are still to come."""
         self._is_laid_out = False
         region.reserve(sum(bucket.region_bytes for bucket in buckets))
         staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
@@ -73,6 +75,7 @@ class Unit:
         """Whether every one of its parameters is."""
         return all(bucket.is_trained for bucket in self.buckets)
 
+    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
     def start_gather(self) -> None:
         """Begin to gather every bucket."""
         memory = self.region.memory
@@ -149,6 +152,7 @@ class FSDP:
         self._reducing: list[PendingReduce] = []
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
+        self._num_works = 0
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; units are added in the order their forwards run."""
@@ -172,7 +176,8 @@ class FSDP:
         """Forwards and backwards of one step, or of one evaluation, in any order.
 
         Meanwhile parameters must not change. Afterwards every reduction is done, every module holds
-        its DTensors again, and nothing is unsharded. May be entered again within itself.
+        its DTensors again, and nothing is unsharded. May be entered again within itself. A backward
+        belongs into the work of its forward.
         """
         if self._is_working:
             yield
@@ -184,13 +189,25 @@ class FSDP:
             self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
             self._finish_reductions()
         finally:
-            self._is_working, self._reducing = False, []
+            self._is_working, self._is_last, self._reducing = False, False, []
+            self._num_works += 1
             for unit in self.units:
+                unit.graphs = 0
                 unit.swap_out()
                 self.reshard(unit)
 
+    def check_idle(self) -> None:
+        """Raise RuntimeError within :meth:`work`: parameters or gradients are about to change."""
+        if self._is_working:
+            raise RuntimeError("a step, or the loading of a state, within FSDP.work()")
+
     def start_unshard(self, unit: Unit) -> None:
         """Begin to gather ``unit``, unless it is unsharded or on the way."""
+        if not self._is_working:
+            raise RuntimeError(
+                "sharded parameters were asked for outside of FSDP.work(); call the model "
+                "within `with engine.work():`"
+            )
         if unit.region.owner is unit:
             return
         if isinstance(unit.region.owner, Unit):
@@ -228,7 +245,8 @@ class FSDP:
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
         self._finish_reductions()
         self._reducing = _under_way(started)
-        if self.is_alone and self._is_last and unit.is_trained:
+        unit.graphs -= 1
+        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
             self.reshard(unit)
             unit.region.free()
 
@@ -266,12 +284,8 @@ class FSDP:
 
     def _hand_out(self, unit: Unit) -> list[torch.Tensor]:
         """Full parameters of ``unit``, differentiable where they are trained."""
-        if not self._is_working:
-            raise RuntimeError(
-                "sharded parameters were asked for outside of FSDP.work(); call the model "
-                "within `with engine.work():`"
-            )
         self.unshard(unit)
+        unit.graphs += torch.is_grad_enabled()
         return list(_HandOut.apply(self._anchor, self, unit))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
@@ -291,6 +305,7 @@ class FSDP:
 
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
+        self.check_idle()
         squares = []
         for bucket in self.buckets:
             if bucket.is_trained:
@@ -321,7 +336,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, fsdp: FSDP, unit: Unit) -> tuple[torch.Tensor, ...]:
-        ctx.fsdp, ctx.unit = fsdp, unit
+        ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
         ctx.set_materialize_grads(False)
         rows = unit.rows()
         pairs = zip(rows, unit.members, strict=True)
@@ -330,6 +345,8 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        if ctx.work != ctx.fsdp._num_works:  # nobody would finish its reductions
+            raise RuntimeError("a backward came after the FSDP.work() of its forward")
         ctx.fsdp.reduce(ctx.unit, gradients)
         return None, None, None
 

@@ -1,21 +1,11 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.architecture import Architecture
-from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import ATTENTION_BIAS, COMMON_DEFAULTS, Family, HFFamily
-from moetrain.models.layers import SwiGLU
+from moetrain.models.family import ATTENTION_BIAS, COMMON_DEFAULTS, DenseDecoder, Family, HFFamily
 from moetrain.models.weight_map import DENSE
-
-
-class Llama(Architecture):
-    """Grouped-query attention, then SwiGLU."""
-
-    kinds = (GroupedQueryAttention, SwiGLU)
-
 
 FAMILY = Family(
     name="llama",
-    architecture=Llama,
+    architecture=DenseDecoder,
     hf=HFFamily(
         hf_class="LlamaForCausalLM",
         defaults={

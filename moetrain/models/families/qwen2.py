@@ -6,18 +6,17 @@ Qwen3 writes its layers down in the same keys.
 from typing import Any
 
 from moetrain.models.architecture import Architecture
-from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import COMMON_DEFAULTS, Family, HFConfig, HFFamily, config_error
-from moetrain.models.layers import SwiGLU
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DenseDecoder,
+    Family,
+    HFConfig,
+    HFFamily,
+    config_error,
+)
 from moetrain.models.weight_map import DENSE
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-class Qwen2(Architecture):
-    """Grouped-query attention, then SwiGLU."""
-
-    kinds = (GroupedQueryAttention, SwiGLU)
 
 
 def read_windows(config: HFConfig) -> dict[str, Any]:
@@ -62,7 +61,7 @@ NULLABLE = {"sliding_window": int, "layer_types": list}
 
 FAMILY = Family(
     name="qwen2",
-    architecture=Qwen2,
+    architecture=DenseDecoder,
     hf=HFFamily(
         hf_class="Qwen2ForCausalLM",
         defaults=DEFAULTS,

@@ -1,22 +1,12 @@
 """Qwen3, dense: q/k norms, windows in some layers."""
 
-from moetrain.models.architecture import Architecture
-from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.families.qwen2 import DEFAULTS, NULLABLE, read_windows, write_windows
-from moetrain.models.family import ATTENTION_BIAS, Family, HFFamily
-from moetrain.models.layers import SwiGLU
+from moetrain.models.family import ATTENTION_BIAS, DenseDecoder, Family, HFFamily
 from moetrain.models.weight_map import DENSE
-
-
-class Qwen3(Architecture):
-    """Grouped-query attention, then SwiGLU."""
-
-    kinds = (GroupedQueryAttention, SwiGLU)
-
 
 FAMILY = Family(
     name="qwen3",
-    architecture=Qwen3,
+    architecture=DenseDecoder,
     hf=HFFamily(
         hf_class="Qwen3ForCausalLM",
         defaults={**DEFAULTS, "head_dim": 128, "attention_bias": False},
@@ -28,7 +18,7 @@ FAMILY = Family(
         write_layers=write_windows,
     ),
     presets={
-        "qwen3-0.6b": Qwen3(
+        "qwen3-0.6b": DenseDecoder(
             family="qwen3",
             vocab_size=151_936,
             hidden_size=1024,

@@ -2,7 +2,7 @@
 
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, resolve
 from moetrain.models.hf.load import check_checkpoint, load_hf, load_weights, read_checkpoint_config
-from moetrain.models.hf.save import save_hf, save_weights
+from moetrain.models.hf.save import save_hf
 
 __all__ = [
     "CONFIG",
@@ -15,5 +15,4 @@ __all__ = [
     "read_checkpoint_config",
     "resolve",
     "save_hf",
-    "save_weights",
 ]

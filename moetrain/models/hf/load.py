@@ -23,7 +23,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,14 +125,21 @@ def load_weights(
         ConfigError: as :func:`check_checkpoint`.
     """
     source, stored, pieces = check_checkpoint(folder, model.arch)
-    if write is None:
-        write = partial(_write_whole, dict(model.named_parameters()))
+    parameters = dict(model.named_parameters())
+
+    def write_whole(name: str, place: Place, tensor: torch.Tensor) -> None:
+        parameters[name][place].copy_(tensor)  # converts dtype and device
+
+    write = write or write_whole
     with ExitStack() as stack, torch.no_grad():
         paths = dict.fromkeys(tensor.file for tensor in stored.values())
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
         if model.arch.tie_embeddings and HEAD in stored:
             head_VD, embed_VD = (files[stored[n].file].get_tensor(n) for n in (HEAD, EMBED))
-            _check_redundant_head(head_VD, embed_VD, source.folder)
+            if not torch.equal(head_VD, embed_VD):
+                problem = f"config.json ties the embeddings, but {HEAD} differs from {EMBED}; set "
+                problem += "tie_word_embeddings to false there to keep both"
+                raise error(source.folder, problem)
         for name, tensor in stored.items():
             if name in pieces:
                 piece = pieces[name]
@@ -185,18 +191,6 @@ def _count_tensors(arch: Architecture) -> int:
         shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
         total += count * len(all_pieces(table, shapes))
     return total
-
-
-def _write_whole(
-    parameters: Mapping[str, torch.Tensor], name: str, place: Place, tensor: torch.Tensor
-) -> None:
-    parameters[name][place].copy_(tensor)  # converts dtype and device
-
-
-def _check_redundant_head(head_VD: torch.Tensor, embed_VD: torch.Tensor, folder: Path) -> None:
-    if not torch.equal(head_VD, embed_VD):
-        problem = f"config.json ties the embeddings, but {HEAD} differs from {EMBED}"
-        raise error(folder, f"{problem}; set tie_word_embeddings to false there to keep both")
 
 
 def _check_headers(

@@ -1,6 +1,11 @@
 """Hugging Face checkpoints out: a model's weights, with all that it carries on from its source.
 
-Left out on purpose: process groups; one process writes.
+``config.json`` and ``generation_config.json`` are written anew, since the architecture, the dtype
+or the tokenizer may have changed; everything in them that none of these decide stays. Other files
+are copies.
+
+Left out on purpose: process groups (one process writes), and how a run's tokenizer becomes files
+(:mod:`moetrain.data.tokenizer_files`).
 """
 
 from __future__ import annotations
@@ -13,24 +18,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from moetrain.config import ConfigError
-from moetrain.models.hf.export import side_files, write_side_files
+from moetrain.models.architecture import Architecture
+from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.files import (
+    CONFIG,
+    GENERATION,
     INDEX,
     SINGLE,
     TokenizerFiles,
+    copy_file,
     error,
+    is_tokenizer_file,
     listing,
     open_shard,
     remove_leftovers,
     remove_stale,
     replace,
     write_json,
+    write_text,
 )
 from moetrain.models.hf.load import check_checkpoint, pieces_of
 from moetrain.models.source import HFSource, Stamp
@@ -43,6 +54,10 @@ _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
+SideFile = Path | str | Mapping[str, Any]
+"""A file to copy, text to write, or an object to write as JSON."""
+_EOS = "eos_token_id"
+
 logger = logging.getLogger(__name__)
 
 
@@ -52,8 +67,9 @@ def save_hf(
     *,
     dtype: ExportDtype = "auto",
     tokenizer: TokenizerFiles | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes ``model`` as a checkpoint that ``transformers`` loads unchanged.
+    """Writes ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
 
     Where ``model.source`` notes a checkpoint (:func:`load_hf` does), everything else of that is
     carried on: its keys of config.json, generation_config.json, its tokenizer and other small
@@ -61,34 +77,19 @@ def save_hf(
     model does not have. Those are read from there now. Set ``model.source`` to None to save the
     bare model.
 
+    Each file appears whole or not at all. An earlier export's files in ``folder`` are replaced,
+    and those that this one does not have are removed at the end.
+
     Args:
         dtype: of the weights; auto: each tensor's own in ``model.source``, without one the
             parameter's.
         tokenizer: takes the place of the source's tokenizer, and brings the ids of special tokens.
+        max_shard_bytes: upper size of a file; a larger single tensor gets a file of its own.
 
     Raises:
         ConfigError: a weight does not fit ``dtype``, or the source's folder is gone or has changed
             (what does not need it has been written by then).
         ValueError: the family's format cannot express the model's architecture.
-    """
-    save_weights(model, folder, dtype=dtype, tokenizer=tokenizer)
-
-
-def save_weights(
-    model: Transformer,
-    folder: str | os.PathLike[str],
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    *,
-    dtype: ExportDtype = "auto",
-    tokenizer: TokenizerFiles | None = None,
-) -> None:
-    """:func:`save_hf`, one shard at a time.
-
-    Each file appears whole or not at all. An earlier export's files in ``folder`` are replaced,
-    and those that this one does not have are removed at the end.
-
-    Args:
-        max_shard_bytes: upper size of a file; a larger single tensor gets a file of its own.
     """
     folder, source = Path(folder), model.source
     parameters = dict(model.named_parameters())
@@ -208,3 +209,93 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_shard_bytes: int) -> list[lis
         shards[-1].append(tensor)
         size += tensor.num_bytes
     return shards
+
+
+def side_files(
+    arch: Architecture,
+    source: HFSource | None,
+    tokenizer: TokenizerFiles | None,
+    dtype: torch.dtype | None,
+) -> dict[str, SideFile]:
+    """Everything but weights, by name in the export.
+
+    Args:
+        tokenizer: replaces that of ``source``, its special tokens' ids too.
+        dtype: for config.json; None: what ``source`` says.
+
+    Raises:
+        ValueError: the family's format cannot express ``arch``.
+    """
+    config = exported_config(arch, None if source is None else source.config)
+    keys = [key for key in ("torch_dtype", "dtype") if key in config]
+    if dtype is not None or not keys:
+        name = str(dtype or _most_common(source)).removeprefix("torch.")
+        config |= dict.fromkeys(keys or ["torch_dtype"], name)
+    generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
+    files: dict[str, SideFile] = {}
+    if source is not None:
+        kept = (f for f in source.files if tokenizer is None or not is_tokenizer_file(f))
+        files |= {name: source.folder / name for name in kept}
+    if tokenizer is not None:
+        files |= tokenizer.files
+        _set_ids(config, generation, tokenizer, source)
+    if generation:
+        files[GENERATION] = generation
+    return files | {CONFIG: config}
+
+
+def write_side_files(folder: Path, files: Mapping[str, SideFile]) -> list[str]:
+    """Writes them into ``folder``; the names of those that were to be copied and are gone."""
+    lost = []
+    for name, content in files.items():
+        if isinstance(content, Path):
+            try:
+                copy_file(content, folder / name)
+            except FileNotFoundError:
+                lost.append(name)
+        elif isinstance(content, str):
+            write_text(folder / name, content)
+        else:
+            write_json(folder / name, content)
+    return lost
+
+
+def _most_common(source: HFSource | None) -> torch.dtype:
+    assert source is not None  # or there would be a dtype
+    dtypes = list(source.dtypes.values())
+    return max(set(dtypes), key=dtypes.count)
+
+
+def _set_ids(
+    config: dict[str, Any],
+    generation: dict[str, Any],
+    tokenizer: TokenizerFiles,
+    source: HFSource | None,
+) -> None:
+    """Puts the tokenizer's special ids in place, unless ``source`` had the same tokenizer.
+
+    Even then the token that ended every document in training must be among those that end a text:
+    a chat model's checkpoint often lists more than one.
+    """
+    ids = tokenizer.ids()
+    if source is not None and _is_same_tokenizer(tokenizer, source.folder):
+        known = [x for value in (config, generation) for x in _as_list(value.get(_EOS))]
+        if ids[_EOS] in known:
+            return
+        ids = {_EOS: ids[_EOS]}
+    config |= ids
+    for key, value in ids.items():
+        generation.pop(key, None)
+        if value is not None:
+            generation[key] = value
+
+
+def _is_same_tokenizer(tokenizer: TokenizerFiles, folder: Path) -> bool:
+    ours, theirs = tokenizer.files.get("tokenizer.json"), folder / "tokenizer.json"
+    if not isinstance(ours, Path) or not (ours.is_file() and theirs.is_file()):
+        return False
+    return ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes()
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
