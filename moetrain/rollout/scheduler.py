@@ -85,8 +85,9 @@ class Scheduler:
 
     def was_read(self, sequence: Running, number: int) -> None:
         """``number`` more tokens of ``sequence`` lie in its pages."""
+        before, size = sequence.num_read, self.pages.page_size
         sequence.num_read += number
-        if not sequence.request.params.routes:
+        if not sequence.request.params.routes and before // size < sequence.num_read // size:
             self.pages.publish(sequence.pages, sequence.tokens[: sequence.num_read])
 
     def remove(self, sequence: Running) -> None:
