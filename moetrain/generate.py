@@ -8,37 +8,48 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from moetrain.config import ConfigError
 
-if TYPE_CHECKING:
-    from moetrain.data.tokenizer import Tokenizer
-    from moetrain.rollout import Generator, SamplingParams
-
 DEFAULT_TOKENS = 256
+PAGE_SIZE = 16
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Options whose errors are ConfigErrors: one line."""
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError("generate", f"{message}; see --help")
+        raise ConfigError(self.prog.rpartition(".")[2], f"{message}; see --help")
+
+    def add_model(self) -> None:
+        """What names a model and where it runs."""
+        self.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
+        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+        self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+def run_command(work: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
+    """``work(argv)``; the exit code, and one line on standard error for a ConfigError."""
     try:
-        return _run(_parse(argv))
+        work(argv)
     except ConfigError as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    return run_command(_run, argv)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m moetrain.generate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
+    parser = Parser(prog="moetrain.generate", description=__doc__, allow_abbrev=False)
+    parser.add_model()
     parser.add_argument("--prompt", required=True, help="the text; with --chat, the user's turn")
     parser.add_argument("--chat", action="store_true", help="by the checkpoint's chat template")
     parser.add_argument("--max_tokens", type=int, help=f"default {DEFAULT_TOKENS}, or what fits")
@@ -47,87 +58,45 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--min_p", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], help="a text to end at")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--stop", action="append", default=[], help="a text to end before")
     return parser.parse_args(argv)
 
 
-def _run(args: argparse.Namespace) -> int:
-    import torch  # a second, which --help and a misspelt option need not wait for
+def _run(argv: Sequence[str] | None) -> None:
+    args = _parse(argv)
+    # A second of imports, which --help and a misspelt option need not wait for.
+    from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+    from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
 
-    from moetrain.data.tokenizer import load_tokenizer
-    from moetrain.models import load_hf
-    from moetrain.models.hf.files import resolve
-    from moetrain.rollout import Generator
-
-    has_gpu = torch.cuda.is_available()
-    if args.device == "cuda" and not has_gpu:
-        raise ConfigError("device", "'cuda', but torch sees no CUDA device; use auto or cpu")
-    on_gpu = has_gpu and args.device != "cpu"
-    auto = torch.bfloat16 if on_gpu else torch.float32
-    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
-    folder = resolve(args.path)
-    tokenizer = load_tokenizer(str(folder))
-    ids = _prompt_ids(args, tokenizer)
-    model = load_hf(folder, dtype=dtype, device="cuda" if on_gpu else "cpu")
-    room = model.arch.max_positions - len(ids)
-    length = args.max_tokens if args.max_tokens is not None else max(1, min(DEFAULT_TOKENS, room))
-    ends = (model.source.generation or {}).get("eos_token_id") if model.source else None
-    stop_ids = {tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    params = _params(args, max_tokens=length, stop_ids=tuple(stop_ids), stop=tuple(args.stop))
-    pages = -(-(len(ids) + length) // 16)
-    _print(Generator(model, tokenizer, num_pages=pages, page_size=16), ids, params)
-    return 0
-
-
-def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[int, ...]:
-    from moetrain.data.chat import BadLineError
-    from moetrain.data.sources import chat_template
-
+    model, tokenizer = load_model(args.path, args.device, args.dtype)
+    if args.chat:
+        ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
+    else:
+        ids = prompt_ids(tokenizer, args.prompt)
+    room = max(1, model.arch.max_positions - len(ids))
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
     try:
-        if not args.chat:
-            return tuple(tokenizer.encode_prompt(args.prompt))
-        text = chat_template(None, tokenizer).prompt([{"role": "user", "content": args.prompt}])
-        return tuple(tokenizer.encode_batch([text])[0].ids.tolist())
-    except (ValueError, BadLineError) as error:
-        raise ConfigError("prompt", str(error)) from None
-
-
-def _params(args: argparse.Namespace, **others: object) -> SamplingParams:
-    from moetrain.rollout import SamplingParams
-
-    given = {
-        name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")
-    }
-    try:
-        return SamplingParams(**given, **others)  # pyright: ignore[reportArgumentType]
+        params = SamplingParams(
+            max_tokens=min(DEFAULT_TOKENS, room) if args.max_tokens is None else args.max_tokens,
+            stop_ids=end_ids(model, tokenizer),
+            stop=tuple(args.stop),
+            **{name: getattr(args, name) for name in names},
+        )
     except ValueError as error:
         name, _, problem = str(error).partition(" ")
         raise ConfigError(name, problem) from None
-
-
-def _print(generator: Generator, ids: tuple[int, ...], params: SamplingParams) -> None:
-    """The continuation, as far as its characters are whole."""
-    from moetrain.rollout import Request, RequestError
-
-    tokenizer, printed, text = generator.tokenizer, 0, ""
-    assert tokenizer is not None  # it was given
+    pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // PAGE_SIZE)
+    generator = Generator(model, tokenizer, num_pages=pages, page_size=PAGE_SIZE)
+    text = TextStream(tokenizer, params.stop)
     try:
         for completion in generator.stream([Request("prompt", ids, params)]):
-            text = _before(tokenizer.decode(completion.tokens), params.stop)
-            if not text.endswith("\ufffd"):
-                print(text[printed:], end="", flush=True)
-                printed = len(text)
+            is_last = completion.finish_reason is not None
+            token = completion.tokens[-1]
+            ends = is_last and token in params.stop_ids
+            print(text.end() if ends else text.push(token, is_last), end="", flush=True)
     except RequestError as error:
         raise ConfigError("max_tokens", str(error)) from None
-    print(text[printed:])
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """``text`` up to the first of ``stops`` in it."""
-    found = [text.index(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
+    print()
 
 
 if __name__ == "__main__":

@@ -155,6 +155,12 @@ class Generator:
             self.step()
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can be served, prompt and completion."""
+        room = self.pages.num_pages * self.pages.page_size
+        return min(self.model.arch.max_positions, room)
+
     def _check(self, request: Request) -> None:
         params, arch = request.params, self.model.arch
         if request.id in self._live:

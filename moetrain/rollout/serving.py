@@ -26,6 +26,8 @@ class Update(NamedTuple):
     """Which of the request's ``n``."""
     token: int
     logprob: float
+    top_logprobs: dict[int, float]
+    """As many of the likeliest tokens as were asked for."""
     finish_reason: FinishReason | None
     """None: more will come."""
 
@@ -73,6 +75,8 @@ class Serving:
             )
             completion.tokens.append(update.token)
             completion.logprobs.append(update.logprob)
+            if request.params.logprobs:
+                completion.top_logprobs.append(update.top_logprobs)
             completion.finish_reason = update.finish_reason
         return [found[index] for index in range(request.params.n)]
 
@@ -103,10 +107,12 @@ class Serving:
                 queue.put_nowait(error)
 
     def _step(self) -> list[tuple[str, Update]]:
-        return [
-            (c.request_id, Update(c.index, c.tokens[-1], c.logprobs[-1], c.finish_reason))
-            for c in self.generator.step()
-        ]
+        return [(c.request_id, _last_of(c)) for c in self.generator.step()]
+
+
+def _last_of(c: Completion) -> Update:
+    top = c.top_logprobs[-1] if c.top_logprobs else {}
+    return Update(c.index, c.tokens[-1], c.logprobs[-1], top, c.finish_reason)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
