@@ -21,7 +21,6 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 
 from moetrain.config import Config
-from moetrain.generate import next_logits
 from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.models import (
     Architecture,
@@ -43,6 +42,7 @@ from moetrain.optim import (
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
 from moetrain.parallel.world import World
 from moetrain.run_control import LateNumbers
+from moetrain.sample import next_logits
 
 B = TypeVar("B", bound=MicroBatch)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from moetrain.config import TrainSection
 from moetrain.data import Data, Dataset, eval_batches
 from moetrain.engine import Engine
-from moetrain.generate import SampleError, generate
 from moetrain.loss import CrossEntropy
 from moetrain.metrics import MetricsLog
+from moetrain.sample import SampleError, generate
 
 PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 

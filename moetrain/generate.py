@@ -1,68 +1,103 @@
-"""Text from a model in training: plain sampling, one whole forward pass a token.
+"""``python -m moetrain.generate PATH --prompt TEXT``: continue a text with a checkpoint.
 
-There is no key/value cache on purpose: this shows what a run has learned, a few hundred tokens at
-its end. Rollout generation for post-training is another thing and another file.
+PATH is a Hugging Face folder (``output_dir/hf`` of a run, say) or a hub id. The continuation goes
+to standard output as it is made. Exit codes: 0, or 2 with one line for what is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-import torch
+from moetrain.config import ConfigError
 
-from moetrain.data.tokenizer import Tokenizer
-from moetrain.models import Transformer
-
-
-class SampleError(ValueError):
-    """No text can be sampled; the message says why."""
+DEFAULT_TOKENS = 256
+PAGE_SIZE = 16
 
 
-@torch.no_grad()
-def next_logits(model: Transformer, ids: Sequence[int], *, multiple: int = 1) -> torch.Tensor:
-    """Logits [V] of the token after ``ids``.
+class Parser(argparse.ArgumentParser):
+    """Options whose errors are ConfigErrors: one line."""
 
-    The model's input is padded at its end to a ``multiple`` of tokens, which no expert and no token
-    before it sees.
-    """
-    last, pads = len(ids) - 1, -len(ids) % multiple
-    tokens_BS = torch.tensor([[*ids, *[0] * pads]], device=model.head_weight.device)
-    is_pad_BS = torch.arange(len(ids) + pads, device=tokens_BS.device)[None] > last
-    # One row of a growing length would compile again and again.
-    with torch.compiler.set_stance("force_eager"):
-        hidden_BSD, _ = model.backbone(tokens_BS, is_pad_BS=is_pad_BS if pads else None)
-        return model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(self.prog.rpartition(".")[2], f"{message}; see --help")
+
+    def add_model(self) -> None:
+        """What names a model and where it runs."""
+        self.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
+        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+        self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
 
 
-def generate(
-    next_logits: Callable[[Sequence[int]], torch.Tensor],
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    num_tokens: int,
-    *,
-    max_len: int,
-    temperature: float = 0.7,
-    seed: int = 0,
-) -> str:
-    """``prompt`` (token ids) and up to ``num_tokens`` sampled after it, as text.
+def run_command(work: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
+    """``work(argv)``; the exit code, and one line on standard error for a ConfigError."""
+    try:
+        work(argv)
+    except ConfigError as error:
+        print(" ".join(f"error: {error}".split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
-    ``next_logits``, given token ids, has the logits [V] of the token after them. It sees the last
-    ``max_len`` tokens; sampling stops at the end-of-document token. Token ids that the tokenizer
-    does not have are never sampled.
 
-    Raises:
-        SampleError: an empty prompt, or logits that are not finite.
-    """
-    if len(prompt) == 0:
-        raise SampleError("the prompt has no tokens")
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        logits = next_logits(ids[-max_len:])[: tokenizer.vocab_size].float().cpu()
-        if not torch.isfinite(logits).all():
-            raise SampleError("the model's logits are not finite")
-        token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if token == tokenizer.eos_id:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    return run_command(_run, argv)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="moetrain.generate", description=__doc__, allow_abbrev=False)
+    parser.add_model()
+    parser.add_argument("--prompt", required=True, help="the text; with --chat, the user's turn")
+    parser.add_argument("--chat", action="store_true", help="by the checkpoint's chat template")
+    parser.add_argument("--max_tokens", type=int, help=f"default {DEFAULT_TOKENS}, or what fits")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    parser.add_argument("--top_k", type=int, default=0, help="0: all")
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--min_p", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="a text to end before")
+    return parser.parse_args(argv)
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    args = _parse(argv)
+    # A second of imports, which --help and a misspelt option need not wait for.
+    from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+    from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
+
+    model, tokenizer = load_model(args.path, args.device, args.dtype)
+    if args.chat:
+        ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
+    else:
+        ids = prompt_ids(tokenizer, args.prompt)
+    room = max(1, model.arch.max_positions - len(ids))
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    try:
+        params = SamplingParams(
+            max_tokens=min(DEFAULT_TOKENS, room) if args.max_tokens is None else args.max_tokens,
+            stop_ids=end_ids(model, tokenizer),
+            stop=tuple(args.stop),
+            **{name: getattr(args, name) for name in names},
+        )
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise ConfigError(name, problem) from None
+    pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // PAGE_SIZE)
+    generator = Generator(model, tokenizer, num_pages=pages, page_size=PAGE_SIZE)
+    text = TextStream(tokenizer, params.stop)
+    try:
+        for completion in generator.stream([Request("prompt", ids, params)]):
+            is_last = completion.finish_reason is not None
+            token = completion.tokens[-1]
+            ends = is_last and token in params.stop_ids
+            print(text.end() if ends else text.push(token, is_last), end="", flush=True)
+    except RequestError as error:
+        raise ConfigError("max_tokens", str(error)) from None
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

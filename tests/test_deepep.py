@@ -334,7 +334,9 @@ def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], i
         engine.forward_backward(part, trainer.objective)
     engine.fsdp.gradient_norm()
     members = engine.fsdp.members.items()
-    return {name: m.layout.whole(m.local.grad) for name, m in members}, engine.retried_steps
+    gradients = {name: m.layout.whole(m.local.grad).clone() for name, m in members}
+    assert not engine.step(1e-3).skipped  # which adds up the routing of both, exact and not
+    return gradients, engine.retried_steps
 
 
 def test_a_call_that_overflows_loses_nothing_of_the_call_before(tiny_words):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from moetrain.models import Inputs, resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.parallel import apply
 from moetrain.parallel.bucket import Region
+from moetrain.parallel.layout import STYLES, Layout
+from moetrain.parallel.mesh import ParallelDims, build_meshes
 from moetrain.parallel.world import join_world
 
 ORDERS = {
@@ -263,6 +266,23 @@ def test_a_region_keeps_its_address_and_its_tensors():
     assert region.memory.numel() == 512
     tensor.fill_(2)  # it has memory again
     assert region.memory[:4].view(torch.float32) == 2
+
+
+def whole_again(shapes):
+    """Which parameters do not come back whole from their pieces."""
+    tp = build_meshes(ParallelDims(4, tp=4), "cpu")
+    both = build_meshes(ParallelDims(4, dp_shard=2, tp=2, ep=2), "cpu")
+    wrong = []
+    for shape, style, meshes in itertools.product(shapes, STYLES, (tp, both)):
+        whole = torch.arange(math.prod(shape)).view(shape)
+        layout = Layout.of(whole.shape, style, meshes)
+        if not torch.equal(layout.whole(layout.part(whole)), whole):
+            wrong.append((shape, style))
+    return wrong
+
+
+def test_pieces_that_are_uneven_or_empty_make_the_whole():
+    assert spawn(4, whole_again, [(1, 5), (5, 1), (5, 3), (7, 5, 2), (4, 4)]) == [[]] * 4
 
 
 def test_parameters_outside_of_work_are_refused(tiny_words):

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
-from moetrain.generate import generate, next_logits
 from moetrain.kernels import router_logits
 from moetrain.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
 from moetrain.models import (
@@ -26,6 +25,7 @@ from moetrain.models import (
 )
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts, Router
+from moetrain.sample import generate, next_logits
 
 ARCH = make_architecture(
     family="qwen3_moe",

@@ -217,6 +217,14 @@ def test_uneven_routing_is_said_by_the_runs_log(tiny, monkeypatch, capsys, caplo
     assert "uneven!" not in caplog.text  # which every rank has
 
 
+def test_a_run_that_is_over_does_nothing_more(tiny):
+    trainer = fit(tiny("train.steps=2"))
+    before = losses(trainer)
+    trainer.fit()
+    assert trainer.step == 2
+    assert losses(trainer) == before
+
+
 def test_what_a_run_leaves_behind(tiny):
     trainer = fit(tiny("train.eval_interval=2", "log.tensorboard=yes", "checkpoint.interval=1"))
     folder = trainer.folder

@@ -128,6 +128,14 @@ class ChatTemplate:
             raise BadLineError("`messages` has no assistant turn to learn from")
         return documents
 
+    def prompt(self, messages: object) -> str:
+        """The text that an assistant's next turn continues.
+
+        Raises:
+            BadLineError, ConfigError: as :meth:`documents`.
+        """
+        return self._render(_checked(messages), add_generation_prompt=True)
+
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         template = self._template  # its own error is no line's
         try:

@@ -191,7 +191,7 @@ def _open(
     files = _list_files(field, path, suffix, skipped)
     if_empty = ConfigError(field, f"{path!r} holds no text")
     if data.source == "jsonl":
-        template = _chat_template(data.chat_template, tokenizer)
+        template = chat_template(data.chat_template, tokenizer)
         return [JsonlSource(files, if_empty, s, field, data.text_field, template) for s in shares]
     names = [os.fsencode(_name(file, Path(path))) for file in files]
     return [
@@ -251,7 +251,7 @@ def _stat(files: list[Path]) -> list[Any]:
     return [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
-def _chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of ``data.chat_template``, else the tokenizer's, else ChatML."""
     special = tokenizer.special_tokens
     if file_name is not None:

@@ -154,9 +154,10 @@ class RoutingStats(NamedTuple):
 
     @classmethod
     def together(cls, several: "Sequence[RoutingStats]") -> "RoutingStats":
-        """The sums of several micro-batches, at least one."""
+        """The sums of several micro-batches, at least one; some may have dropped nothing."""
         parts = zip(cls._fields, zip(*several, strict=True), strict=True)
-        return cls(**{k: torch.stack(part).sum(0) for k, part in parts if part[0] is not None})
+        given = {name: [x for x in part if x is not None] for name, part in parts}
+        return cls(**{name: torch.stack(part).sum(0) for name, part in given.items() if part})
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
         """``function`` of every sum: a sum over ranks, say."""

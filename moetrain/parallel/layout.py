@@ -153,4 +153,4 @@ def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> to
     padded[: local.shape[0]] = local
     gathered_WN, work = all_gather_start(padded.flatten(), group)
     work.wait()
-    return gathered_WN.view(-1, *local.shape[1:])[:rows]
+    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]

@@ -81,7 +81,7 @@ class World:
         self.wait()  # what the main rank leaves behind takes its time
         if self.meeting is not None:
             self.meeting.end()
-        if self.owns_group:
+        if self.owns_group and dist.is_initialized():  # a run of one process may go on after it
             disconnect()
             dist.barrier()  # gloo's connections end at once, even if others still read from them
             dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""What is asked of generation, and what comes back: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RequestError(ValueError):
+    """A request that can never be served; the message says what to change."""
+
+    def __init__(self, request_id: str, problem: str) -> None:
+        super().__init__(f"request {request_id!r}: {problem}")
+        self.request_id = request_id
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Impossible values are a ValueError that names them.
+
+    The filters act one after the other on the probabilities at ``temperature``: ``top_k``, then
+    ``top_p`` (the fewest tokens that have so much together, arXiv 1904.09751), then ``min_p`` (what
+    has at least this share of the likeliest's, arXiv 2407.01082).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0: the likeliest token, always."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """With the same seed a request has the same tokens, whatever is generated beside it."""
+    n: int = 1
+    """Completions."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, and belong to it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion with the token that completes one."""
+    logprobs: int = 0
+    """How many of the likeliest tokens to report beside each chosen one."""
+    routes: bool = False
+    """Whether to report which experts each token was sent to."""
+
+    def __post_init__(self) -> None:
+        good = {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": self.temperature >= 0 and math.isfinite(self.temperature),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "seed": 0 <= self.seed < 2**63,
+            "n": self.n >= 1,
+            "stop": all(self.stop),
+            "logprobs": self.logprobs >= 0,
+        }
+        for name, is_good in good.items():
+            if not is_good:
+                raise ValueError(f"{name} {getattr(self, name)!r} is out of range")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids to be continued."""
+
+    id: str
+    tokens: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+
+
+@dataclass
+class Completion:
+    """One continuation of a request, as far as it has come."""
+
+    request_id: str
+    index: int
+    """Of the request's ``n``, from 0."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token under the model: before temperature and filters, in nats."""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """The likeliest tokens at each place and their log-probabilities; empty: not asked for."""
+    versions: list[int] = field(default_factory=list)
+    """Which weights chose each token: how often they had been updated."""
+    routes: torch.Tensor | None = None
+    """int32 [tokens that were read, MoE layers, K]: the experts of every token of the prompt and of
+    the completion but its last, which nothing has read; None: not asked for, or not finished."""
+    finish_reason: FinishReason | None = None
+    """None: it goes on. stop: by a stop token or text; length: by ``max_tokens``; abort."""

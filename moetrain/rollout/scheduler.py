@@ -1,0 +1,139 @@
+"""Which tokens the model reads next: continuous batching with chunked prefill and preemption.
+
+Every step reads some tokens of every running sequence: of one that is being continued its last, of
+a prompt a chunk. Sequences are served in the order they came. When pages run short the youngest
+running one gives its pages back and is read again later (what it had published may still be there);
+so the oldest always gets on, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from moetrain.rollout.pages import Pages
+from moetrain.rollout.request import Completion, Request
+
+
+@dataclass(eq=False)
+class Running:
+    """One completion under way."""
+
+    request: Request
+    completion: Completion
+    pages: list[int] = field(default_factory=list)
+    num_read: int = 0
+    """Tokens whose keys and values lie in ``pages``."""
+    routes: list[torch.Tensor] = field(default_factory=list)
+    """[tokens, MoE layers, K] of what was read, chunk by chunk; if they are asked for."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and completion."""
+        return [*self.request.tokens, *self.completion.tokens]
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that the model has still to read; the last of them gives the next one."""
+        return len(self.request.tokens) + len(self.completion.tokens) - self.num_read
+
+
+class Scheduler:
+    """The sequences that run or wait, and the pages between them.
+
+    Args:
+        max_sequences: that run at once.
+        max_tokens: that one step reads.
+    """
+
+    def __init__(self, pages: Pages, max_sequences: int, max_tokens: int) -> None:
+        self.pages = pages
+        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        """The oldest first."""
+        self.num_preempted = 0
+
+    def add(self, sequence: Running) -> None:
+        """Let ``sequence`` wait behind all others."""
+        self.waiting.append(sequence)
+
+    def plan(self) -> list[tuple[Running, int]]:
+        """The sequences of the next step and how many tokens of each it reads; pages are theirs."""
+        planned: list[tuple[Running, int]] = []
+        left = self.max_tokens
+        for sequence in list(self.running):
+            number = min(sequence.num_unread, left)
+            # Those that give way for it are younger: they were not planned yet, and now are not.
+            if number and sequence in self.running and self._make_room(sequence, number):
+                planned.append((sequence, number))
+                left -= number
+        while left and self.waiting and len(self.running) < self.max_sequences:
+            sequence = self.waiting[0]
+            self._begin(sequence)
+            number = min(sequence.num_unread, left)
+            if not self._grow(sequence, number):
+                self._give_back(sequence)
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            planned.append((sequence, number))
+            left -= number
+        return planned
+
+    def was_read(self, sequence: Running, number: int) -> None:
+        """``number`` more tokens of ``sequence`` lie in its pages."""
+        before, size = sequence.num_read, self.pages.page_size
+        sequence.num_read += number
+        if not sequence.request.params.routes and before // size < sequence.num_read // size:
+            self.pages.publish(sequence.pages, sequence.tokens[: sequence.num_read])
+
+    def remove(self, sequence: Running) -> None:
+        """``sequence`` is over."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._give_back(sequence)
+
+    def preempt_all(self) -> None:
+        """Every running sequence waits, in order, before all others, to be read anew."""
+        for sequence in reversed(list(self.running)):
+            self._preempt(sequence)
+
+    def _make_room(self, sequence: Running, number: int) -> bool:
+        """Pages for ``number`` more tokens of a running sequence, at the cost of younger ones."""
+        while not self._grow(sequence, number):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Running) -> None:
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
+
+    def _begin(self, sequence: Running) -> None:
+        """Share what others have read of the same tokens; the last is read in any case."""
+        if not sequence.request.params.routes:  # which only reading tells
+            sequence.pages = self.pages.match(sequence.tokens[:-1])
+            sequence.num_read = len(sequence.pages) * self.pages.page_size
+
+    def _grow(self, sequence: Running, number: int) -> bool:
+        """Have pages for ``number`` more tokens than were read; False: there are not enough."""
+        size = self.pages.page_size
+        missing = -(-(sequence.num_read + number) // size) - len(sequence.pages)
+        new = self.pages.allocate(max(0, missing))
+        if new is None:
+            return False
+        sequence.pages += new
+        return True
+
+    def _give_back(self, sequence: Running) -> None:
+        self.pages.release(sequence.pages)
+        sequence.pages, sequence.num_read, sequence.routes = [], 0, []

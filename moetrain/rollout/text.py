@@ -1,0 +1,100 @@
+"""The edge of generation: a checkpoint's model, text to tokens, tokens to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.data.chat import BadLineError
+from moetrain.data.sources import chat_template
+from moetrain.data.tokenizer import Tokenizer, load_tokenizer
+from moetrain.models import Transformer, load_hf
+from moetrain.models.hf.files import resolve
+
+
+def load_model(path: str, device: str, dtype: str) -> tuple[Transformer, Tokenizer]:
+    """The model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
+
+    Args:
+        device: auto, cpu or cuda.
+        dtype: of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
+
+    Raises:
+        ConfigError: what cannot be loaded, or there is no such device.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("device", "'cuda', but torch sees no CUDA device; use auto or cpu")
+    on_gpu = has_gpu and device != "cpu"
+    auto = torch.bfloat16 if on_gpu else torch.float32
+    folder = resolve(path)
+    tokenizer = load_tokenizer(str(folder))  # the quicker one first
+    model = load_hf(
+        folder,
+        dtype=auto if dtype == "auto" else getattr(torch, dtype),
+        device="cuda" if on_gpu else "cpu",
+    )
+    return model, tokenizer
+
+
+def end_ids(model: Transformer, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end a text: the tokenizer's, and those of the checkpoint's settings."""
+    named = None if model.source is None else (model.source.generation or {}).get("eos_token_id")
+    ids = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
+    return tuple(sorted(ids - {None}))
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The tokens that continue ``text``; ConfigError if there are none."""
+    try:
+        return tuple(tokenizer.encode_prompt(text))
+    except ValueError as error:
+        raise ConfigError("prompt", str(error)) from None
+
+
+def chat_ids(tokenizer: Tokenizer, messages: object) -> tuple[int, ...]:
+    """The tokens that an assistant's answer to ``messages`` continues.
+
+    Raises:
+        ConfigError: ``messages`` are no conversation, or the template refuses them.
+    """
+    try:
+        text = chat_template(None, tokenizer).prompt(messages)
+    except BadLineError as error:
+        raise ConfigError("messages", str(error)) from None
+    return tuple(tokenizer.encode_batch([text])[0].ids.tolist())
+
+
+class TextStream:
+    """The text of a completion as far as it is sure: whole characters, and no part of a stop text.
+
+    A stop text and what follows it are no part of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._held_back = max((len(text) - 1 for text in stop), default=0)
+        self._tokens: list[int] = []
+        self._given = 0
+
+    def push(self, token: int, is_last: bool = False) -> str:
+        """What ``token`` adds to the text; ``is_last``: and all that was held back."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        found = [text.index(stop) for stop in self._stop if stop in text]
+        if found:
+            text = text[: min(found)]
+        elif not is_last:
+            text = text.rstrip("\ufffd")
+            text = text[: max(0, len(text) - self._held_back)]
+        return self._new(text)
+
+    def end(self) -> str:
+        """What was held back, after the last token."""
+        return self._new(self._tokenizer.decode(self._tokens))
+
+    def _new(self, text: str) -> str:
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new

@@ -1,0 +1,65 @@
+"""``python -m moetrain.serve PATH``: an HTTP server in OpenAI's protocol over a checkpoint.
+
+PATH is a Hugging Face folder (``output_dir/hf`` of a run, say) or a hub id. SIGTERM and Ctrl-C stop
+it: what is being served then ends. Exit codes: 0, or 2 with one line for what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from moetrain.config import ConfigError
+from moetrain.generate import PAGE_SIZE, Parser, run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    return run_command(_run, argv)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="moetrain.serve", description=__doc__, allow_abbrev=False)
+    parser.add_model()
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", help="of the model, in replies; default PATH")
+    parser.add_argument("--cache_tokens", type=int, default=2**16, help="that the cache holds")
+    parser.add_argument("--max_sequences", type=int, default=64, help="that run at once")
+    parser.add_argument("--max_step_tokens", type=int, default=2048, help="that one step reads")
+    args = parser.parse_args(argv)
+    for name in ("cache_tokens", "max_sequences", "max_step_tokens"):
+        if getattr(args, name) < 1:
+            raise ConfigError(name, f"{getattr(args, name)} is not positive")
+    return args
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    args = _parse(argv)
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        problem = f"{' and '.join(missing)} is not installed; pip install 'moetrain[serve]'"
+        raise ConfigError("serve", problem)
+    import uvicorn
+
+    from moetrain.rollout import Generator
+    from moetrain.rollout.server import make_app
+    from moetrain.rollout.text import load_model
+
+    model, tokenizer = load_model(args.path, args.device, args.dtype)
+    generator = Generator(
+        model,
+        tokenizer,
+        num_pages=-(-args.cache_tokens // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        max_sequences=args.max_sequences,
+        max_tokens=args.max_step_tokens,
+    )
+    app = make_app(generator, args.name or args.path)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

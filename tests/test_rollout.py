@@ -1,0 +1,419 @@
+"""Generation: the same tokens as transformers, whatever is cut, shared, put off or beside it."""
+
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from test_models import CASES, SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.generate import main
+from moetrain.models import build_model, init_weights, load_hf, make_architecture, save_hf
+from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+from moetrain.rollout.pages import Pages
+from moetrain.rollout.sampling import Draw, choose, gumbel
+
+ARCH = make_architecture(
+    family="qwen3_moe",
+    vocab_size=264,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=24,
+    max_positions=128,
+    qk_norm=True,
+    num_experts=6,
+    num_experts_per_token=2,
+    moe_intermediate_size=16,
+)
+
+
+def make_model(seed=0):
+    model = build_model(ARCH)
+    init_weights(model, std=0.3, seed=seed)
+    return model
+
+
+def make_generator(seed=0, **settings):
+    return Generator(make_model(seed), ByteTokenizer(), **settings)
+
+
+def alone(request, **settings):
+    """What a request's completions are with all the room there is and nothing beside it."""
+    (completions,) = make_generator(**settings).generate([request])
+    return [completion.tokens for completion in completions]
+
+
+def draw_request(number, generator=random):
+    """A request with a bit of everything."""
+    prompt = tuple(generator.randrange(256) for _ in range(generator.randrange(1, 40)))
+    if generator.random() < 0.5:  # many begin alike
+        prompt = tuple(range(32)) + prompt[:20]
+    params = SamplingParams(
+        max_tokens=generator.randrange(1, 30),
+        temperature=generator.choice([0.0, 0.5, 1.0]),
+        top_k=generator.choice([0, 5]),
+        top_p=generator.choice([1.0, 0.9]),
+        min_p=generator.choice([0.0, 0.05]),
+        seed=generator.randrange(2**40),
+        n=generator.choice([1, 1, 3]),
+        stop_ids=generator.choice([(), (7, 11)]),
+        logprobs=generator.choice([0, 2]),
+        routes=generator.random() < 0.2,
+    )
+    return Request(f"r{number}", prompt, params)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name.split()[0], **{**SIZES, **CASES[name]})
+    config.initializer_range = 0.3
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    generator = Generator(load_hf(tmp_path), num_pages=40, page_size=4, max_tokens=7)
+    requests, expected = [], []
+    for i, length in enumerate((1, 3, 9, 17)):
+        prompt = torch.randint(0, 56, (1, length))
+        made = theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected.append(made[0, length:].tolist())
+        params = SamplingParams(max_tokens=20, temperature=0)
+        requests.append(Request(str(i), tuple(prompt[0].tolist()), params))
+    found = [completions[0].tokens for completions in generator.generate(requests)]
+    assert found == expected
+    assert generator.pages.num_available == 40
+
+
+DISTURBED = {
+    "pages of one token": {"page_size": 1, "num_pages": 128},
+    "chunks": {"max_tokens": 3},
+    "one at a time": {"max_sequences": 1},
+    "hardly any room": {"page_size": 4, "num_pages": 24},
+}
+
+
+@pytest.mark.parametrize("name", DISTURBED)
+def test_requests_do_not_notice_each_other(name):
+    rng = random.Random(name)
+    requests = [draw_request(i, rng) for i in range(12)]
+    generator = make_generator(**DISTURBED[name])
+    for request in requests[:6]:
+        generator.submit(request)
+    for _ in range(5):
+        generator.step()
+    found = generator.generate(requests[6:])
+    while generator.is_busy:
+        generator.step()
+    if "room" in name:
+        assert generator.scheduler.num_preempted > 0
+    for request, completions in zip(requests[6:], found, strict=True):
+        assert [c.tokens for c in completions] == alone(request), request
+    assert generator.pages.num_available == generator.pages.num_pages
+
+
+def test_a_thousand_requests_with_arrivals_and_aborts():
+    rng = random.Random(0)
+    generator = make_generator(page_size=4, num_pages=80, max_sequences=16, max_tokens=64)
+    requests = {f"r{i}": draw_request(i, rng) for i in range(1000)}
+    coming, finished, aborted = list(requests.values()), {}, set()
+    while coming or generator.is_busy:
+        for _ in range(min(len(coming), rng.randrange(4))):
+            generator.submit(coming.pop())
+        if rng.random() < 0.02 and generator.is_busy:
+            name = rng.choice(list(generator._live))
+            aborted.add(name)
+            assert all(c.finish_reason for c in generator.abort(name))
+        for completion in generator.step():
+            if completion.finish_reason is not None:
+                finished[completion.request_id, completion.index] = completion
+        assert len(generator.scheduler.running) <= 16
+    assert generator.pages.num_available == 80
+    assert not any(generator.pages._references)
+    assert generator.scheduler.num_preempted > 0
+    assert aborted
+    expected = {
+        (r.id, i) for r in requests.values() if r.id not in aborted for i in range(r.params.n)
+    }
+    assert expected <= set(finished)
+    for request in rng.sample([r for r in requests.values() if r.id not in aborted], 40):
+        completions = [finished[request.id, i] for i in range(request.params.n)]
+        assert [c.tokens for c in completions] == alone(request), request
+        for completion in completions:
+            length, params = len(completion.tokens), request.params
+            assert len(completion.logprobs) == len(completion.versions) == length
+            assert all(len(top) == params.logprobs for top in completion.top_logprobs)
+            is_stop = completion.tokens[-1] in params.stop_ids
+            assert completion.finish_reason == ("stop" if is_stop else "length")
+            assert is_stop or length == params.max_tokens
+            if params.routes:
+                read = len(request.tokens) + length - 1
+                assert completion.routes.shape == (read, 2, 2)
+
+
+def test_log_probabilities_and_routes_are_the_models():
+    model = make_model()
+    routes = []
+    for block in model.layers:
+        block.moe.router.register_forward_hook(lambda m, a, routed: routes.append(routed.ids_TK))
+    generator = Generator(model, page_size=4, num_pages=32, max_tokens=5)
+    params = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, logprobs=3, routes=True)
+    (completion,) = generator.generate([Request("a", (5, 6, 7, 8, 9, 10), params)])[0]
+    routes.clear()
+    whole = torch.tensor([[5, 6, 7, 8, 9, 10, *completion.tokens]])
+    plain = make_model()
+    for mine, theirs in zip(plain.layers, model.layers, strict=True):
+        mine.moe.router.register_forward_hook(lambda m, a, routed: routes.append(routed.ids_TK))
+        assert torch.equal(mine.attn.wq.weight, theirs.attn.wq.weight)
+    with torch.no_grad():
+        expected = plain(whole)[0, 5:-1].log_softmax(-1)
+    chosen = expected[torch.arange(12), completion.tokens]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), chosen, rtol=1e-5, atol=1e-5)
+    for row, top in zip(expected, completion.top_logprobs, strict=True):
+        assert list(top) == row.topk(3).indices.tolist()
+    assert torch.equal(completion.routes, torch.stack(routes, 1)[:-1])
+
+
+def test_what_begins_alike_is_read_once():
+    generator = make_generator(page_size=4, num_pages=64)
+    read = []
+    plan = generator.scheduler.plan
+    generator.scheduler.plan = lambda: read.append(p := plan()) or p
+    prompt = tuple(range(40))
+    greedy = SamplingParams(max_tokens=2, temperature=0)
+    generator.generate([Request("a", prompt, greedy)])
+    assert sum(number for step in read for _, number in step) == 41
+    read.clear()
+    generator.generate([Request("b", (*prompt, 50), replace(greedy, n=3))])
+    # Forty tokens are there; each of three reads the new one, and then its first.
+    assert sum(number for step in read for _, number in step) == 6
+
+
+def test_other_weights_answer_for_themselves():
+    request = Request("a", tuple(range(20)), SamplingParams(max_tokens=30, temperature=0))
+    generator = make_generator(page_size=4, num_pages=32)
+    addresses = [p.data_ptr() for p in generator.model.parameters()]
+    before = generator.generate([request])[0][0].tokens
+    other = make_model(seed=1)
+    generator.submit(request)
+    for _ in range(10):
+        generator.step()
+    (moved,) = (s.completion for s in generator._live["a"])
+    assert moved.tokens == before[:10]
+    generator.update_weights(other.named_parameters())
+    assert [p.data_ptr() for p in generator.model.parameters()] == addresses
+    while generator.is_busy:
+        generator.step()
+    assert moved.versions == [0] * 10 + [1] * 20
+    fresh = Generator(make_model(seed=1), ByteTokenizer())
+    continued = replace(request.params, max_tokens=20)
+    go_on = Request("b", (*request.tokens, *before[:10]), continued)
+    assert moved.tokens[10:] == fresh.generate([go_on])[0][0].tokens
+    assert generator.generate([request])[0][0].tokens == fresh.generate([request])[0][0].tokens
+    with pytest.raises(ValueError, match="no 'odd'"):
+        generator.update_weights([("odd", torch.zeros(1))])
+    with pytest.raises(ValueError, match="not given: "):
+        generator.update_weights([])
+
+
+def test_sleep_pause_and_abort():
+    request = Request("a", tuple(range(20)), SamplingParams(max_tokens=30, seed=3))
+    expected = alone(request)[0]
+    generator = make_generator(page_size=4, num_pages=32)
+    generator.submit(request)
+    completion = generator._live["a"][0].completion
+    for _ in range(5):
+        generator.step()
+    generator.paused = True
+    assert generator.step() == []
+    with pytest.raises(RuntimeError, match="paused"):
+        generator.generate([replace(request, id="b")])
+    generator.paused = False
+    generator.abort("b")
+    generator.sleep()
+    assert all(cache.keys_PZGd is None for cache in generator._caches)
+    with pytest.raises(RuntimeError, match="wake"):
+        generator.step()
+    generator.wake()
+    while generator.is_busy:
+        generator.step()
+    assert completion.tokens == expected
+    generator.submit(request)
+    generator.step()
+    (cut,) = generator.abort("a")
+    assert (cut.tokens, cut.finish_reason) == (expected[:1], "abort")
+    assert generator.abort("a") == []
+    assert not generator.is_busy
+
+
+BAD = {
+    "no tokens": (Request("x", ()), {}),
+    "0 to 263": (Request("x", (264,)), {}),
+    r"positions \(128\)": (Request("x", (1,) * 100, SamplingParams(max_tokens=29)), {}),
+    r"the cache \(64\)": (Request("x", (1,) * 60, SamplingParams(max_tokens=5)), {"num_pages": 4}),
+    "being served": (Request("there", (1,)), {}),
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_what_can_never_be_served_says_so(problem):
+    request, settings = BAD[problem]
+    generator = make_generator(**settings)
+    generator.submit(Request("there", (1,), SamplingParams(max_tokens=3)))
+    with pytest.raises(RequestError, match=f"request '{request.id}': .*{problem}") as caught:
+        generator.submit(request)
+    assert caught.value.request_id == request.id
+    twice = [Request("y", (1,)), Request("y", (2,))]
+    with pytest.raises(RequestError, match="'y': 2 requests"):
+        generator.generate(twice)
+    assert list(generator._live) == ["there"]  # nothing of them stayed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", -1),
+        ("min_p", 1.5),
+        ("n", 0),
+        ("stop", ("",)),
+        ("seed", -1),
+    ],
+)
+def test_impossible_parameters_are_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name} .*out of range"):
+        SamplingParams(**{name: value})
+
+
+def test_a_stop_text_ends_a_completion():
+    request = Request("a", (65, 66), SamplingParams(max_tokens=60, seed=1))
+    tokens = alone(request)[0]
+    text = ByteTokenizer().decode(tokens)
+    stop = next(text[i : i + 2] for i in range(5, len(text)) if "\ufffd" not in text[i : i + 2])
+    stopping = replace(request, params=replace(request.params, stop=(stop,)))
+    (completion,) = make_generator().generate([stopping])[0]
+    assert completion.finish_reason == "stop"
+    assert completion.tokens == tokens[: len(completion.tokens)]
+    assert stop in ByteTokenizer().decode(completion.tokens)
+    assert stop not in ByteTokenizer().decode(completion.tokens[:-1])
+    with pytest.raises(RequestError, match="stop_ids"):
+        Generator(make_model()).submit(stopping)
+
+
+def plain_filter(logits, params):
+    """What may be chosen, one filter after the other, token by token."""
+    p = (logits / params.temperature).softmax(-1)
+    ranked = sorted(range(len(p)), key=lambda i: -p[i].item())
+    kept = ranked[: params.top_k or len(p)]
+    total = sum(p[i].item() for i in kept)
+    nucleus, have = [], 0.0
+    for i in kept:
+        if have >= params.top_p * total:
+            break
+        nucleus.append(i)
+        have += p[i].item()
+    return {i for i in nucleus if p[i] >= params.min_p * p[ranked[0]]}
+
+
+def test_draws_follow_the_filtered_softmax():
+    generator = torch.Generator().manual_seed(0)
+    for top_k, top_p, min_p in [(0, 1, 0), (4, 1, 0), (0, 0.7, 0), (0, 1, 0.2), (6, 0.8, 0.05)]:
+        logits = torch.randn(12, generator=generator) * 1.5
+        params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
+        draws = [Draw(params, i % 3, i) for i in range(20_000)]
+        found = Counter(choose(logits.expand(len(draws), -1), draws).tolist())
+        allowed = plain_filter(logits, params)
+        assert set(found) <= allowed
+        mask = torch.tensor([i in allowed for i in range(12)])
+        shares = (logits / 0.8).masked_fill(~mask, -torch.inf).softmax(-1)
+        for i in allowed:  # five standard deviations
+            spread = 5 * (shares[i] * (1 - shares[i]) / len(draws)).sqrt()
+            assert abs(found[i] / len(draws) - shares[i]) < spread + 1e-4, (top_k, top_p, min_p, i)
+
+
+def test_noise_depends_on_what_it_is_for_alone():
+    params = SamplingParams(seed=5)
+    others = [Draw(SamplingParams(seed=s), 0, p) for s in (5, 6, 5 + 2**32) for p in (3, 4)]
+    noise = gumbel([*others, Draw(params, 1, 3)], 1000, torch.device("cpu"))
+    assert torch.equal(gumbel(others[:1], 100, torch.device("cpu"))[0], noise[0, :100])
+    correlations = torch.corrcoef(noise) - torch.eye(len(noise))
+    assert correlations.abs().max() < 0.15
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.05)  # Euler's constant
+
+
+def test_pages_are_shared_evicted_and_forgotten():
+    pages = Pages(4, 2)
+    first = pages.allocate(3)
+    pages.publish(first, [1, 2, 3, 4, 5])  # two full ones
+    assert pages.match([1, 2, 3, 4, 9, 9]) == first[:2]
+    pages.release(first[:2])
+    pages.release(first)
+    assert pages.num_available == 4
+    assert pages.match([1, 2, 7, 7]) == first[:1]
+    assert pages.allocate(4) is None
+    taken = pages.allocate(3)  # the second goes, though the first holds on
+    assert pages.match([1, 2, 3, 4]) == first[:1]
+    pages.release(taken)
+    pages.release(first[:1] * 2)
+    again = pages.allocate(1)
+    pages.publish([first[0], *again], [1, 2, 3, 4])
+    pages.forget()
+    assert pages.match([1, 2, 3, 4]) == []
+    pages.release(again)
+    assert pages.num_available == 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    save_hf(make_model(), folder, tokenizer=tokenizer_files(ByteTokenizer()))
+    return folder
+
+
+def test_the_command_continues_a_text(checkpoint, capsys):
+    words = [str(checkpoint), "--device", "cpu", "--max_tokens", "20", "--seed", "3"]
+    assert main([*words, "--prompt", "AB"]) == 0
+    tokenizer = load_tokenizer(str(checkpoint))
+    params = SamplingParams(max_tokens=20, seed=3, stop_ids=(tokenizer.eos_id,))
+    tokens = Generator(load_hf(checkpoint), tokenizer).generate([Request("a", (65, 66), params)])
+    assert capsys.readouterr().out == tokenizer.decode(tokens[0][0].tokens) + "\n"
+    assert main([*words, "--prompt", "AB", "--chat"]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--prompt", "x", "--top_p", "2"], "top_p: 2.0 is out of range"),
+        (["--prompt", ""], "prompt: .*no tokens"),
+        (["--prompt", "x", "--max_tokens", "128"], "max_tokens: .*more than the model's positions"),
+        ([], "generate: .*--prompt"),
+        (["--prompt", "x", "--tempreature", "1"], "generate: .*--tempreature"),
+        (["--prompt", "x", "--device", "cuda"], "device: 'cuda'"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_one_line(words, says, checkpoint, capsys):
+    if torch.cuda.is_available() and "cuda" in words:
+        pytest.skip("there is a GPU")
+    assert main([str(checkpoint), *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert re.search(f"^error: .*{says}", line), line

@@ -1,0 +1,93 @@
+"""Asynchronous generation: the synchronous one's tokens, whoever listens, hangs up or fails."""
+
+import asyncio
+
+import pytest
+from test_rollout import alone, draw_request, make_generator
+
+from moetrain.rollout import Request, RequestError, SamplingParams
+from moetrain.rollout.serving import Serving, run_to_end
+
+
+async def serve(work, **settings):
+    """``work(serving)``, closed in the end; and nothing stays in the cache."""
+    serving = Serving(make_generator(**settings))
+    try:
+        return await work(serving)
+    finally:
+        await serving.close()
+        pages = serving.generator.pages
+        assert pages.num_available == pages.num_pages
+        assert not serving.generator.is_busy
+
+
+def test_requests_beside_each_other_have_the_tokens_they_have_alone():
+    requests = [draw_request(i) for i in range(8)]
+
+    async def work(serving):
+        return await asyncio.gather(*map(serving.complete, requests))
+
+    for request, completions in zip(requests, run_to_end(serve(work)), strict=True):
+        assert [c.tokens for c in completions] == alone(request)
+        assert all(c.finish_reason for c in completions)
+
+
+def test_who_hangs_up_aborts_and_disturbs_nobody():
+    long = Request("long", (1, 2), SamplingParams(max_tokens=100, seed=1))
+    other = Request("other", (3,), SamplingParams(max_tokens=40, seed=2))
+
+    async def work(serving):
+        beside = asyncio.create_task(serving.complete(other))
+        seen = []
+        stream = serving.stream(long)
+        async for update in stream:
+            seen.append(update.token)
+            if len(seen) == 5:
+                break
+        await stream.aclose()
+        cancelled = asyncio.create_task(serving.complete(Request("cut", (9,), long.params)))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        completions = await beside
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await serving.call(lambda: None)  # behind the aborts
+        assert not serving.generator.is_busy
+        assert seen == alone(long)[0][:5]
+        return completions[0].tokens
+
+    assert run_to_end(serve(work)) == alone(other)[0]
+
+
+def test_errors_reach_whom_they_concern():
+    good = Request("good", (1,), SamplingParams(max_tokens=3))
+
+    async def work(serving):
+        with pytest.raises(RequestError, match="'bad': it has no tokens"):
+            await serving.complete(Request("bad", ()))
+        await serving.complete(good)
+        serving.generator.step = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            await serving.complete(good)
+        del serving.generator.step
+        return (await serving.complete(good))[0].tokens
+
+    assert run_to_end(serve(work)) == alone(good)[0]
+
+
+def test_work_runs_from_inside_a_loop_and_again():
+    async def answer(value):
+        await asyncio.sleep(0)
+        if value is None:
+            raise KeyError("none")
+        return value
+
+    async def outer():
+        assert run_to_end(answer(2)) == 2
+        with pytest.raises(KeyError):
+            run_to_end(answer(None))
+        return run_to_end(answer(3))
+
+    assert run_to_end(answer(1)) == 1
+    assert run_to_end(outer()) == 3
+    assert run_to_end(outer()) == 3
