@@ -323,7 +323,7 @@ class _Run(Generic[B]):
         load = self.load
         if load is None and routing is not None and self.objective.balances:
             load = engine.expert_load(routing)
-        outputs = Outputs(hidden_BSD, routing, load)
+        outputs = Outputs(hidden_BSD, routing, load, share=1 / engine.world.dims.tp)
         terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
         total = sum(term.coefficient * term.value for term in terms.values())
         assert isinstance(total, torch.Tensor)  # there is one term at least

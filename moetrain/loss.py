@@ -60,6 +60,9 @@ class Outputs(NamedTuple):
     """Of this micro-batch on this rank; None: no MoE layer."""
     load: ExpertLoad | None
     """None: no MoE layer, or an objective that does not balance."""
+    share: float = 1.0
+    """What a term made of hidden states or token losses is to be multiplied by: 1 / tensor parallel
+    ranks, each of which has all of them. ``vocabulary.loss_sum`` is such a share already."""
 
 
 class Term(NamedTuple):
@@ -92,7 +95,7 @@ class Objective(Protocol[B_contra]):
         batch: B_contra,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
-        """The terms by name: the same names, at least one, for every micro-batch.
+        """The terms by name: the same names, at least one, for every micro-batch and rank.
 
         Args:
             batch: on the device.

@@ -219,6 +219,7 @@ class PolicyGradient(CrossEntropy):
         targets_T, hidden_TD = batch.targets_BS.flatten(), outputs.hidden_BSD.flatten(0, 1)
         losses = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
         policy = (batch.advantages_BS.flatten() * losses.loss_T).sum() / sizes["rows"]
+        policy = policy * outputs.share
         (cross_entropy,) = super().terms(model, outputs, batch, sizes).values()
         return {
             "policy": Term(policy, 2.0),
@@ -339,6 +340,11 @@ def train_on_ranks(runs):
     for name, (words, micro) in runs.items():
         engine = make_engine(*words, micro=micro)
         numbers = train(engine, range(3), micro, lr=1e-3)
+        # The same rows on every rank: of each denominator there is as much more.
+        rows = Completions(*make_rows(0), torch.linspace(-1, 1, ROWS * SEQ_LEN).view(ROWS, -1))
+        totals = engine.forward_backward([rows], PolicyGradient())
+        numbers.append((totals.terms["policy"].item(), engine.fsdp.gradient_norm().item()))
+        engine.fsdp.clear_gradients()
         answers[name] = numbers, weights_of(engine), weights_of(engine, hf=True)
     return answers
 
