@@ -211,7 +211,7 @@ class Transformer(nn.Module):
     def head(self, x_BSD: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Hidden states [B, S, D] as ``vocabulary`` takes them, with :attr:`head_weight`."""
         self.sharding.open(self.norm)
-        return self.norm(x_BSD).view(rows.batch, rows.seq_len, -1)
+        return self.norm(x_BSD).view(rows.batch, rows.seq_len, x_BSD.shape[-1])
 
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """The statistics of all MoE layers together; None: there are none."""

@@ -8,7 +8,7 @@ It is the trainer's own model: the same stages, with attention over a paged cach
 (:mod:`moetrain.rollout.cache`) put in place of its core. The log-probability that is reported for a
 token is computed by the function that the loss is made of.
 
-Left out so far: several devices, CUDA graphs, and the equality of bits between this and training
+Left out so far: tensor parallelism, CUDA graphs, and the equality of bits between this and training
 (on one device in fp32 they agree to rounding).
 """
 
@@ -27,6 +27,7 @@ from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows
 from moetrain.rollout.cache import PagedAttention, PagedRows, Span
+from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, FinishReason, Request, RequestError
 from moetrain.rollout.sampling import Draw, choose
@@ -54,6 +55,7 @@ class Generator:
         page_size: int = 16,
         max_sequences: int = 64,
         max_tokens: int = 2048,
+        experts: ExpertParallel | None = None,
     ) -> None:
         """Takes ``model``, on one device and with weights, for generation alone.
 
@@ -64,7 +66,10 @@ class Generator:
                 tokens, and a single one cannot be longer than that.
             max_sequences: that run at once; others wait.
             max_tokens: that one step reads; longer prompts are read in chunks.
+            experts: which ranks share the experts of ``model``. All of them take every step, each
+                with requests of its own or none; None: this rank has all experts.
         """
+        self.experts = experts
         self.model, self.tokenizer = model, tokenizer
         self.pages = Pages(num_pages, page_size)
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens)
@@ -111,13 +116,14 @@ class Generator:
         """Read some tokens of every sequence that is its turn; the completions that went on.
 
         Such a completion has one token more. Of a finished one ``finish_reason`` says why.
+        Collective over the ranks that share experts: who has nothing to read helps the others.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
         if self.paused:
             return []
         planned = self.scheduler.plan()
-        if not planned:
+        if not planned and self.experts is None:
             return []
         hidden_TD = self._read(planned)
         ends = torch.tensor([number for _, number in planned]).cumsum(0).to(hidden_TD.device) - 1
@@ -132,7 +138,7 @@ class Generator:
         """Serve ``requests`` and what is being served besides; each completion as it goes on."""
         for request in requests:
             self.submit(request)
-        while self.is_busy and not self.paused:
+        while self._goes_on(self.is_busy and not self.paused):
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -149,11 +155,18 @@ class Generator:
         for request in requests:
             self.submit(request)
         mine = [self._live[request.id] for request in requests]
-        while any(s.completion.finish_reason is None for sequences in mine for s in sequences):
-            if self.paused:
-                raise RuntimeError("the generator is paused: generate() would never end")
+        if self.paused:
+            raise RuntimeError("the generator is paused: generate() would never end")
+        served = [sequence.completion for sequences in mine for sequence in sequences]
+        while self._goes_on(any(completion.finish_reason is None for completion in served)):
             self.step()
         return [[sequence.completion for sequence in sequences] for sequences in mine]
+
+    def _goes_on(self, is_busy: bool) -> bool:
+        """Whether another step must be taken, for this rank or for one that shares experts."""
+        if self.experts is None:
+            return is_busy
+        return self.experts.is_any(is_busy, self.model.embed.weight.device)
 
     @property
     def longest(self) -> int:
@@ -186,7 +199,7 @@ class Generator:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take other weights, in place: every parameter by its name, in any dtype.
+        """Take other weights, in place: every parameter whole by its name, in any dtype.
 
         What the cache holds is forgotten. Completions under way go on from where they are: what
         they have is read anew, and ``Completion.versions`` says which weights chose what.
@@ -197,6 +210,8 @@ class Generator:
         parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         missing = set(parameters)
         for name, weight in weights:
+            if self.experts is not None:
+                weight = self.experts.part(name, weight)
             if name not in parameters or parameters[name].shape != weight.shape:
                 raise ValueError(f"update_weights: the model has no {name!r} {list(weight.shape)}")
             parameters[name].copy_(weight)
@@ -238,14 +253,13 @@ class Generator:
             spans.append(Span(start, start + number, read.start, pages))
             start += number
         model = self.model
-        rows = PagedRows(tuple(spans), torch.tensor(slots, device=device))
-        rotation = model.rope(torch.tensor([positions], device=device))
+        rows = PagedRows(tuple(spans), torch.tensor(slots, dtype=torch.int64, device=device))
+        rotation = model.rope(torch.tensor([positions], dtype=torch.int64, device=device))
         context = Context(rotation, rows)  # pyright: ignore[reportArgumentType]
         contexts = Rows(1, start, dict.fromkeys(model.windows, context))
+        tokens_BS = torch.tensor([tokens], dtype=torch.int64, device=device)
         with self._routes(planned):
-            x_BSD, _ = model.run(
-                model.embed_tokens(torch.tensor([tokens], device=device)), contexts
-            )
+            x_BSD, _ = model.run(model.embed_tokens(tokens_BS), contexts)
         return model.head(x_BSD, contexts)[0]
 
     @contextmanager
