@@ -5,7 +5,10 @@ Every rank takes part in both, and gets the same result.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+
+import torch
 
 from moetrain.config import TrainSection
 from moetrain.data import Data, Dataset, eval_batches
@@ -18,12 +21,18 @@ PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 
 
 def held_out_loss(engine: Engine, rows: Dataset, train: TrainSection) -> float:
-    """The mean loss of ``train.eval_rows`` of ``rows``, nats a token. Waits for the device."""
+    """The mean loss of ``train.eval_rows`` of ``rows``, nats a token; nan: no row has a target.
+
+    Waits for the device.
+    """
     world = engine.world
     batches = eval_batches(
         rows, train.eval_rows, train.micro_batch_size, world.data_rank, world.dims.data_ranks
     )
-    return engine.forward(list(batches), CrossEntropy()).terms["cross_entropy"].item()
+    batches, objective = list(batches), CrossEntropy()
+    loss = engine.forward(batches, objective).terms["cross_entropy"].item()
+    targets = torch.full((), objective.sizes(batches)["targets"], device=world.device)
+    return loss if world.sum_rows(targets).item() > 0 else math.nan
 
 
 def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from moetrain.config import ConfigError
 
-DEFAULT_TOKENS = 256
 PAGE_SIZE = 16
 
 
@@ -52,7 +51,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_model()
     parser.add_argument("--prompt", required=True, help="the text; with --chat, the user's turn")
     parser.add_argument("--chat", action="store_true", help="by the checkpoint's chat template")
-    parser.add_argument("--max_tokens", type=int, help=f"default {DEFAULT_TOKENS}, or what fits")
+    parser.add_argument("--max_tokens", type=int, help="default 256, or what fits")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
     parser.add_argument("--top_k", type=int, default=0, help="0: all")
     parser.add_argument("--top_p", type=float, default=1.0)
@@ -74,10 +73,11 @@ def _run(argv: Sequence[str] | None) -> None:
     else:
         ids = prompt_ids(tokenizer, args.prompt)
     room = max(1, model.arch.max_positions - len(ids))
+    most = min(SamplingParams.max_tokens, room)
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     try:
         params = SamplingParams(
-            max_tokens=min(DEFAULT_TOKENS, room) if args.max_tokens is None else args.max_tokens,
+            max_tokens=most if args.max_tokens is None else args.max_tokens,
             stop_ids=end_ids(model, tokenizer),
             stop=tuple(args.stop),
             **{name: getattr(args, name) for name in names},

@@ -281,12 +281,13 @@ def watch_all_reshards(runs):
 
 
 def test_parameters_are_away_between_forward_and_backward(tiny_words):
-    stays = [*tiny_words, "model.num_layers=4", "train.dtype=bfloat16"]  # in fp32, local experts
-    words = [*stays, "parallel.reshard_after_forward=yes"]  # are used as they are
+    stays = [*tiny_words, "model.num_layers=4"]
+    words = [*stays, "parallel.reshard_after_forward=yes"]
+    bf16 = "train.dtype=bfloat16"  # in fp32, local experts are used as they are
     runs = {
         "stays": [*stays, "parallel.dp_shard=2"],
         "dp": [*words, "parallel.dp_shard=2"],
-        "ep": [*words, "parallel.ep=2"],
+        "ep": [*words, "parallel.ep=2", bf16],
         "compiled": [*words, "parallel.dp_shard=2", "compile.enabled=yes"],
         "selective": [*words, "parallel.dp_shard=2", "activation.policy=selective"],
         "full": [*stays, "parallel.dp_shard=2", "activation.policy=full"],
@@ -296,7 +297,7 @@ def test_parameters_are_away_between_forward_and_backward(tiny_words):
     assert {tuple(there) for _, there in seen} == {(1, 2, 3, 4)}
     assert places == 4
     for name, (seen, places, same_norm) in answers.items():
-        assert same_norm == pytest.approx(norm, rel=0.02), name
+        assert same_norm == pytest.approx(norm, rel=0.02 if bf16 in runs[name] else 1e-5), name
         # A block's own, and those of the next under way.
         assert seen == [(0, [3, 4]), (4, [3, 4]), (3, [2, 3]), (2, [1, 2]), (1, [1, 2])], name
         assert places == 2, name

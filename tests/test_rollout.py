@@ -51,8 +51,9 @@ def alone(request, **settings):
     return [completion.tokens for completion in completions]
 
 
-def draw_request(number, generator=random):
-    """A request with a bit of everything."""
+def draw_request(number, generator=None):
+    """A request with a bit of everything; by its number alone, unless ``generator`` is given."""
+    generator = generator or random.Random(number)
     prompt = tuple(generator.randrange(256) for _ in range(generator.randrange(1, 40)))
     if generator.random() < 0.5:  # many begin alike
         prompt = tuple(range(32)) + prompt[:20]

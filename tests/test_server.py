@@ -5,16 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import openai
 import pytest
+import uvicorn
 from test_rollout import make_model
 
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models import load_hf, save_hf
 from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.server import make_app
 from moetrain.rollout.text import TextStream, chat_ids
 from moetrain.serve import main
 
@@ -128,16 +131,37 @@ def test_a_stop_text_ends_the_text_before_it(server):
     assert "".join(part.choices[0].text for part in parts) == before
 
 
-def test_who_hangs_up_makes_room(server):
-    _, client = server
-    long = {"model": "tiny", "prompt": "A", "max_tokens": 120, "temperature": 1.0, "n": 8}
-    for _ in range(3):
-        stream = client.completions.create(**long, stream=True)
+def test_who_hangs_up_is_served_no_further(folder):
+    """By a server in this process, whose steps are slow: to the end it would take six seconds."""
+    generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
+    step = generator.step
+    generator.step = lambda: time.sleep(0.05) or step()
+    app = make_app(generator, "tiny")
+    served = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=served.run)
+    thread.start()
+    try:
+        wait_until(lambda: served.started, 30)
+        port = served.servers[0].sockets[0].getsockname()[1]
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=30)
+        stream = client.completions.create(
+            model="tiny", prompt="A", max_tokens=120, n=3, seed=1, stream=True
+        )
         next(iter(stream))
+        assert generator.is_busy
         stream.close()
-    start = time.monotonic()
-    client.completions.create(model="tiny", prompt="B", **COMMON)
-    assert time.monotonic() - start < 30
+        wait_until(lambda: not generator.is_busy, 2)
+        assert generator.pages.num_available == generator.pages.num_pages
+    finally:
+        served.should_exit = True
+        thread.join(30)
+
+
+def wait_until(is_so, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from rich.console import Console
 
 from moetrain.checkpoint import list_checkpoints, open_checkpoint
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
+from moetrain.data import IGNORE_INDEX
+from moetrain.evaluate import held_out_loss
 from moetrain.loss import CrossEntropy, routing_losses
 from moetrain.metrics import MetricsLog, read_metrics
 from moetrain.parallel import apply
@@ -37,9 +39,16 @@ def losses(trainer, key="loss"):
     return {r["step"]: r[key] for r in read_metrics(trainer.log.path) if key in r}
 
 
+def weights_of(trainer):
+    """All of them, whole, by name: plain tensors, which outlive the run's process group."""
+    return {name: x.clone() for name, x in trainer.engine.weights()}
+
+
 def assert_same_weights(a, b):
-    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        assert torch.equal(x, y), name
+    mine, theirs = weights_of(a), weights_of(b)
+    assert set(mine) == set(theirs)
+    for name, x in mine.items():
+        assert torch.equal(x, theirs[name]), name
 
 
 def gradients(config):
@@ -75,7 +84,7 @@ def test_20_steps_equal_10_kill_resume_10_bit_for_bit(tiny, tmp_path):
     second.fit()
     assert losses(second) == losses(straight)
     assert len(losses(straight)) == 20
-    assert_same_weights(second.model, straight.model)
+    assert_same_weights(second, straight)
 
 
 def test_reruns_are_bitwise_equal_when_deterministic(tiny, tmp_path):
@@ -86,7 +95,7 @@ def test_reruns_are_bitwise_equal_when_deterministic(tiny, tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses(runs[0]) == losses(runs[1])
-    assert_same_weights(runs[0].model, runs[1].model)
+    assert_same_weights(runs[0], runs[1])
 
 
 @pytest.mark.parametrize("z", ["moe.z_loss_coef=0", "moe.z_loss_coef=0.1"])
@@ -161,12 +170,12 @@ def poison(trainer, factor):
 def test_a_bad_step_changes_nothing_and_is_counted(tiny):
     trainer = Trainer(tiny("moe.bias_update_rate=0.1"))
     trainer.train_step()
-    before = {n: x.clone() for n, x in trainer.model.state_dict().items()}
+    before = weights_of(trainer)
     poison(trainer, float("nan"))
     result = trainer.train_step()
     assert result.skipped
     assert not torch.isfinite(result.grad_norm)
-    for name, x in trainer.model.state_dict().items():
+    for name, x in weights_of(trainer).items():
         assert torch.equal(x, before[name]), name
 
 
@@ -177,7 +186,7 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
 
     def poison_after_5():
         if trainer.step == 5:
-            good.update({n: x.clone() for n, x in trainer.model.state_dict().items()})
+            good.update(weights_of(trainer))
             poison(trainer, float("inf"))
         return step()
 
@@ -194,7 +203,7 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
     assert Trainer(tiny("train.steps=50")).step == 4
     resumed = Trainer(tiny("train.steps=50", f"checkpoint.resume={failed}"))
     assert resumed.step == trainer.step
-    for name, x in resumed.model.state_dict().items():
+    for name, x in weights_of(resumed).items():
         assert torch.equal(x, good[name]), name
     # An infinite learning rate fails by itself: exit code 1, one line, no traceback.
     words = ["optim.lr=1e38", "train.max_bad_steps=2", "checkpoint.resume=never", "train.steps=30"]
@@ -266,6 +275,21 @@ def test_held_out_loss_does_not_depend_on_the_micro_batch(tiny, eval_rows):
             targets_T = torch.tensor(np.concatenate([row.targets_S for row in rows]))
             expected = torch.nn.functional.cross_entropy(logits, targets_T)
         assert answers[0] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_rows_without_a_target_have_no_held_out_loss(tiny):
+    trainer = Trainer(tiny())
+    rows = trainer.data.eval
+
+    class Silent:
+        def __len__(self):
+            return len(rows)
+
+        def row(self, index):
+            row = rows.row(index)
+            return row._replace(targets_S=np.full_like(row.targets_S, IGNORE_INDEX))
+
+    assert np.isnan(held_out_loss(trainer.engine, Silent(), trainer.config.train))
 
 
 def chats(path, count):

@@ -20,6 +20,7 @@ from torch import nn
 from moetrain.config import Config, ConfigError
 from moetrain.models import (
     Architecture,
+    Dispatcher,
     Transformer,
     build_model,
     compile_blocks,
@@ -93,6 +94,17 @@ def _send_tokens(
     group, arch = meshes.expert_parameters.get_group("ep"), model.arch
     transport = choose_transport(config, arch, group, device, dtype)
     dispatcher = ExpertParallelDispatcher(arch.num_experts, transport, config.kernels.backend)
+    set_dispatcher(model, styles, dispatcher)
+
+
+def set_dispatcher(
+    model: Transformer, styles: Mapping[str, PartStyle], dispatcher: Dispatcher
+) -> None:
+    """Let every routed part of ``model`` send its tokens by ``dispatcher``.
+
+    Raises:
+        ValueError: a part is routed, and has no dispatcher to be replaced.
+    """
     for name, style in styles.items():
         if style == "routed":
             part: Any = model.get_submodule(name)

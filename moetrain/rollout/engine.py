@@ -278,7 +278,7 @@ class Generator:
         finally:
             for hook in hooks:
                 hook.remove()
-        routes_TLK = torch.stack(chosen, 1).cpu()
+        routes_TLK = torch.stack(chosen, 1).cpu()  # waits; only where somebody asked for it
         for (sequence, _), part in zip(
             planned, routes_TLK.split([number for _, number in planned]), strict=True
         ):
@@ -296,6 +296,7 @@ class Generator:
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = max(sequence.request.params.logprobs for sequence in sequences)
         top = logits_NV.log_softmax(-1).topk(min(most, known)) if most else None
+        # The host waits here, once a step: what is read next are these tokens.
         logprobs = (-losses.loss_T).tolist()
         for i, (sequence, token) in enumerate(zip(sequences, chosen_N.tolist(), strict=True)):
             completion, number = sequence.completion, sequence.request.params.logprobs

@@ -17,6 +17,7 @@ from moetrain.kernels import Backend
 from moetrain.models import Transformer, find_family
 from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert import ExpertParallelDispatcher
 from moetrain.parallel.layout import chunk_of
 
@@ -35,10 +36,7 @@ class ExpertParallel:
         styles, rules = part_styles(plan, model), parameter_rules(plan, model)
         transport = AllToAll(model.arch.num_experts, group, backend)
         dispatcher = ExpertParallelDispatcher(model.arch.num_experts, transport, backend)
-        for name, style in styles.items():
-            if style == "routed":
-                part = model.get_submodule(name)
-                part.dispatcher = dispatcher  # pyright: ignore - what is routed has one
+        set_dispatcher(model, styles, dispatcher)
         self._rows: dict[str, slice] = {}
         for name, rule in rules.items():
             if rule.style == "expert":

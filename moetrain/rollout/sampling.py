@@ -38,6 +38,8 @@ def choose(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     scores_NV = logits_NV / torch.where(is_greedy_N1, 1.0, temperatures[:, None])
     if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
         scores_NV = _filtered(scores_NV, params)
+    if all(p.temperature == 0 for p in params):  # noise would be hashed for nothing
+        return scores_NV.argmax(-1)
     noise_NV = gumbel(draws, logits_NV.shape[1], logits_NV.device)
     return torch.where(is_greedy_N1, scores_NV, scores_NV + noise_NV).argmax(-1)
 

@@ -31,7 +31,6 @@ from moetrain.rollout.text import TextStream, chat_ids, end_ids, prompt_ids
 Item = tuple[int, str, Update]
 """One token of one choice: the choice's number, the text that the token adds, and what came."""
 
-DEFAULT_TOKENS = 256
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
 _COMMON = {*_SAMPLING, "model", "max_tokens", "stop", "stream", "logprobs", "user"}
 _KNOWN = {
@@ -149,7 +148,7 @@ class _Answer:
         given.setdefault("seed", uuid.uuid4().int % 2**63)
         try:
             return SamplingParams(
-                max_tokens=min(DEFAULT_TOKENS, room) if most is None else most,
+                max_tokens=min(SamplingParams.max_tokens, room) if most is None else most,
                 stop_ids=self.server.stop_ids,
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 logprobs=self.top,
