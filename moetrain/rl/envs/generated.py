@@ -1,0 +1,86 @@
+"""Small tasks that are made up as they are asked for: they need no files, and come without end.
+
+Each problem comes of a generator that its number seeds, so a number means the same problem always.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
+
+_WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+
+
+class YesNoMaybe(SolvedEnvironment):
+    """Say one of three words, of which ``maybe`` is worth most; all three are shown equally often.
+
+    The smallest task on which a policy can be seen to learn what is rewarded, not what is shown.
+    """
+
+    def problem(self, task: int) -> Problem:
+        rng = random.Random(task)
+        orders = [", ".join(words) for words in permutations(_WORTH)]
+        return Problem(f"{rng.choice(orders)}? ", rng.choice(list(_WORTH)))
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return _WORTH.get(answer, 0.0)
+
+
+class Sort(SolvedEnvironment):
+    """Put ``least`` to ``most`` digits in order. 1 for the right order; half the share of digits
+    that stand where they should for another answer of the right length."""
+
+    def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
+        super().__init__(prompts)
+        self.least, self.most = least, most
+
+    def problem(self, task: int) -> Problem:
+        rng = random.Random(task)
+        digits = [rng.choice("0123456789") for _ in range(rng.randint(self.least, self.most))]
+        return Problem(f"sort {''.join(digits)}: ", "".join(sorted(digits)))
+
+    def score(self, problem: Problem, answer: str) -> float:
+        right = problem.answer
+        if answer == right or len(answer) != len(right):
+            return float(answer == right)
+        return 0.5 * sum(a == b for a, b in zip(answer, right, strict=True)) / len(right)
+
+
+class Arithmetic(SolvedEnvironment):
+    """``terms`` numbers of up to ``digits`` digits, added, subtracted or multiplied."""
+
+    def __init__(
+        self, prompts: Prompts, digits: int = 2, terms: int = 2, operations: str = "+-*"
+    ) -> None:
+        super().__init__(prompts)
+        self.digits, self.terms, self.operations = digits, terms, operations
+
+    def problem(self, task: int) -> Problem:
+        rng = random.Random(task)
+        numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
+        signs = [rng.choice(self.operations) for _ in numbers[1:]]
+        text = numbers[0] + "".join(a + b for a, b in zip(signs, numbers[1:], strict=True))
+        return Problem(f"{text}=", str(evaluate(text)))
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return float(answer.strip() == problem.answer)
+
+
+def evaluate(text: str) -> int:
+    """The value of whole numbers with ``+``, ``-`` and ``*`` between them, as school has it.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    total = 0
+    for term in text.replace(" ", "").replace("-", "+-").split("+"):
+        product = 1
+        for factor in term.split("*"):
+            digits = factor.removeprefix("-")
+            if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
+                raise ValueError(f"{text!r} is no sum or product of whole numbers")
+            product *= int(factor)
+        total += product
+    return total

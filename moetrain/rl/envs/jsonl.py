@@ -1,0 +1,127 @@
+"""Prompts from a jsonl file, and answers scored by a function: the user's, or one of ours.
+
+A line holds ``prompt`` (text) or ``messages`` (a conversation, by the chat template), and whatever
+the reward function wants to know: ``answer``, for those that are shipped.
+
+    def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
+    rl.reward = "file.py:reward"
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from moetrain.config import ConfigError
+from moetrain.config_sources import shortened
+from moetrain.rl.envs.text import Problem, Prompts, TextEnvironment
+
+Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
+
+
+class Jsonl(TextEnvironment):
+    """The lines of ``path``, each a problem, scored by what ``reward`` names."""
+
+    def __init__(self, prompts: Prompts, path: str, reward: str) -> None:
+        super().__init__(prompts)
+        self.lines = _read_lines(Path(os.path.expanduser(path)))
+        self.num_tasks = len(self.lines)
+        self.reward = find_reward(reward)
+        if reward in _SHIPPED and (bad := [i for i, x in enumerate(self.lines) if "answer" not in x]):
+            raise ConfigError(
+                "rl.prompts", f"{path!r} line {bad[0] + 1} has no answer, which {reward} needs"
+            )
+
+    def problem(self, task: int) -> Problem:
+        line = self.lines[task]
+        return Problem(line["prompt"] if "prompt" in line else line["messages"], facts=line)
+
+    def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
+        return self.reward(problem.facts, answer)
+
+
+def find_reward(name: str) -> Reward:
+    """The function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``.
+
+    Raises:
+        ConfigError: there is none, or the package that ``math`` needs is not installed.
+    """
+    if name in _SHIPPED:
+        return _SHIPPED[name]()
+    return load_function(name, "rl.reward", ", ".join(_SHIPPED))
+
+
+def _exact() -> Reward:
+    return lambda line, answer: float(answer.strip() == str(line["answer"]).strip())
+
+
+def _math() -> Reward:
+    """By math-verify, which understands LaTeX and numbers written in different ways."""
+    if importlib.util.find_spec("math_verify") is None:
+        problem = "'math' needs math-verify, which is not installed; pip install 'moetrain[rl]'"
+        raise ConfigError("rl.reward", problem)
+    from math_verify import parse, verify  # a second to import
+
+    def score(line: dict[str, Any], answer: str) -> float:
+        # Its own time limits take signals, which only the main thread has; the call has ours.
+        gold = parse(str(line["answer"]), parsing_timeout=None)
+        return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+    return score
+
+
+_SHIPPED: dict[str, Callable[[], Reward]] = {"exact": _exact, "math": _math}
+
+
+def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
+    """The function (or class) ``file.py:name``; importing runs the file.
+
+    Raises:
+        ConfigError: no such file or name; ``field`` and the ``others`` it may be are in the line.
+    """
+    file, _, key = name.rpartition(":")
+    path = Path(os.path.expanduser(file))
+    if not key or not path.is_file():
+        raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, key)
+    except Exception as error:  # noqa: BLE001 - whatever a user's file raises is one line
+        problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
+        raise ConfigError(field, problem) from error
+    if not callable(found):
+        raise ConfigError(field, f"{name!r} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        texts = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("rl.prompts", f"cannot read {str(path)!r}: {error}") from None
+    lines = []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("rl.prompts", f"{str(path)!r} line {number}: {error}") from None
+        is_good = isinstance(line, dict) and (
+            isinstance(line.get("prompt"), str) or isinstance(line.get("messages"), list)
+        )
+        if not is_good:
+            problem = f"{str(path)!r} line {number} has neither a prompt nor messages"
+            raise ConfigError("rl.prompts", problem)
+        lines.append(line)
+    if not lines:
+        raise ConfigError("rl.prompts", f"{str(path)!r} has no lines")
+    return lines
