@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from pydantic import PrivateAttr, ValidationError, field_validator
 
+from moetrain.config_rl import RlSection
 from moetrain.config_sections import (
     ActivationSection,
     CheckpointSection,
@@ -89,6 +90,8 @@ class Config(Section):
     """Activation memory."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Saving and resuming."""
+    rl: RlSection = RlSection()
+    """Reinforcement learning (python -m moetrain.rl)."""
     log: LogSection = LogSection()
     """Output while training."""
     launch: LaunchSection = LaunchSection()
@@ -219,6 +222,7 @@ class Config(Section):
                 raise ConfigError(
                     name, f"{shown!r} contradicts {other} {values[other]!r}; unset one"
                 )
+        self.rl.check()
         ep = self.parallel.ep
         how = self.moe.dispatcher
         if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
@@ -243,6 +247,10 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
+    ("rl.dual_clip", "rl.policy", {"clip"}),
+    ("rl.importance_how", "rl.ratio", {"current", "proximal"}),
+    ("rl.importance_how", "rl.importance", {"auto", "token", "sequence"}),
+    ("rl.importance_low", "rl.importance_how", {"mask"}),
 )
 
 

@@ -1,0 +1,125 @@
+"""The section ``rl``: what reinforcement learning optimises, and how its loop runs.
+
+A file of its own, as the other sections are about training of any kind. The formulas that the
+choices stand for are in :mod:`moetrain.rl.losses` and :mod:`moetrain.rl.advantages`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from moetrain.config_sections import Section
+from moetrain.config_sources import ConfigError
+
+PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
+
+# 1 - low and 1 + high bound the ratio. Clip: PPO's, with DAPO's higher upper one; GSPO's are of
+# means over a sequence; CISPO has no lower bound, and the upper one of ScaleRL.
+CLIP_RANGES: dict[PolicyName, tuple[float, float]] = {
+    "clip": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "reinforce": (1.0, 4.0),  # bounds nothing; what the clip share then counts
+}
+
+
+class RlSection(Section):
+    """Reinforcement learning: loss, advantages and loop."""
+
+    policy: PolicyName = "clip"
+    """The policy's loss. clip: PPO's and GRPO's clipped ratio, a token at a time; gspo: a ratio of
+    whole sequences; cispo: every token learns, with its ratio clipped as a weight; reinforce: log-
+    probability times advantage, no ratio."""
+    clip_low: float | None = Field(default=None, ge=0, le=1)
+    """Ratios below 1 - this are clipped; unset: 0.2 of clip, 3e-4 of gspo, 1 (none) of cispo."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Ratios above 1 + this are clipped; unset: 0.28 of clip, 4e-4 of gspo, 4 of cispo."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """clip alone: with a negative advantage the ratio counts for no more than this; unset: no
+    bound (3 is common)."""
+    ratio: Literal["current", "proximal", "rollout"] = "proximal"
+    """What probabilities are divided by. current: themselves, so the ratio is 1 (one update a
+    rollout); proximal: the trainer's own before the update (a forward pass more where generation's
+    bits differ from the trainer's); rollout: those that generation reported."""
+    importance: Literal["auto", "none", "token", "sequence"] = "auto"
+    """Weights proximal / rollout probability, where generation's differ from the trainer's. token:
+    each token's; sequence: the product over a sample; auto: token, or none with rl.ratio rollout,
+    whose ratio has them already."""
+    importance_how: Literal["truncate", "mask"] = "truncate"
+    """truncate: weights above rl.importance_high count as that; mask: what lies outside
+    [rl.importance_low, rl.importance_high] is not trained and leaves every denominator."""
+    importance_low: float = Field(default=0.0, ge=0)
+    """The smallest weight that mask keeps."""
+    importance_high: float = Field(default=2.0, gt=0)
+    """The largest weight."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the reference policy (the initial weights); 0: none."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Its estimator, of d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term of its own; reward: taken off each trajectory's reward, before advantages."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy, which is then maximised too."""
+    aggregation: Literal["token", "sequence", "fixed"] = "token"
+    """How tokens make a loss. token: mean over all of the global batch; sequence: mean over samples
+    of the mean over each one's tokens; fixed: sum over tokens / (samples x rl.max_tokens), which
+    favours no length (Dr. GRPO)."""
+    advantage: AdvantageName = "dr_grpo"
+    """A reward's advantage over its group. dr_grpo: over the mean; grpo: that over the standard
+    deviation; rloo: over the mean of the others; reinforce_pp: over the mean, then normalised over
+    the global batch."""
+    overlong: Literal["keep", "mask", "drop"] = "keep"
+    """Trajectories that reached rl.max_tokens before their end. mask: they count for their group's
+    advantages and are not trained; drop: neither. Failed ones are always dropped."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of sampling, and of the probabilities that are trained."""
+    max_tokens: int = Field(default=64, gt=0)
+    """Tokens that the policy may write in one trajectory."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The least and the largest ratio that is not clipped."""
+        low, high = CLIP_RANGES[self.policy]
+        low = low if self.clip_low is None else self.clip_low
+        return 1 - low, 1 + (high if self.clip_high is None else self.clip_high)
+
+    @property
+    def importance_of(self) -> Literal["none", "token", "sequence"]:
+        """What ``importance`` means with ``ratio``."""
+        if self.importance == "auto":
+            return "none" if self.ratio == "rollout" else "token"
+        return self.importance
+
+    def check(self) -> None:
+        """What contradicts within the section.
+
+        Raises:
+            ConfigError: two settings exclude each other.
+        """
+        if self.policy == "reinforce" and (self.clip_low, self.clip_high) != (None, None):
+            name = "clip_high" if self.clip_low is None else "clip_low"
+            raise ConfigError(
+                f"rl.{name}",
+                f"{getattr(self, name)} contradicts rl.policy 'reinforce', which has no ratio to "
+                "clip; unset one",
+            )
+        if self.ratio == "rollout" and self.importance_of != "none":
+            raise ConfigError(
+                "rl.importance",
+                f"{self.importance!r} contradicts rl.ratio 'rollout', which has these weights in "
+                "it already; use none or auto, or another rl.ratio",
+            )
+        if self.importance_low >= self.importance_high:
+            raise ConfigError(
+                "rl.importance_low",
+                f"{self.importance_low} is not below rl.importance_high {self.importance_high}",
+            )
+        if self.kl_coef and self.kl == "k1" and self.kl_in == "loss":
+            raise ConfigError(
+                "rl.kl",
+                "'k1' contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, "
+                "or rl.kl_in reward",
+            )

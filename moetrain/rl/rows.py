@@ -1,0 +1,265 @@
+"""Samples to rows and back: what one micro-batch of reinforcement learning is.
+
+Samples are fitted into rows uncut (:func:`moetrain.data.whole.best_fit`); the rest of a row is
+padding. Position t of a sample reads token t and predicts token t + 1, so everything that is known
+of a token lies one position before it, and the last token takes no room: a sample of n tokens has
+n - 1 positions, the very ones that generation has read.
+
+    samples   a0 a1 A2 A3 | b0 B1 B2      capitals: chosen by the policy      rows of 6
+    tokens    a0 a1 a2 b0 b1  0           positions 0 1 2 0 1 2
+    targets    . a2 a3 b1 b2  .           logprobs, advantages: of the targets
+
+What has no target is not trained: prompts, an environment's words, pads, and what
+:func:`moetrain.rl.importance.corrected` masks. There is no other mask.
+
+Left out on purpose: cutting a sample that is longer than a row.
+Legend: B rows, S tokens of a row, n tokens of a sample, N samples, L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.data.whole import best_fit
+from moetrain.models import Inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One trajectory that is trained: a prompt and all that followed, n tokens, two at least.
+
+    Raises:
+        ValueError: arrays of other lengths, or too few tokens.
+    """
+
+    tokens: np.ndarray
+    """int64 [n]."""
+    is_action: np.ndarray
+    """bool [n]: chosen by the policy, and trained; the first token cannot be."""
+    logprobs: np.ndarray
+    """fp32 [n]: of each token when it was chosen, at the sampling temperature; 0 elsewhere."""
+    versions: np.ndarray
+    """int64 [n]: the weights that chose each token, -1 where the policy did not."""
+    advantage: float | np.ndarray
+    """Of all actions, or fp32 [n]: of each."""
+    group: int
+    """Samples of one prompt have one."""
+    routes: np.ndarray | None = None
+    """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if n < 2:
+            raise ValueError(f"Sample: {n} tokens; it takes two, of which one predicts the other")
+        for name in ("is_action", "logprobs", "versions"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"Sample: {len(getattr(self, name))} {name} of {n} tokens")
+        if self.is_action[0]:
+            raise ValueError("Sample: the first token is an action, and nothing predicts it")
+        if np.ndim(self.advantage) and len(np.asarray(self.advantage)) != n:
+            raise ValueError(f"Sample: {len(np.asarray(self.advantage))} advantages of {n} tokens")
+        if self.routes is not None and len(self.routes) != n - 1:
+            raise ValueError(f"Sample: routes of {len(self.routes)} tokens; {n - 1} were read")
+
+
+class Place(NamedTuple):
+    """Where a sample lies."""
+
+    sample: int
+    """Its index among those that were packed."""
+    start: int
+    """Its first position among the batch's B * S."""
+    length: int
+    """Positions, n - 1."""
+
+
+class RolloutBatch(NamedTuple):
+    """One micro-batch of packed samples, made on the CPU; a :class:`moetrain.loss.MicroBatch`.
+
+    Per-position tensors but the first and third are of the token that the position predicts.
+    """
+
+    tokens_BS: torch.Tensor
+    """int64."""
+    targets_BS: torch.Tensor
+    """int64, the next token where it is an action that is trained, else IGNORE_INDEX."""
+    positions_BS: torch.Tensor
+    """int64, from 0 in each sample."""
+    cu_seqlens: torch.Tensor
+    """int32, from 0: each segment's end among the B * S positions. A segment is a sample and the
+    pads behind it, or a row of nothing but pads."""
+    is_pad_BS: torch.Tensor
+    """bool."""
+    logprobs_BS: torch.Tensor
+    """fp32, of the rollout; 0 where there is no target."""
+    advantages_BS: torch.Tensor
+    """fp32."""
+    versions_BS: torch.Tensor
+    """int64, of the weights that chose the target; -1: none did."""
+    places: tuple[Place, ...]
+    """Every sample in it, on the host."""
+    routes_BSLK: torch.Tensor | None = None
+    """int32, the experts of each *input* token in the rollout, -1 where unknown; None: no sample
+    has them."""
+    proximal_BS: torch.Tensor | None = None
+    """fp32, log-probabilities under the trainer's weights at the start of the update."""
+    reference_BS: torch.Tensor | None = None
+    """fp32, log-probabilities under the reference policy, for the KL."""
+    weights_BS: torch.Tensor | None = None
+    """fp32, importance weights, 0 where they have masked a token; None: ones."""
+
+    def to(self, device: torch.device) -> RolloutBatch:
+        """The batch on ``device``, without waiting for the copy."""
+        tensors = {k: v for k, v in self._asdict().items() if isinstance(v, torch.Tensor)}
+        if device.type == "cuda":
+            tensors = {k: v.pin_memory() for k, v in tensors.items()}
+        return self._replace(**{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the model sees of it."""
+        return Inputs(self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are no pads. Waits for the device, once the batch is there."""
+        return self.is_pad_BS.numel() - int(self.is_pad_BS.sum())
+
+    @property
+    def segments_BS(self) -> torch.Tensor:
+        """int64: which segment each position is in; there are ``cu_seqlens.numel() - 1``."""
+        flat = torch.arange(self.tokens_BS.numel(), device=self.tokens_BS.device)
+        ends = self.cu_seqlens[1:].long()
+        return torch.searchsorted(ends, flat, right=True).view_as(self.tokens_BS)
+
+
+def pack(
+    samples: Sequence[Sample], seq_len: int, micro_batch_size: int, *, least: int = 1
+) -> list[RolloutBatch]:
+    """Micro-batches of ``micro_batch_size`` rows of ``seq_len`` that hold every sample once.
+
+    Args:
+        least: at least so many, the last of them empty where there is no more. All ranks of an
+            engine's call need as many: those of the one that has most.
+
+    Raises:
+        ValueError: a sample is longer than a row and the token that it predicts last.
+    """
+    lengths_N = np.array([len(s.tokens) - 1 for s in samples], dtype=np.int64)
+    for i in np.flatnonzero(lengths_N > seq_len):
+        raise ValueError(
+            f"pack: sample {i} has {lengths_N[i] + 1} tokens, and a row of {seq_len} takes "
+            f"{seq_len + 1}"
+        )
+    rows_N = best_fit(lengths_N, seq_len)
+    num_rows = max(rows_N.max(initial=-1) + 1, least * micro_batch_size)
+    members = [np.flatnonzero(rows_N == row).tolist() for row in range(num_rows)]
+    return [
+        _batch(samples, members[first : first + micro_batch_size], seq_len, micro_batch_size)
+        for first in range(0, num_rows, micro_batch_size)
+    ]
+
+
+def _batch(
+    samples: Sequence[Sample], members: Sequence[Sequence[int]], seq_len: int, num_rows: int
+) -> RolloutBatch:
+    size = num_rows * seq_len
+    tokens, targets = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
+    positions, is_pad = np.tile(np.arange(seq_len), num_rows), np.ones(size, bool)
+    logprobs, advantages = np.zeros((2, size), np.float32)
+    versions = np.full(size, -1)
+    known = [s.routes for row in members for s in map(samples.__getitem__, row)]
+    shape = next((r.shape[1:] for r in known if r is not None), None)
+    routes = None if shape is None else np.full((size, *shape), -1, np.int32)
+    places, ends = [], []
+    for row in range(num_rows):
+        at = row * seq_len
+        for i in members[row] if row < len(members) else ():
+            sample, start = samples[i], at
+            length = len(sample.tokens) - 1
+            at += length
+            here, acts = slice(start, at), np.asarray(sample.is_action[1:])
+            tokens[here] = sample.tokens[:-1]
+            targets[here] = np.where(acts, sample.tokens[1:], IGNORE_INDEX)
+            logprobs[here] = np.where(acts, sample.logprobs[1:], 0)
+            advantages[here] = np.broadcast_to(sample.advantage, length + 1)[1:]
+            versions[here] = sample.versions[1:]
+            positions[start : (row + 1) * seq_len] = np.arange((row + 1) * seq_len - start)
+            is_pad[here] = False
+            if routes is not None and sample.routes is not None:
+                routes[here] = sample.routes
+            places.append(Place(i, start, length))
+            ends.append(at)
+        # The row's pads belong to its last sample, if there is one.
+        ends[len(ends) - bool(at % seq_len and at > row * seq_len) :] = [(row + 1) * seq_len]
+    shaped = (tokens, targets, positions, is_pad, logprobs, advantages, versions)
+    rows = [torch.from_numpy(x).view(num_rows, seq_len) for x in shaped]
+    tokens_BS, targets_BS, positions_BS, is_pad_BS, *rest = rows
+    return RolloutBatch(
+        tokens_BS,
+        targets_BS,
+        positions_BS,
+        torch.tensor([0, *ends], dtype=torch.int32),
+        is_pad_BS,
+        *rest,
+        places=tuple(places),
+        routes_BSLK=None
+        if routes is None
+        else torch.from_numpy(routes).unflatten(0, (num_rows, seq_len)),
+    )
+
+
+def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each sample's part of per-position ``results`` [B, S], in the order of the samples.
+
+    Of each [n]: a value for every token, as its predicting position has it, and 0 for the first.
+
+    Args:
+        batches: all that :func:`pack` gave for the samples.
+    """
+    found = {}
+    for batch, result_BS in zip(batches, results, strict=True):
+        flat = result_BS.flatten()
+        for sample, start, length in batch.places:
+            found[sample] = torch.cat([flat.new_zeros(1), flat[start : start + length]])
+    return [found[i] for i in range(len(found))]
+
+
+def from_padded(
+    is_real_BS: torch.Tensor,
+    *,
+    tokens_BS: torch.Tensor,
+    is_action_BS: torch.Tensor,
+    logprobs_BS: torch.Tensor,
+    advantages_BS: torch.Tensor,
+    versions_BS: torch.Tensor | None = None,
+    groups: Sequence[int] | None = None,
+) -> list[Sample]:
+    """The samples of sequences that are padded on the left, on the right or anywhere.
+
+    Args:
+        is_real_BS: bool, what is no padding (an "attention mask"); the other per-token tensors are
+            [B, S] too, of each token itself.
+        versions_BS: None: 0 for every action.
+        groups: None: each sequence is its own.
+    """
+    if versions_BS is None:
+        versions_BS = torch.where(is_action_BS, 0, -1)
+    fields = (tokens_BS, is_action_BS, logprobs_BS, versions_BS, advantages_BS)
+    return [
+        Sample(*(x_BS[b, is_real_S].numpy() for x_BS in fields), b if groups is None else groups[b])
+        for b, is_real_S in enumerate(is_real_BS)
+    ]
+
+
+def to_padded(results: Sequence[torch.Tensor], is_real_BS: torch.Tensor) -> torch.Tensor:
+    """Per-token ``results`` of :func:`from_padded`'s samples, [B, S] where they came from."""
+    padded_BS = results[0].new_zeros(is_real_BS.shape)
+    padded_BS[is_real_BS] = torch.cat(list(results))
+    return padded_BS
