@@ -138,7 +138,7 @@ class Generator:
         """Serve ``requests`` and what is being served besides; each completion as it goes on."""
         for request in requests:
             self.submit(request)
-        while self._goes_on(self.is_busy and not self.paused):
+        while self.goes_on(self.is_busy and not self.paused):
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -158,11 +158,11 @@ class Generator:
         if self.paused:
             raise RuntimeError("the generator is paused: generate() would never end")
         served = [sequence.completion for sequences in mine for sequence in sequences]
-        while self._goes_on(any(completion.finish_reason is None for completion in served)):
+        while self.goes_on(any(completion.finish_reason is None for completion in served)):
             self.step()
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
-    def _goes_on(self, is_busy: bool) -> bool:
+    def goes_on(self, is_busy: bool) -> bool:
         """Whether another step must be taken, for this rank or for one that shares experts."""
         if self.experts is None:
             return is_busy
