@@ -14,7 +14,7 @@ from moetrain.config_sections import Section
 from moetrain.config_sources import ConfigError
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
+AdvantageName = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 # 1 - low and 1 + high bound the ratio. Clip: PPO's, with DAPO's higher upper one; GSPO's are of
 # means over a sequence; CISPO has no lower bound, and the upper one of ScaleRL.
@@ -69,8 +69,8 @@ class RlSection(Section):
     favours no length (Dr. GRPO)."""
     advantage: AdvantageName = "dr_grpo"
     """A reward's advantage over its group. dr_grpo: over the mean; grpo: that over the standard
-    deviation; rloo: over the mean of the others; reinforce_pp: over the mean, then normalised over
-    the global batch."""
+    deviation; rloo: over the mean of the others; reinforce_pp: normalised over the global batch,
+    whatever the group; reinforce_pp_baseline: over the group's mean, and then that."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
     """Trajectories that reached rl.max_tokens before their end. mask: they count for their group's
     advantages and are not trained; drop: neither. Failed ones are always dropped."""

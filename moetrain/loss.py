@@ -124,8 +124,8 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
-class Pretraining(CrossEntropy):
-    """:class:`CrossEntropy`, and the routers' auxiliary losses with these coefficients."""
+class RouterLosses:
+    """The routers' auxiliary losses, beside whatever else an objective is about."""
 
     load_balancing: float
     router_z: float
@@ -143,14 +143,9 @@ class Pretraining(CrossEntropy):
     def balances(self) -> bool:
         return self.load_balancing > 0
 
-    def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
-        return {**super().sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
-
-    def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
-    ) -> dict[str, Term]:
-        terms = super().terms(model, outputs, batch, sizes)
-        routing, load = outputs.routing, outputs.load
+    def router_terms(self, outputs: Outputs, num_tokens: torch.Tensor) -> dict[str, Term]:
+        """Those that are on; ``num_tokens`` of the global batch are no pads (0-d)."""
+        terms, routing, load = {}, outputs.routing, outputs.load
         if routing is None:
             return terms
         if load is not None:
@@ -158,12 +153,25 @@ class Pretraining(CrossEntropy):
                 load.counts_LE, routing.prob_sum_LE, load.num_tokens, pooled=self.is_pooled
             )
             # Of a part of the global batch: weighted by its share of the tokens.
-            share = load.num_tokens / sizes["tokens"]
+            share = load.num_tokens / num_tokens
             terms["load_balancing"] = Term(share * balance, self.load_balancing)
         if self.router_z > 0:
-            z = router_z_loss(routing.z_sum_L, sizes["tokens"])
+            z = router_z_loss(routing.z_sum_L, num_tokens)
             terms["router_z"] = Term(z, self.router_z)
         return terms
+
+
+class Pretraining(RouterLosses, CrossEntropy):
+    """:class:`CrossEntropy`, and the routers' auxiliary losses with these coefficients."""
+
+    def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
+        return {**super().sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+
+    def terms(
+        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
+    ) -> dict[str, Term]:
+        terms = super().terms(model, outputs, batch, sizes)
+        return terms | self.router_terms(outputs, sizes["tokens"])
 
 
 def routing_losses(routing: RoutingStats, *, pooled: bool) -> dict[str, float]:

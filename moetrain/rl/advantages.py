@@ -1,12 +1,35 @@
-"""Rewards to advantages, group by group; who is left out, and why."""
+"""Rewards to advantages, group by group; who is left out, and why.
+
+Who failed, or was cut off where that counts as such, is out before anything is averaged: no other
+trajectory's advantage knows of it. Then, of a group's rewards R (n of them):
+
+    dr_grpo                A = R - mean(R)                          arXiv 2503.20783
+    grpo                   A = (R - mean(R)) / std(R)               arXiv 2402.03300
+    rloo                   A = R - mean(the others')                arXiv 2402.14740
+    reinforce_pp_baseline  a = R - mean(R), then over the batch     arXiv 2501.03262
+    reinforce_pp           a = R, then over the batch: A = (a - mean(a)) / std(a)
+
+with standard deviations of n - 1. All but the last learn by comparing within a group: a group
+whose rewards are equal, and one with a single member left, are not trained at all, and so are in no
+denominator either. Means over the batch are over what is trained.
+
+Left out on purpose: who is asked again in their place (the loop's business).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moetrain.config_rl import RlSection
+import numpy as np
+
+from moetrain.config_rl import AdvantageName, RlSection
+
+EQUAL = 1e-9
+"""Relative difference below which rewards are the same: sums of the same parts in another order
+differ by 1e-16 or so, and a division by their standard deviation would make 1 of that."""
 
 
 class Outcome(NamedTuple):
@@ -29,12 +52,81 @@ class Advantages(NamedTuple):
     values: list[float | None]
     """None: this trajectory is not trained."""
     left_out: Counter[str]
-    """How many trajectories are not trained, by reason: a fault, ``overlong``, ``not_finite``,
-    ``no_variance`` (all of the group's rewards are equal) or ``alone``."""
+    """How many trajectories are not trained, by reason: a fault, ``overlong``, ``not_finite``
+    (rewards), ``no_variance`` (all of the group's rewards are equal), ``alone`` in its group."""
     spread: float
-    """Standard deviation of the advantages that are trained."""
+    """Standard deviation of the advantages that are trained; 0: there are not two."""
+
+
+class Baseline(NamedTuple):
+    """One line of the module's table."""
+
+    of_group: Callable[[np.ndarray], np.ndarray] | None
+    """None: groups have no part in it."""
+    over_batch: bool = False
+
+
+BASELINES: dict[AdvantageName, Baseline] = {
+    "dr_grpo": Baseline(lambda r: r - r.mean()),
+    "grpo": Baseline(lambda r: (r - r.mean()) / r.std(ddof=1)),
+    "rloo": Baseline(lambda r: r - (r.sum() - r) / (len(r) - 1)),
+    "reinforce_pp_baseline": Baseline(lambda r: r - r.mean(), over_batch=True),
+    "reinforce_pp": Baseline(None, over_batch=True),
+}
 
 
 def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
-    """Of every outcome of the *global* batch, all ranks' together."""
-    raise NotImplementedError
+    """Of every outcome of the *global* batch, all ranks' together, under ``settings``."""
+    penalty = settings.kl_coef if settings.kl_in == "reward" else 0.0
+    rewards = np.array([o.reward - penalty * o.kl for o in outcomes], dtype=np.float64)
+    reasons = [_fault(o, settings) for o in outcomes]
+    values, baseline = rewards.copy(), BASELINES[settings.advantage]
+    if baseline.of_group is not None:
+        for members in _groups(outcomes, reasons):
+            reason = _nothing_to_learn(rewards[members])
+            if reason is None:
+                values[members] = baseline.of_group(rewards[members])
+            for i in members:
+                reasons[i] = reason
+    if settings.overlong == "mask":
+        for i, outcome in enumerate(outcomes):
+            if outcome.is_overlong and reasons[i] is None:
+                reasons[i] = "overlong"
+    trained = np.flatnonzero([reason is None for reason in reasons])
+    if baseline.over_batch and len(trained):
+        centred = values[trained] - values[trained].mean()
+        values[trained] = centred / (_spread(values[trained]) or 1.0)
+    return Advantages(
+        [float(v) if r is None else None for v, r in zip(values, reasons, strict=True)],
+        Counter(reason for reason in reasons if reason is not None),
+        _spread(values[trained]),
+    )
+
+
+def _fault(outcome: Outcome, settings: RlSection) -> str | None:
+    """Why this one has no part in its group, if so."""
+    if outcome.fault is not None:
+        return outcome.fault
+    if not (math.isfinite(outcome.reward) and math.isfinite(outcome.kl)):
+        return "not_finite"
+    return "overlong" if outcome.is_overlong and settings.overlong == "drop" else None
+
+
+def _groups(outcomes: Sequence[Outcome], reasons: Sequence[str | None]) -> list[list[int]]:
+    """The members of each group that have no fault."""
+    groups: dict[int, list[int]] = {}
+    for i, (outcome, reason) in enumerate(zip(outcomes, reasons, strict=True)):
+        if reason is None:
+            groups.setdefault(outcome.group, []).append(i)
+    return list(groups.values())
+
+
+def _nothing_to_learn(rewards: np.ndarray) -> str | None:
+    if len(rewards) == 1:
+        return "alone"
+    is_flat = np.ptp(rewards) <= EQUAL * np.abs(rewards).max()
+    return "no_variance" if is_flat else None
+
+
+def _spread(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

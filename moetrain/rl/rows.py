@@ -6,7 +6,7 @@ of a token lies one position before it, and the last token takes no room: a samp
 n - 1 positions, the very ones that generation has read.
 
     samples   a0 a1 A2 A3 | b0 B1 B2      capitals: chosen by the policy      rows of 6
-    tokens    a0 a1 a2 b0 b1  0           positions 0 1 2 0 1 2
+    tokens    a0 a1 a2 b0 b1  0           positions 0 1 2 0 1 0
     targets    . a2 a3 b1 b2  .           logprobs, advantages: of the targets
 
 What has no target is not trained: prompts, an environment's words, pads, and what
@@ -90,10 +90,10 @@ class RolloutBatch(NamedTuple):
     targets_BS: torch.Tensor
     """int64, the next token where it is an action that is trained, else IGNORE_INDEX."""
     positions_BS: torch.Tensor
-    """int64, from 0 in each sample."""
+    """int64, from 0 in each segment."""
     cu_seqlens: torch.Tensor
-    """int32, from 0: each segment's end among the B * S positions. A segment is a sample and the
-    pads behind it, or a row of nothing but pads."""
+    """int32, from 0: each segment's end among the B * S positions. A segment is a sample, or the
+    pads at a row's end."""
     is_pad_BS: torch.Tensor
     """bool."""
     logprobs_BS: torch.Tensor
@@ -108,7 +108,8 @@ class RolloutBatch(NamedTuple):
     """int32, the experts of each *input* token in the rollout, -1 where unknown; None: no sample
     has them."""
     proximal_BS: torch.Tensor | None = None
-    """fp32, log-probabilities under the trainer's weights at the start of the update."""
+    """fp32, log-probabilities under the trainer's weights at the start of the update; None: those
+    of the rollout are that, bit for bit."""
     reference_BS: torch.Tensor | None = None
     """fp32, log-probabilities under the reference policy, for the KL."""
     weights_BS: torch.Tensor | None = None
@@ -131,12 +132,20 @@ class RolloutBatch(NamedTuple):
         """Tokens that are no pads. Waits for the device, once the batch is there."""
         return self.is_pad_BS.numel() - int(self.is_pad_BS.sum())
 
-    @property
-    def segments_BS(self) -> torch.Tensor:
-        """int64: which segment each position is in; there are ``cu_seqlens.numel() - 1``."""
-        flat = torch.arange(self.tokens_BS.numel(), device=self.tokens_BS.device)
-        ends = self.cu_seqlens[1:].long()
-        return torch.searchsorted(ends, flat, right=True).view_as(self.tokens_BS)
+    def sums_over_samples(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S]: at each position, the sum of ``x_BS`` over the segment it is in."""
+        segments_T, x_T = self._segments(), x_BS.flatten()
+        sums_N = x_T.new_zeros(self.cu_seqlens.numel() - 1).index_add(0, segments_T, x_T)
+        return sums_N[segments_T].view_as(x_BS)
+
+    def num_trained_samples(self) -> int:
+        """Samples with a target at least. Waits for the device, once the batch is there."""
+        return self._segments()[self.targets_BS.flatten() != IGNORE_INDEX].unique().numel()
+
+    def _segments(self) -> torch.Tensor:
+        """int64 [B * S]: which segment each position is in."""
+        flat_T = torch.arange(self.tokens_BS.numel(), device=self.tokens_BS.device)
+        return torch.searchsorted(self.cu_seqlens[1:].long(), flat_T, right=True)
 
 
 def pack(
@@ -158,61 +167,64 @@ def pack(
             f"{seq_len + 1}"
         )
     rows_N = best_fit(lengths_N, seq_len)
-    num_rows = max(rows_N.max(initial=-1) + 1, least * micro_batch_size)
+    fewest = -(-(rows_N.max(initial=-1) + 1) // micro_batch_size)
+    num_rows = max(fewest, least) * micro_batch_size
     members = [np.flatnonzero(rows_N == row).tolist() for row in range(num_rows)]
     return [
-        _batch(samples, members[first : first + micro_batch_size], seq_len, micro_batch_size)
+        _batch(samples, members[first : first + micro_batch_size], seq_len)
         for first in range(0, num_rows, micro_batch_size)
     ]
 
 
 def _batch(
-    samples: Sequence[Sample], members: Sequence[Sequence[int]], seq_len: int, num_rows: int
+    samples: Sequence[Sample], members: Sequence[Sequence[int]], seq_len: int
 ) -> RolloutBatch:
-    size = num_rows * seq_len
-    tokens, targets = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-    positions, is_pad = np.tile(np.arange(seq_len), num_rows), np.ones(size, bool)
-    logprobs, advantages = np.zeros((2, size), np.float32)
-    versions = np.full(size, -1)
-    known = [s.routes for row in members for s in map(samples.__getitem__, row)]
-    shape = next((r.shape[1:] for r in known if r is not None), None)
-    routes = None if shape is None else np.full((size, *shape), -1, np.int32)
-    places, ends = [], []
-    for row in range(num_rows):
+    """The rows of which ``members`` names each one's samples."""
+    size = len(members) * seq_len
+    places, ends = [], [0]
+    for row, indices in enumerate(members):
         at = row * seq_len
-        for i in members[row] if row < len(members) else ():
-            sample, start = samples[i], at
-            length = len(sample.tokens) - 1
-            at += length
-            here, acts = slice(start, at), np.asarray(sample.is_action[1:])
-            tokens[here] = sample.tokens[:-1]
-            targets[here] = np.where(acts, sample.tokens[1:], IGNORE_INDEX)
-            logprobs[here] = np.where(acts, sample.logprobs[1:], 0)
-            advantages[here] = np.broadcast_to(sample.advantage, length + 1)[1:]
-            versions[here] = sample.versions[1:]
-            positions[start : (row + 1) * seq_len] = np.arange((row + 1) * seq_len - start)
-            is_pad[here] = False
-            if routes is not None and sample.routes is not None:
-                routes[here] = sample.routes
-            places.append(Place(i, start, length))
+        for i in indices:
+            places.append(Place(i, at, len(samples[i].tokens) - 1))
+            at += places[-1].length
             ends.append(at)
-        # The row's pads belong to its last sample, if there is one.
-        ends[len(ends) - bool(at % seq_len and at > row * seq_len) :] = [(row + 1) * seq_len]
-    shaped = (tokens, targets, positions, is_pad, logprobs, advantages, versions)
-    rows = [torch.from_numpy(x).view(num_rows, seq_len) for x in shaped]
-    tokens_BS, targets_BS, positions_BS, is_pad_BS, *rest = rows
-    return RolloutBatch(
-        tokens_BS,
-        targets_BS,
-        positions_BS,
-        torch.tensor([0, *ends], dtype=torch.int32),
-        is_pad_BS,
-        *rest,
-        places=tuple(places),
-        routes_BSLK=None
-        if routes is None
-        else torch.from_numpy(routes).unflatten(0, (num_rows, seq_len)),
-    )
+        if at < (row + 1) * seq_len:
+            ends.append((row + 1) * seq_len)
+    routes = (samples[place.sample].routes for place in places)
+    route_shape = next((r.shape[1:] for r in routes if r is not None), None)
+    rows: dict[str, np.ndarray | None] = {
+        "tokens_BS": np.zeros(size, np.int64),
+        "targets_BS": np.full(size, IGNORE_INDEX),
+        "positions_BS": np.arange(size) - np.repeat(ends[:-1], np.diff(ends)),
+        "is_pad_BS": np.ones(size, bool),
+        "logprobs_BS": np.zeros(size, np.float32),
+        "advantages_BS": np.zeros(size, np.float32),
+        "versions_BS": np.full(size, -1),
+        "routes_BSLK": None if route_shape is None else np.full((size, *route_shape), -1, np.int32),
+    }
+    for i, start, length in places:
+        for name, values in _fields(samples[i]).items():
+            row_values = rows[name]
+            if row_values is not None and values is not None:
+                row_values[start : start + length] = values
+    shape = len(members), seq_len
+    tensors = {k: torch.from_numpy(v).unflatten(0, shape) for k, v in rows.items() if v is not None}
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    return RolloutBatch(**tensors, cu_seqlens=cu_seqlens, places=tuple(places))
+
+
+def _fields(sample: Sample) -> dict[str, np.ndarray | bool | None]:
+    """What a batch has of each of its positions, [n - 1] or one for all."""
+    acts = sample.is_action[1:]
+    return {
+        "tokens_BS": sample.tokens[:-1],
+        "targets_BS": np.where(acts, sample.tokens[1:], IGNORE_INDEX),
+        "is_pad_BS": False,
+        "logprobs_BS": np.where(acts, sample.logprobs[1:], 0),
+        "advantages_BS": np.broadcast_to(sample.advantage, len(sample.tokens))[1:],
+        "versions_BS": sample.versions[1:],
+        "routes_BSLK": sample.routes,
+    }
 
 
 def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -251,10 +263,16 @@ def from_padded(
     """
     if versions_BS is None:
         versions_BS = torch.where(is_action_BS, 0, -1)
-    fields = (tokens_BS, is_action_BS, logprobs_BS, versions_BS, advantages_BS)
     return [
-        Sample(*(x_BS[b, is_real_S].numpy() for x_BS in fields), b if groups is None else groups[b])
-        for b, is_real_S in enumerate(is_real_BS)
+        Sample(
+            tokens=tokens_BS[b, real_S].numpy(),
+            is_action=is_action_BS[b, real_S].numpy(),
+            logprobs=logprobs_BS[b, real_S].numpy(),
+            versions=versions_BS[b, real_S].numpy(),
+            advantage=advantages_BS[b, real_S].numpy(),
+            group=b if groups is None else groups[b],
+        )
+        for b, real_S in enumerate(is_real_BS)
     ]
 
 

@@ -1,4 +1,14 @@
-"""Log-probability and entropy of every target, never holding [T, V] where kernels are fast."""
+"""Log-probability and entropy of every target: what every loss here is made of.
+
+    logits = h @ w^T / temperature      logprob = logits[target] - lse      entropy = lse - mean
+
+with mean = sum(p * logits), over vocabulary chunks and vocabulary shards as
+:mod:`moetrain.kernels.linear_cross_entropy` and :mod:`moetrain.parallel.vocab_parallel` do it.
+
+Left out on purpose: log-probabilities among the tokens that a top-k or top-p filter left. They need
+the logits of every kept token again; where filters are on, the whole distribution's are trained.
+Legend: B batch, S sequence, T tokens, D model width, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from moetrain.engine import Engine
+from moetrain.models import Transformer
 from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 from moetrain.rl.rows import RolloutBatch
 
@@ -31,8 +42,15 @@ def token_stats(
     temperature: float = 1.0,
     vocabulary: Vocabulary = _WHOLE,
 ) -> TokenStats:
-    """Of ``targets_T`` (int64, IGNORE_INDEX: none) under ``softmax(h @ head^T / temperature)``."""
-    raise NotImplementedError
+    """Of ``targets_T`` (int64, IGNORE_INDEX: none) under ``softmax(h @ head^T / temperature)``.
+
+    Args:
+        hidden_TD: as ``Transformer.backbone`` gives it; differentiable, as ``head_VD``.
+        vocabulary: ``model.vocabulary`` where ``head_VD`` is spread over tensor parallel ranks:
+            collective, and the same results on all of them.
+    """
+    losses = vocabulary.token_losses(hidden_TD, head_VD, targets_T, temperature=temperature)
+    return TokenStats(-losses.loss_T, losses.entropy_T)
 
 
 def score(
@@ -43,4 +61,28 @@ def score(
     The bits are those that ``Engine.forward_backward`` makes of the same batches. Collective, and
     without gradients. Waits for the device, once.
     """
-    raise NotImplementedError
+    found: dict[int, TokenStats] = {}
+
+    def forward(number: int) -> torch.Tensor:
+        batch, model = batches[number].to(engine.world.device), engine.model
+        hidden_BSD, _ = model.backbone(*batch.inputs)
+        found[number] = batch_stats(model, hidden_BSD, batch, temperature)
+        return hidden_BSD
+
+    with engine.work(), torch.no_grad(), engine.exact_sizes():
+        engine.schedule(range(len(batches)), forward, lambda _: None)
+    return [TokenStats(*(x_BS.cpu() for x_BS in found[i])) for i in range(len(batches))]
+
+
+def batch_stats(
+    model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
+) -> TokenStats:
+    """:func:`token_stats` [B, S] of the batch's targets, from what the backbone made of it."""
+    stats = token_stats(
+        hidden_BSD.flatten(0, 1),
+        model.head_weight,
+        batch.targets_BS.flatten(),
+        temperature=temperature,
+        vocabulary=model.vocabulary,
+    )
+    return TokenStats(*(x_T.view_as(batch.targets_BS) for x_T in stats))
