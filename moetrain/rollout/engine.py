@@ -218,6 +218,10 @@ class Generator:
             missing.discard(name)
         if missing:
             raise ValueError(f"update_weights: not given: {', '.join(sorted(missing)[:3])}")
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """What :meth:`update_weights` does beside copying; for who has copied them in place."""
         self.scheduler.preempt_all()
         self.pages.forget()
         self.version += 1

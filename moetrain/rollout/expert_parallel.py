@@ -18,15 +18,26 @@ from moetrain.models import Transformer, find_family
 from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.apply import set_dispatcher
-from moetrain.parallel.expert import ExpertParallelDispatcher
+from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.layout import chunk_of
 
 
 class ExpertParallel:
     """What a :class:`~moetrain.rollout.engine.Generator` must know of its part of the experts."""
 
-    def __init__(self, model: Transformer, group: dist.ProcessGroup, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        group: dist.ProcessGroup,
+        backend: Backend,
+        transport: Transport | None = None,
+    ) -> None:
         """Keeps of ``model``, which has all experts, those of this rank of ``group`` alone.
+
+        A model on meta has all of them at no cost: :func:`moetrain.rollout.weights.replica`.
+
+        Args:
+            transport: brings tokens to the ranks of ``group``; None: the all-to-all.
 
         Raises:
             ValueError: the ranks cannot share the experts equally.
@@ -34,7 +45,8 @@ class ExpertParallel:
         self.group = group
         plan = find_family(model.arch).plan(model.arch)
         styles, rules = part_styles(plan, model), parameter_rules(plan, model)
-        transport = AllToAll(model.arch.num_experts, group, backend)
+        if transport is None:
+            transport = AllToAll(model.arch.num_experts, group, backend)
         dispatcher = ExpertParallelDispatcher(model.arch.num_experts, transport, backend)
         set_dispatcher(model, styles, dispatcher)
         self._rows: dict[str, slice] = {}
