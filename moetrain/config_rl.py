@@ -79,6 +79,47 @@ class RlSection(Section):
     max_tokens: int = Field(default=64, gt=0)
     """Tokens that the policy may write in one trajectory."""
 
+    env: str = "sort"
+    """What is learned. yes_no_maybe, sort, arithmetic, calculator: made up as they are asked for;
+    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, called with what
+    moetrain.rl.envs.Prompts is and rl.env_args."""
+    env_args: str | None = None
+    """Arguments of the environment, as a JSON object: {"most": 6}."""
+    prompts: str | None = None
+    """jsonl file of rl.env jsonl: lines with prompt or messages, and what the reward needs."""
+    reward: str | None = None
+    """Reward of rl.env jsonl. exact: equal to the line's answer; math: the same value (math-verify);
+    or FILE.py:FUNCTION, called with the line and the text of the answer."""
+    chat: bool = False
+    """Give prompts as a user's turn, by the tokenizer's chat template."""
+    step_timeout: float = Field(default=60.0, gt=0)
+    """Seconds in which an environment must answer; else its trajectory is dropped."""
+    max_turns: int = Field(default=8, gt=0)
+    """Turns of the policy in one trajectory."""
+    group_size: int = Field(default=8, gt=0)
+    """Trajectories of one prompt. A step has train.global_batch_size trajectories for each of its
+    updates."""
+    updates_per_rollout: int = Field(default=1, gt=0)
+    """Optimizer steps in one step of the run, each on a part of its groups."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Steps by which generation may run ahead. 0: every trajectory is made by the weights that it
+    trains; s: prompts are begun s steps before theirs and go on over the updates between."""
+    resample: int = Field(default=0, ge=0)
+    """Rounds in which groups that teach nothing (rewards all equal) are replaced by further prompts
+    (dynamic sampling, arXiv 2503.14476)."""
+    supervised_steps: int = Field(default=0, ge=0)
+    """Of train.steps, the first ones, which learn the environment's demonstrations."""
+    supervised_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of these; unset: optim.lr."""
+    eval_tasks: int = Field(default=64, ge=0)
+    """Tasks held out, on which the policy is evaluated every train.eval_interval steps."""
+    eval_temperature: float = Field(default=0.0, ge=0)
+    """Of sampling in evaluations; 0: the likeliest token, always."""
+    max_sequences: int = Field(default=64, gt=0)
+    """Trajectories that one rank generates at once; others wait."""
+    cache_tokens: int | None = Field(default=None, gt=0)
+    """Tokens in one rank's key/value cache; unset: rl.max_sequences rows of data.seq_len."""
+
     @property
     def clip_range(self) -> tuple[float, float]:
         """The least and the largest ratio that is not clipped."""
@@ -122,4 +163,10 @@ class RlSection(Section):
                 "rl.kl",
                 "'k1' contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, "
                 "or rl.kl_in reward",
+            )
+        if self.group_size == 1 and self.advantage != "reinforce_pp":
+            raise ConfigError(
+                "rl.group_size",
+                f"1 contradicts rl.advantage {self.advantage!r}, which compares within a group; "
+                "use 2 or more, or reinforce_pp",
             )

@@ -179,14 +179,14 @@ class SilentLog(MetricsLog):
 
 
 def opening_lines(
-    config: Config, arch: Architecture, hardware: str, num_rows: int, step: int, total_steps: int
+    config: Config, arch: Architecture, hardware: str, trained_on: str, step: int, total_steps: int
 ) -> list[str]:
-    """What is about to run, on how many rows, from ``step`` on."""
+    """What is about to run, on what, from ``step`` on."""
     length = "train.steps" if config.train.epochs is None else "train.epochs"
     lines = [
         f"moetrain: {arch.family}, {arch.num_params():,} parameters "
         f"({arch.num_active_params():,} active a token) on {hardware}; "
-        f"{num_rows:,} rows of {config.data.seq_len} tokens; output in {config.output_dir}",
+        f"{trained_on}; output in {config.output_dir}",
         f"settings:\n{config.describe()}",
         f"{total_steps:,} steps, by {length}",
     ]
@@ -203,6 +203,10 @@ def _describe(row: Mapping[str, float | None]) -> str:
     forms = {
         "loss": ("loss", "{:.4f}"),
         "eval_loss": ("held-out loss", "{:.4f}"),
+        "reward": ("reward", "{:.3f}"),
+        "eval_reward": ("held-out reward", "{:.3f}"),
+        "eval_solved": ("solved", "{:.1%}"),
+        "entropy": ("entropy", "{:.3f}"),
         "grad_norm": ("norm", "{:.3f}"),
         "lr": ("lr", "{:.2e}"),
         "tokens_per_second_per_device": ("tok/s", "{:,.0f}"),
@@ -299,19 +303,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+LOSSES = (("loss", "training", ""), ("eval_loss", "held out", "o"))
+"""Curves: of what in the metrics, called what, with which marker."""
+
+
 def plot_losses(metrics: Path, picture: Path) -> None:
     """Draw the training and held-out curves of ``metrics`` (a metrics.jsonl) into a PNG."""
+    plot_curves(metrics, picture, LOSSES, "loss (nats a token)")
+
+
+def plot_curves(
+    metrics: Path, picture: Path, curves: Sequence[tuple[str, str, str]], unit: str
+) -> None:
+    """Draw ``curves``, as :data:`LOSSES` are, over the steps of ``metrics``."""
     from matplotlib.figure import Figure  # slow to import, needed once
 
     rows = read_metrics(metrics)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for name, label, marker in (("loss", "training", ""), ("eval_loss", "held out", "o")):
+    for name, label, marker in curves:
         points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a token)")
+    axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

@@ -24,8 +24,19 @@ from moetrain.run_folder import find_checkpoint
 logger = logging.getLogger("moetrain")
 
 
-def save_snapshot(engine: Engine, root: Path, progress: Mapping[str, Any], *, failed: bool) -> None:
-    """Write a checkpoint of ``engine`` and of the run's ``progress`` under ``root``. Collective.
+def save_snapshot(
+    engine: Engine,
+    root: Path,
+    progress: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    *,
+    failed: bool,
+) -> None:
+    """Write a checkpoint of ``engine`` and of the run's progress under ``root``. Collective.
+
+    Args:
+        progress: as JSON.
+        tensors: groups besides the engine's.
 
     Raises:
         RunFailed: it cannot be written.
@@ -34,7 +45,7 @@ def save_snapshot(engine: Engine, root: Path, progress: Mapping[str, Any], *, fa
     rng = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(device)
-    groups = {**engine.state(keep=writes), "rng": rng}
+    groups = {**engine.state(keep=writes), "rng": rng, **tensors}
     state = {
         **progress,
         "architecture": engine.arch.model_dump(mode="json"),

@@ -71,7 +71,7 @@ def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys
             "Input/output error: loss.png",
         ),
         (
-            "moetrain.trainer.MetricsLog.log",
+            "moetrain.metrics.MetricsLog.log",
             BrokenPipeError(errno.EPIPE, ""),
             "Broken pipe: in output_dir '",
         ),

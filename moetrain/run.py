@@ -1,0 +1,261 @@
+"""The frame of a run, whatever it trains: its folder, resuming, steps until the end, stopping.
+
+:class:`Run` is what :class:`moetrain.trainer.Trainer` and the loop of reinforcement learning have
+in common. Each says what a step is; when to evaluate, log, save and stop is said here. Inside a
+step nothing here waits for the device: skipped steps are counted on it and looked at one step late.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from moetrain.checkpoint import Checkpoint, checkpoint_name
+from moetrain.config import Config, RunFailed
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.engine import Engine
+from moetrain.memory import check_memory, device_capacity, estimate_memory
+from moetrain.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
+from moetrain.models import Architecture
+from moetrain.parallel.apply import compute_dtype
+from moetrain.parallel.world import join_world
+from moetrain.preflight import check_what_can_run, prepare
+from moetrain.run_control import (
+    BadSteps,
+    StepWatch,
+    garbage_collector_off,
+    make_deterministic,
+    stop_signals,
+)
+from moetrain.run_folder import CHECKPOINTS, claimed, set_aside, where_it_failed
+from moetrain.snapshot import find_snapshot, restore_snapshot, save_snapshot
+
+
+class Stepped(Protocol):
+    """What a run has to be told of a step."""
+
+    @property
+    def skipped(self) -> torch.Tensor:
+        """0-d bool, on the device, the same on every rank: it was not finite."""
+        ...
+
+
+S = TypeVar("S", bound=Stepped)
+
+
+class Run(ABC, Generic[S]):
+    """One training run. ``fit()`` is all there is to call."""
+
+    engine: Engine
+    total_steps: int
+
+    def __init__(self, config: Config) -> None:
+        config, arch = prepare(config)
+        self.config = config
+        self.world = join_world(config, arch)
+        self.device = self.world.device
+        check_what_can_run(config, arch, self.device)
+        memory = estimate_memory(config, arch, self.world.dims, compute_dtype(config, self.device))
+        check_memory(memory, config, device_capacity(self.device))
+        if config.train.deterministic:
+            make_deterministic()
+        self.folder = Path(config.output_dir)
+        self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
+        self.continues: Path | None = None
+        """The newest checkpoint on this run's way."""
+        self.watch = StepWatch(self.device, config.train.max_bad_steps)
+        self.routing_watch = RoutingWatch(arch.moe_layer_indices)
+        self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
+        with self.claim():
+            # Before anything slow.
+            found = find_snapshot(config, self.folder, arch, self.world)
+            self.build(arch)
+            self.model, self.optimizer = self.engine.model, self.engine.optimizer
+            if found is not None:
+                self.resume(found)
+            self.world.wait()  # until every rank has read what may be moved from now on
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Meanwhile this run alone writes its folder; a second one ends here."""
+        return claimed(self.folder) if self.world.is_main else nullcontext()
+
+    # ---- what a run is of ----------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self, arch: Architecture) -> None:
+        """Make :attr:`engine`, whatever it trains on, and say :attr:`total_steps`."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Hash of what it trains on."""
+
+    @property
+    @abstractmethod
+    def trained_on(self) -> str:
+        """What it trains on, for people."""
+
+    @abstractmethod
+    def train_step(self) -> S:
+        """One step; adds to :attr:`step` and :attr:`tokens`."""
+
+    @abstractmethod
+    def log_step(self, result: S) -> None:
+        """Log the step just done."""
+
+    @abstractmethod
+    def evaluate(self) -> None:
+        """Log what held-out data shows, unless it was done at this step."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """What a run leaves behind beside its checkpoint: an evaluation, plot, sample, ..."""
+
+    @abstractmethod
+    def progress(self) -> dict[str, Any]:
+        """Of a checkpoint's ``state.json``: ``sample_index``, and whatever else is JSON."""
+
+    def progress_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Groups of a checkpoint besides the engine's. Collective, after :meth:`progress`."""
+        return {}
+
+    @abstractmethod
+    def take_up(self, found: Checkpoint) -> None:
+        """Go on from the progress in ``found``; the engine has its state."""
+
+    # ---- the run -------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to ``train.steps``, or for ``train.epochs``.
+
+        Raises:
+            RunFailed: too many non-finite steps in a row (their checkpoint is marked, and not one
+                to go on from), or a checkpoint that cannot be written.
+            SystemExit: SIGTERM (143) or Ctrl-C (130) came, after a checkpoint.
+        """
+        with self.claim():
+            self.run()
+
+    def run(self) -> None:
+        """:meth:`fit`, in a folder of its own."""
+        config = self.config
+        if self.world.is_main:
+            set_aside(self.folder, self.continues, self.step)
+            self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
+        else:
+            self.log = SilentLog()
+        try:
+            if self.world.is_main:
+                self.announce()
+            with stop_signals() as stop, garbage_collector_off():
+                if self.step == 0 and config.train.eval_interval:
+                    self.evaluate()  # where the held-out curve starts
+                self.clock.start()
+                while self.step < self.total_steps and not self.watch.asked_to_stop:
+                    result = self.train_step()
+                    self.watch.update(result.skipped, self.count_stops(stop))
+                    if self.due(config.log.interval) or self.step in (1, self.total_steps):
+                        self.log_step(result)
+                    if self.due(config.train.eval_interval):
+                        self.evaluate()
+                    if self.due(config.checkpoint.interval):
+                        self.save_if_good()
+                    if self.due(config.train.gc_interval):
+                        gc.collect()
+                self.watch.check_end()
+                if config.checkpoint.at_end:
+                    self.save()  # before all that takes time, and while a stop signal can wait
+                if self.count_stops(stop).item() > 0:
+                    self.save()
+                    number = stop[0] if stop else signal.SIGTERM  # another rank's
+                    self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
+                    self.world.leave()
+                    raise SystemExit(128 + number)
+            self.log.end_progress()
+            self.finish()
+            self.world.leave()
+        except BadSteps as failure:
+            raise RunFailed(f"{failure}; {self.save_failed()}") from None
+        finally:
+            self.log.close()
+
+    def count_stops(self, signals: list[int]) -> torch.Tensor:
+        """How many stop signals have come to all ranks (0-d, on the device)."""
+        return self.world.sum(torch.full((), len(signals), device=self.device))
+
+    def due(self, interval: int) -> bool:
+        """Whether something done every ``interval`` steps (0: never) is to be done now."""
+        return interval > 0 and self.step % interval == 0
+
+    def announce(self) -> None:
+        """Say what is about to run and write ``config.json``."""
+        settings = json.dumps(self.config.to_dict(), indent=2)
+        (self.folder / "config.json").write_text(settings, "utf-8")
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        hardware = f"{self.world.size} x {self.device.type}, {dtype}"
+        steps = (self.step, self.total_steps)
+        for text in opening_lines(self.config, self.model.arch, hardware, self.trained_on, *steps):
+            self.log.say(text)
+
+    def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
+        """Write ``output_dir/hf``, where ``checkpoint.save_hf`` asks for it."""
+        if not self.config.checkpoint.save_hf:
+            return
+        self.engine.save_hf(
+            self.folder / "hf",
+            dtype=self.config.checkpoint.hf_dtype,
+            tokenizer=None if tokenizer is None else tokenizer_files(tokenizer, chat_template),
+        )
+        self.world.wait()  # not in a collective, which gives up after a while
+
+    # ---- saving and resuming -------------------------------------------------------------------
+
+    def save(self, *, failed: bool = False) -> Path:
+        """Write a checkpoint of the current step, unless there is one already.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        path = self.folder / CHECKPOINTS / checkpoint_name(self.step, failed=failed)
+        if self.saved_at == self.step and not failed:
+            return path
+        self.clock.stop()
+        progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
+        progress |= self.progress()
+        extra = self.progress_tensors()
+        save_snapshot(self.engine, path.parent, progress, extra, failed=failed)
+        self.log.say(f"checkpoint: {path}")
+        self.saved_at, self.continues = self.step, path
+        self.clock.start()
+        return path
+
+    def save_if_good(self) -> None:
+        """:meth:`save`, but not while steps are skipped: it would push out what was good."""
+        if self.watch.in_row():
+            self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
+        else:
+            self.save()
+
+    def save_failed(self) -> str:
+        """Save what a failed run has come to, apart from the good; returns what to say."""
+        try:
+            return where_it_failed(self.save(failed=True))
+        except RunFailed as failure:
+            return str(failure)
+
+    def resume(self, found: Checkpoint) -> None:
+        """Take up where ``found`` was saved."""
+        restore_snapshot(found, self.engine, self.identity, self.total_steps)
+        self.step = self.saved_at = found.state["step"]
+        self.tokens = found.state["tokens"]
+        self.continues = found.folder
+        self.take_up(found)
