@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import PrivateAttr, ValidationError, field_validator
 
@@ -55,9 +55,19 @@ from moetrain.config_sources import (
 from moetrain.config_sources import RunFailed as RunFailed
 from moetrain.config_sources import recipe_names as recipe_names
 
-DEFAULT_RECIPE = "debug"
-CHAT_RECIPE, TEXT_RECIPE = "sft", "continue"
-"""Of runs that start from a checkpoint, where no recipe is named."""
+
+class Recipes(NamedTuple):
+    """What lies under a command's settings where no recipe is named."""
+
+    default: str
+    of_path: str
+    """With ``model.path``."""
+    of_chats: str
+    """With ``model.path`` and jsonl data; another than ``of_path``: the data has to be known."""
+
+
+TRAIN_RECIPES = Recipes("debug", "continue", "sft")
+RL_RECIPES = Recipes("rl-sort", "rl", "rl")
 
 # Of two alternatives one is set: the user's replaces a recipe's or a default.
 ALTERNATIVES = (
@@ -116,6 +126,7 @@ class Config(Section):
         source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        recipes: Recipes = TRAIN_RECIPES,
     ) -> Config:
         """The validated config of one run.
 
@@ -124,6 +135,7 @@ class Config(Section):
                 Where ``model.path`` is set and no recipe named, a recipe for fine-tuning lies under
                 all other sources: ``sft`` where the data is jsonl (``data.source`` says so, or the
                 end of ``data.path``), else ``continue``.
+            recipes: those that another command has in their place.
             overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
 
@@ -137,7 +149,7 @@ class Config(Section):
             Layer("environment", cls._typed(environment)),
             Layer("command line", cls._typed(read_cli(overrides, settings))),
         ]
-        recipe, why = _recipe_under(layers, source)
+        recipe, why = _recipe_under(layers, source, recipes)
         if recipe is not None:
             layers.insert(0, read_source(recipe, settings))
         config = cls._of(*merge(layers, ALTERNATIVES))
@@ -257,7 +269,9 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
 )
 
 
-def _recipe_under(layers: Sequence[Layer], source: object) -> tuple[str | None, str]:
+def _recipe_under(
+    layers: Sequence[Layer], source: object, recipes: Recipes
+) -> tuple[str | None, str]:
     """The recipe that lies under ``layers``, None: no other; and which one it is, for people."""
     if is_recipe(source):
         return None, f"  recipe {source}"
@@ -266,14 +280,17 @@ def _recipe_under(layers: Sequence[Layer], source: object) -> tuple[str | None, 
     if path is None:
         if source is not None:
             return None, ""
-        return DEFAULT_RECIPE, f"  recipe {DEFAULT_RECIPE}, as neither one nor model.path is named"
+        default = recipes.default
+        return default, f"  recipe {default}, as neither one nor model.path is named"
+    if recipes.of_path == recipes.of_chats:
+        return recipes.of_path, f"  recipe {recipes.of_path}, as model.path is set and none is named"
     kind = given.get("data.source") or _SOURCE_BY_SUFFIX.get(PurePath(str(data)).suffix.lower())
     if kind is None and data is not None:
         raise ConfigError(
             "data.source",
             f"not set, and data.path {shortened(data)} is neither .jsonl nor .txt; say which",
         )
-    recipe = CHAT_RECIPE if kind == "jsonl" else TEXT_RECIPE
+    recipe = recipes.of_chats if kind == "jsonl" else recipes.of_path
     return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
 
 

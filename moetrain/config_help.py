@@ -9,17 +9,20 @@ import textwrap
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moetrain.config import CHAT_RECIPE, DEFAULT_RECIPE, TEXT_RECIPE, Config, recipe_names
+from moetrain.config import TRAIN_RECIPES, Config, Recipes, recipe_names
 from moetrain.config_sources import ENV_PREFIX
 
 
-def format_help() -> str:
+def format_help(module: str = "moetrain.train", recipes: Recipes = TRAIN_RECIPES) -> str:
     """The text of ``--help``: usage, recipes, and every setting with its default and meaning."""
+    with_path = recipes.of_path
+    if recipes.of_chats != with_path:
+        with_path = f"{recipes.of_chats} for jsonl, else {with_path}"
     lines = [
-        "usage: python -m moetrain.train [RECIPE | FILE.toml] [--section.key value ...]",
+        f"usage: python -m {module} [RECIPE | FILE.toml] [--section.key value ...]",
         "",
         f"recipes: {', '.join(recipe_names())}",
-        f"default: {DEFAULT_RECIPE}; with model.path, {CHAT_RECIPE} for jsonl, else {TEXT_RECIPE}",
+        f"default: {recipes.default}; with model.path, {with_path}",
         f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
         "--dry_run prints the resolved config as JSON and exits; --help prints this",
         "A recipe may set other values than the defaults shown here.",

@@ -17,20 +17,43 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
-from moetrain.config import Config, ConfigError, LaunchedPlace, RunFailed, launched_place
+from moetrain.config import (
+    TRAIN_RECIPES,
+    Config,
+    ConfigError,
+    LaunchedPlace,
+    Recipes,
+    RunFailed,
+    launched_place,
+)
 from moetrain.config_help import format_help
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+class Program(NamedTuple):
+    """A command that runs a training: what differs between one and another."""
+
+    module: str
+    """``python -m`` of it."""
+    run: str
+    """``MODULE:CLASS`` of its run, which takes a Config; imported when there is something to run."""
+    recipes: Recipes
+
+
+TRAIN = Program("moetrain.train", "moetrain.trainer:Trainer", TRAIN_RECIPES)
+
+
+def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code.
 
     A process that a launcher started as one of several does not return from an error: it exits.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
-        print(format_help())
+        print(format_help(program.module, program.recipes))
         return 0
     dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
@@ -41,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         if place is None or place.rank == 0:
             logging.getLogger("moetrain").setLevel(logging.INFO)
-        config = Config.load(words[0], words[1:]) if is_source else Config.load(None, words)
+        source, overrides = (words[0], words[1:]) if is_source else (None, words)
+        config = Config.load(source, overrides, recipes=program.recipes)
         if dry_run:
             from moetrain.memory import plan_memory  # these import torch, as all below
             from moetrain.preflight import resolve_run
@@ -52,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(estimate, file=sys.stderr)
             return 0
         if place is not None:
-            return _fit(config)
-        return _launch(config, words)
+            return _fit(config, program)
+        return _launch(config, words, program)
     except ConfigError as error:
         return _end(place, 2, one_line(f"error: {error}"))
     except Exception as error:
@@ -68,28 +92,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(place, 130, "interrupted")
 
 
-def _launch(config: Config, words: Sequence[str]) -> int:
+def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     # These import torch, which --help or a misspelt setting need not wait for.
     from moetrain.parallel.world import num_processes, plan_world
 
     nproc = num_processes(config)
     if nproc == 1:
-        return _fit(config)
+        return _fit(config, program)
     from moetrain.launch import start_ranks
     from moetrain.preflight import prepare
 
     plan_world(*prepare(config), nproc)  # before anything is started
-    return start_ranks(["-m", "moetrain.train", *words], nproc)
+    return start_ranks(["-m", program.module, *words], nproc)
 
 
-def _fit(config: Config) -> int:
+def _fit(config: Config, program: Program) -> int:
     from safetensors import SafetensorError
 
-    from moetrain.trainer import Trainer
-
+    module, _, name = program.run.partition(":")
+    run = getattr(import_module(module), name)
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
-            Trainer(config).fit()
+            run(config).fit()
     except RunFailed as failure:
         return _end(launched_place(), 1, one_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:

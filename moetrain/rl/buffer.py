@@ -8,7 +8,7 @@ thrown away for its age, and which prompts a step has depends on nobody's speed.
     s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
                                                     step 1: 8 to 11          4 to 7
 
-Every rank has every :math:`W`-th prompt, whatever share of the data it trains.
+Of W ranks each has every W-th prompt, whatever share of the data it trains.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+from moetrain.config import ConfigError
 
 
 @dataclass
@@ -35,13 +37,41 @@ class Window:
         return new, due
 
 
-def task_of(prompt: int, num_tasks: int | None, held_out: int, seed: int) -> int:
-    """The task of prompt number ``prompt``: every task but the first ``held_out``, over and over.
+class Tasks:
+    """An environment's tasks, in two parts: those that are held out, and those that are trained.
 
-    Finite tasks come in another order each time; those without end (None) in theirs.
+    Finite tasks are dealt out in an order that is always the same, so that neither part is the
+    start of a sorted file; those that are trained come in another order each time around.
     """
-    if num_tasks is None:
-        return held_out + prompt
-    epoch, index = divmod(prompt, num_tasks - held_out)
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_tasks - held_out)
-    return held_out + int(order[index])
+
+    def __init__(self, num_tasks: int | None, num_held_out: int, seed: int) -> None:
+        """
+        Args:
+            num_tasks: None: without end.
+            seed: of the order of those that are trained.
+
+        Raises:
+            ConfigError: nothing would be left to train.
+        """
+        if num_tasks is not None and num_held_out >= num_tasks:
+            raise ConfigError(
+                "rl.eval_tasks", f"{num_held_out} of {num_tasks} tasks leave none to train; lower it"
+            )
+        self.num_held_out, self.seed = num_held_out, seed
+        self._dealt = None if num_tasks is None else np.random.default_rng(0).permutation(num_tasks)
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def held_out(self, index: int) -> int:
+        """Task ``index`` of ``num_held_out``."""
+        return index if self._dealt is None else int(self._dealt[index])
+
+    def trained(self, prompt: int) -> int:
+        """The task of prompt number ``prompt``."""
+        if self._dealt is None:
+            return self.num_held_out + prompt
+        trained = self._dealt[self.num_held_out :]
+        epoch, index = divmod(prompt, len(trained))
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._epoch, self._order = epoch, generator.permutation(trained)
+        return int(self._order[index])

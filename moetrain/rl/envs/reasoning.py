@@ -10,7 +10,7 @@ from moetrain.config_sources import shortened
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
 
 SIZE = 2**31 - 1
-"""Problems of a task: they are made when asked for."""
+"""Problems of a task: they are made when asked for, without end as far as a run is concerned."""
 
 
 class ReasoningGym(SolvedEnvironment):
@@ -28,10 +28,9 @@ class ReasoningGym(SolvedEnvironment):
             self._dataset: Any = reasoning_gym.create_dataset(name, **settings)
         except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError("rl.env", f"reasoning-gym:{name}: {shortened(str(error))}") from None
-        self.num_tasks = settings["size"]
 
     def problem(self, task: int) -> Problem:
-        entry = self._dataset[task]
+        entry = self._dataset[task % len(self._dataset)]
         prompt = entry["question"] if self.prompts.chat else f"{entry['question']}\n"
         return Problem(prompt, str(entry["answer"]), entry)
 

@@ -1,0 +1,201 @@
+"""From the samples of a step to its updates: dealt to ranks, packed, scored, learned.
+
+Every rank is given all samples, and takes its share of their rows; every denominator is the global
+batch's, so who has which changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moetrain.config import Config
+from moetrain.data import IGNORE_INDEX
+from moetrain.engine import Engine
+from moetrain.loss import Objective
+from moetrain.models import RoutingStats
+from moetrain.parallel.world import World
+from moetrain.rl.importance import corrected
+from moetrain.rl.losses import PolicyObjective, kl_estimate
+from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
+from moetrain.rl.token_stats import score
+
+T = TypeVar("T")
+
+
+def gather(world: World, mine: T) -> list[T]:
+    """Every rank's, by rank. Collective; waits."""
+    if world.size == 1:
+        return [mine]
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, mine)
+    return found
+
+
+class Learned(NamedTuple):
+    """What the updates of one step came to."""
+
+    skipped: torch.Tensor
+    """0-d bool, on the device: whether one of them was."""
+    routing: RoutingStats | None
+    """This rank's; None: no MoE layer, or nothing was learned."""
+    row: dict[str, float]
+    """Figures for the metrics."""
+
+
+class Learner:
+    """Updates of an engine's weights."""
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self.config, self.engine, self.world = config, engine, engine.world
+        self.policy = PolicyObjective.of(config, engine.arch)
+        self.reference: dict[str, torch.Tensor] = {}
+        """This rank's part of the weights that the policy is kept near to, in host memory."""
+
+    def rows_of(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
+        """This rank's share of ``samples``, as many micro-batches as every rank has. Collective."""
+        return self._packed([samples[i] for i in self._mine(samples)])
+
+    def _mine(self, samples: Sequence[Sample]) -> list[int]:
+        """Which ones this rank takes: like shares of long and of short ones."""
+        longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens))
+        return longest_first[self.world.data_rank :: self.world.dims.data_ranks]
+
+    def _packed(self, mine: Sequence[Sample]) -> list[RolloutBatch]:
+        size = (self.config.data.seq_len, self.config.train.micro_batch_size)
+        batches = pack(mine, *size)
+        most = max(gather(self.world, len(batches)))
+        return batches if len(batches) == most else pack(mine, *size, least=most)
+
+    def update(
+        self, batches: Sequence[RolloutBatch], objective: Objective[RolloutBatch], lr: float
+    ) -> Learned:
+        """One update by ``objective``, whose terms are the figures."""
+        totals = self.engine.forward_backward(batches, objective)
+        outcome = self.engine.step(lr)
+        row = {name: term.item() for name, term in totals.terms.items()}
+        row["grad_norm"] = outcome.grad_norm.item()
+        return Learned(outcome.skipped, totals.routing, row)
+
+    def learn(self, samples: Sequence[Sample], version: int, lr: float) -> Learned:
+        """The policy's updates on ``samples``, every rank's together: at least one of them.
+
+        Args:
+            version: of the weights as they are.
+        """
+        settings = self.config.rl
+        numbers = sorted({sample.group for sample in samples})
+        parts = [set(part) for part in np.array_split(numbers, settings.updates_per_rollout)]
+        updates = [
+            self.rows_of([sample for sample in samples if sample.group in part])
+            for part in parts
+            if part
+        ]
+        batches = [batch for update in updates for batch in update]
+        batches, row = self._scored(batches, version)
+        if settings.kl_coef:
+            with self.at_reference():
+                stats = score(self.engine, batches, settings.temperature)
+            pairs = zip(batches, stats, strict=True)
+            batches = [b._replace(reference_BS=found.logprob) for b, found in pairs]
+        done, start = [], 0
+        for update in updates:
+            mine = batches[start : start + len(update)]
+            start += len(update)
+            done.append(self.update(mine, self.policy, lr))
+        rows = [learned.row for learned in done]
+        row |= {name: sum(r[name] for r in rows) / len(rows) for name in rows[0]}
+        routings = [learned.routing for learned in done if learned.routing is not None]
+        return Learned(
+            torch.stack([learned.skipped for learned in done]).any(),
+            RoutingStats.together(routings) if routings else None,
+            row,
+        )
+
+    def _scored(
+        self, batches: list[RolloutBatch], version: int
+    ) -> tuple[list[RolloutBatch], dict[str, float]]:
+        """``batches`` with the trainer's log-probabilities, where the loss needs them.
+
+        And how far generation's are from those, on tokens that these very weights have chosen: of
+        all batches or, where nothing needs the trainer's, of the first alone.
+        """
+        settings = self.config.rl
+        is_needed = settings.ratio == "proximal" or settings.importance_of != "none"
+        looked_at = batches if is_needed else batches[:1]
+        stats = score(self.engine, looked_at, settings.temperature)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for batch, found in zip(looked_at, stats, strict=True):
+            same_BS = (batch.targets_BS != IGNORE_INDEX) & (batch.versions_BS == version)
+            mine, theirs = found.logprob[same_BS], batch.logprobs_BS[same_BS]
+            apart = kl_estimate("k3", theirs.double(), mine.double()).sum()
+            sums += torch.stack([apart, (mine != theirs).double().sum(), same_BS.double().sum()])
+        apart, differing, number = self.world.sum_rows(sums.to(self.world.device)).tolist()
+        row = {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
+        if is_needed:
+            batches = corrected(batches, [found.logprob for found in stats], settings)
+        return batches, row
+
+    # ---- the reference -------------------------------------------------------------------------
+
+    def kl_sums(self, samples: Sequence[Sample]) -> list[float]:
+        """Of each sample, the KL estimate from the reference summed over its actions. Collective."""
+        settings, mine = self.config.rl, self._mine(samples)
+        batches = self._packed([samples[i] for i in mine])
+        with self.at_reference():
+            stats = score(self.engine, batches, settings.temperature)
+        kls = [
+            torch.where(
+                batch.targets_BS != IGNORE_INDEX,
+                kl_estimate(settings.kl, batch.logprobs_BS, found.logprob),
+                0,
+            )
+            for batch, found in zip(batches, stats, strict=True)
+        ]
+        sums = [kl.sum().item() for kl in unpack(batches, kls)]
+        known = dict(pair for part in gather(self.world, [*zip(mine, sums, strict=True)]) for pair in part)
+        return [known[i] for i in range(len(samples))]
+
+    def keep_reference(self) -> None:
+        """From here on the weights as they are now are the reference."""
+        self.reference = {k: v.to("cpu", copy=True) for k, v in self._values().items()}
+
+    @contextmanager
+    def at_reference(self) -> Iterator[None]:
+        """Meanwhile the engine has the reference's weights."""
+        values = self._values()
+        now = {name: value.to("cpu", copy=True) for name, value in values.items()}
+        try:
+            _copy(self.reference, values)
+            yield
+        finally:
+            _copy(now, values)
+
+    def reference_state(self) -> dict[str, torch.Tensor]:
+        """The reference whole, on the main rank; empty on others. Collective."""
+        with self.at_reference():
+            return self.engine.state(keep=self.world.is_main)["model"]
+
+    def load_reference(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of :meth:`reference_state`; the engine's weights stay as they are."""
+        values = self._values()
+        now = {name: value.to("cpu", copy=True) for name, value in values.items()}
+        self.engine.load_state({"model": state})
+        self.keep_reference()
+        _copy(now, values)
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """This rank's part of everything that makes the model's output."""
+        members = {name: member.local for name, member in self.engine.fsdp.members.items()}
+        return members | dict(self.engine.model.named_buffers())
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    for name, value in target.items():
+        value.copy_(source[name])

@@ -1,0 +1,381 @@
+"""The loop of reinforcement learning: generate, reward, learn, on one set of ranks.
+
+    step:  weights into the generator, in place -> trajectories of the next prompts -> advantages
+           -> packed rows -> the trainer's own log-probabilities -> one update or several
+
+The first ``rl.supervised_steps`` learn demonstrations instead. Every rank has prompts of its own;
+what came of them is known to all, so that groups, rows and what is left out do not depend on the
+mesh. A checkpoint lies between steps: with the window of prompts, what is under way and the
+engine's state it holds all there is, and a resumed run goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from moetrain.checkpoint import Checkpoint
+from moetrain.config import ConfigError
+from moetrain.data.tokenizer import load_tokenizer
+from moetrain.engine import Engine
+from moetrain.loss import Pretraining
+from moetrain.metrics import plot_curves, routing_health
+from moetrain.models import Architecture
+from moetrain.optim import learning_rate
+from moetrain.rl.advantages import Outcome, advantages
+from moetrain.rl.buffer import Tasks, Window
+from moetrain.rl.collect import Collector
+from moetrain.rl.envs import Demonstrates, Marked, open_environment
+from moetrain.rl.evaluate import figures, write_completions
+from moetrain.rl.learn import Learned, Learner, gather
+from moetrain.rl.rows import Sample
+from moetrain.rl.trajectory import Trajectory, from_state, to_state
+from moetrain.rollout import Generator
+from moetrain.rollout.text import end_ids
+from moetrain.rollout.weights import WeightUpdate, replica
+from moetrain.run import Run
+
+PAGE_SIZE = 16
+EVAL_SEED = 0
+"""A constant, as tasks that are held out are: evaluations compare over a run, and over runs."""
+CURVES = (("reward", "training", ""), ("eval_reward", "held out", "o"), ("eval_solved", "solved", "."))
+
+
+class Rollout(NamedTuple):
+    """The trajectories of one step, of all ranks, and what they are worth."""
+
+    trajectories: list[Trajectory]
+    values: list[float | None]
+    """Their advantages; None: not trained."""
+    row: dict[str, float]
+    """Figures for the metrics."""
+
+    def samples(self) -> list[Sample]:
+        """What is trained."""
+        pairs = zip(self.trajectories, self.values, strict=True)
+        return [t.sample(value) for t, value in pairs if value is not None]
+
+
+class RlTrainer(Run[Learned]):
+    """One run of reinforcement learning. ``RlTrainer(config).fit()`` is all there is to call."""
+
+    def build(self, arch: Architecture) -> None:
+        """Tasks, engine, and a generator beside it."""
+        config, rl = self.config, self.config.rl
+        self.total_steps = self._check(arch)
+        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        if self.tokenizer.vocab_size > arch.vocab_size:
+            raise ConfigError(
+                "data.tokenizer",
+                f"{config.data.tokenizer!r} has {self.tokenizer.vocab_size} tokens, more than the "
+                f"model's vocabulary of {arch.vocab_size}; use the model's own",
+            )
+        self.environment = open_environment(rl, self.tokenizer)
+        if rl.supervised_steps and not isinstance(self.environment, Demonstrates):
+            raise ConfigError(
+                "rl.supervised_steps", f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
+            )
+        self.tasks = Tasks(self.environment.num_tasks, rl.eval_tasks, config.train.seed)
+        self.engine = Engine(config, arch, self.world)
+        self.learner = Learner(config, self.engine)
+        self.supervised = Pretraining.of(config, arch)
+        self._build_generator()
+        self.window = Window(rl.max_staleness * self.num_groups)
+        self.weights_at = -1
+        """The step whose weights the generator has."""
+        self.seconds: Counter[str] = Counter()
+        self.rollout_row: dict[str, float] = {}
+
+    def _build_generator(self) -> None:
+        config, rl = self.config, self.config.rl
+        longest = config.data.seq_len
+        model, experts = replica(self.engine)
+        self.generator = Generator(
+            model,
+            self.tokenizer,
+            num_pages=-(-(rl.cache_tokens or rl.max_sequences * longest) // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            max_sequences=rl.max_sequences,
+            experts=experts,
+        )
+        if self.generator.longest < longest:
+            raise ConfigError(
+                "rl.cache_tokens", f"{rl.cache_tokens} do not hold a row of data.seq_len {longest}"
+            )
+        self.update_weights = WeightUpdate(self.engine, self.generator)
+        self.collector = Collector(
+            self.generator,
+            self.environment,
+            rl,
+            stop_ids=end_ids(self.engine.model, self.tokenizer),
+            longest=longest,
+        )
+
+    def _check(self, arch: Architecture) -> int:
+        """The steps of the run; ConfigError where settings of several sections do not fit."""
+        train, rl = self.config.train, self.config.rl
+        size = train.global_batch_size * rl.updates_per_rollout
+        self.num_groups = size // rl.group_size
+        if size % rl.group_size or self.num_groups < rl.updates_per_rollout:
+            raise ConfigError(
+                "rl.group_size",
+                f"{rl.group_size} does not divide the {size} trajectories of a step "
+                "(train.global_batch_size x rl.updates_per_rollout) into a group for each update",
+            )
+        if rl.temperature != 1:
+            raise ConfigError(
+                "rl.temperature",
+                f"{rl.temperature}: generation reports log-probabilities at 1 alone; use 1",
+            )
+        if train.steps is None:
+            raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
+        if rl.supervised_steps > train.steps:
+            problem = f"{rl.supervised_steps} are more than train.steps {train.steps}, all of them"
+            raise ConfigError("rl.supervised_steps", problem)
+        return train.steps
+
+    @property
+    def identity(self) -> str:
+        rl = self.config.rl
+        parts = [rl.env, rl.env_args, rl.prompts, rl.reward, rl.eval_tasks]
+        text = json.dumps([*parts, self.tokenizer.fingerprint])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def trained_on(self) -> str:
+        rl = self.config.rl
+        return f"{rl.env}: {self.num_groups} prompts x {rl.group_size} trajectories a step"
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def train_step(self) -> Learned:
+        """Learn demonstrations, or generate and learn."""
+        rl, optim = self.config.rl, self.config.optim
+        self.clock.stop()  # it is for learning alone
+        if self.step < rl.supervised_steps:
+            lr = optim.lr if rl.supervised_lr is None else rl.supervised_lr
+            warm = optim.model_copy(update={"lr": lr, "schedule": "constant"})
+            learned = self._imitate(learning_rate(self.step, rl.supervised_steps, warm))
+            self.rollout_row = {}
+        else:
+            done = self.step - rl.supervised_steps
+            if done == 0:
+                self._begin()
+            self.sync_weights()
+            learned = self._reinforce(
+                learning_rate(done, self.total_steps - rl.supervised_steps, optim)
+            )
+        self.step += 1
+        return learned
+
+    def _begin(self) -> None:
+        """What comes before the first trajectory: where the policy starts from."""
+        if self.config.train.eval_interval:
+            self.evaluate()
+        if self.config.rl.kl_coef and not self.learner.reference:
+            self.learner.keep_reference()
+
+    def _imitate(self, lr: float) -> Learned:
+        """One update on demonstrations."""
+        assert isinstance(self.environment, Demonstrates)  # build has seen to it
+        size = self.config.train.global_batch_size
+        numbers = range(self.step * size, (self.step + 1) * size)
+        shown = [self.environment.demonstrate(self.tasks.trained(n)) for n in numbers]
+        samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
+        with self._learning(samples):
+            learned = self.learner.update(self.learner.rows_of(samples), self.supervised, lr)
+        learned.row["loss"] = learned.row.pop("cross_entropy")
+        return learned
+
+    def _reinforce(self, lr: float) -> Learned:
+        """Trajectories, and updates on them."""
+        rollout = self.roll_out()
+        self.rollout_row, samples = rollout.row, rollout.samples()
+        if not samples:  # nothing to learn: neither momentum nor decay moves the weights
+            return Learned(torch.zeros((), dtype=torch.bool, device=self.device), None, {})
+        with self._learning(samples):
+            learned = self.learner.learn(samples, self.generator.version, lr)
+        row = learned.row
+        row["loss"] = row.pop("policy")
+        moved = row.pop("moved")
+        row.setdefault("kl", moved)
+        return learned
+
+    def sync_weights(self) -> None:
+        """The generator's weights are the engine's from here on. Collective."""
+        if self.weights_at == self.step:
+            return
+        with self._timed("update_weights"):
+            self.update_weights()
+        self.weights_at = self.generator.version = self.step
+
+    # ---- trajectories --------------------------------------------------------------------------
+
+    def roll_out(self) -> Rollout:
+        """The trajectories that are due, of all ranks, in the same order on each."""
+        rl, found = self.config.rl, list[Trajectory]()
+        missing, prompts = self.num_groups, 0
+        self.collector.reset_counts()
+        for _ in range(1 + rl.resample):
+            begun, due = self.window.advance(missing)
+            prompts += len(due)
+            for prompt in self._mine(begun):
+                task = self.tasks.trained(prompt)
+                self.collector.start(prompt, task, rl.group_size, self.config.train.seed)
+            found += self._all_of(self._mine(due))
+            worth = advantages(self._outcomes(found), rl)
+            useful = {t.group for t, v in zip(found, worth.values, strict=True) if v is not None}
+            missing = self.num_groups - len(useful)
+            if missing <= 0:
+                break
+        seconds = self.collector.seconds
+        self.seconds.update(seconds)
+        generated = sum(gather(self.world, self.collector.generated))
+        ages = [self.step - v for t in found for v in t.versions if v >= 0]
+        row = figures(found) | {
+            "prompts": prompts,
+            "useful_groups": len(useful),
+            "advantage_spread": worth.spread,
+            "staleness_mean": sum(ages) / max(1, len(ages)),
+            "staleness_max": max(ages, default=0),
+            "generated_tokens_per_second": generated / max(1e-9, sum(seconds.values())),
+        }
+        row |= {f"left_out/{reason}": number for reason, number in worth.left_out.items()}
+        return Rollout(found, worth.values, row)
+
+    def _outcomes(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
+        rl = self.config.rl
+        kls: dict[int, float] = {}
+        if rl.kl_coef and rl.kl_in == "reward":
+            whole = [i for i, t in enumerate(trajectories) if t.fault is None]
+            sums = self.learner.kl_sums([trajectories[i].sample(0.0) for i in whole])
+            kls = dict(zip(whole, sums, strict=True))
+        return [
+            Outcome(t.group, t.reward, t.fault, t.is_overlong, kls.get(i, 0.0))
+            for i, t in enumerate(trajectories)
+        ]
+
+    def _mine(self, numbers: Iterable[int]) -> list[int]:
+        """Of ``numbers`` those that this rank generates."""
+        return [number for number in numbers if number % self.world.size == self.world.rank]
+
+    def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:
+        """The trajectories of these groups and of the other ranks', once they are over."""
+        groups = self.collector.finish(mine)
+        parts = gather(self.world, [t for group in groups for t in group])
+        return sorted((t for part in parts for t in part), key=lambda t: (t.group, t.member))
+
+    # ---- evaluation and reports ----------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Log the reward on ``rl.eval_tasks`` held-out tasks, and write what was said."""
+        rl = self.config.rl
+        if not rl.eval_tasks or self.evaluated_at == self.step:
+            return
+        self.sync_weights()
+        mine = self._mine(range(rl.eval_tasks))
+        for index in mine:  # numbers below 0, which no prompt of training has
+            task = self.tasks.held_out(index)
+            self.collector.start(-1 - index, task, 1, EVAL_SEED, rl.eval_temperature)
+        found = self._all_of([-1 - index for index in mine])[::-1]
+        self.evaluated_at = self.step
+        self.log.log(self.step, figures(found, "eval_"))
+        if self.world.is_main:
+            file = self.folder / "completions" / f"step-{self.step:08d}.txt"
+            write_completions(found, self.tokenizer, file)
+
+    def log_step(self, result: Learned) -> None:
+        """Log the step just done."""
+        seconds, self.seconds = self.seconds, Counter()
+        row: dict[str, float | None] = {
+            **dict.fromkeys(("loss", "grad_norm")),
+            **({} if not self.rollout_row else dict.fromkeys(("entropy", "kl", "mismatch"))),
+            **result.row,
+            **self.rollout_row,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "tokens": self.tokens,
+            **self.clock.take(),
+            "skipped_steps": self.watch.total(),
+            "step_seconds": sum(seconds.values()),
+            **{f"seconds/{name}": value for name, value in seconds.items()},
+        }
+        if result.routing is not None:
+            routing = result.routing.map(self.world.sum)
+            row |= routing_health(routing, self.model.arch.moe_layer_indices)
+            for text in self.routing_watch.update(routing):
+                self.log.say(text)
+        self.log.log(self.step, row)
+
+    def finish(self) -> None:
+        """What a run leaves behind beside its checkpoint: an evaluation, a plot, weights."""
+        self.evaluate()
+        self.export(self.tokenizer, self.tokenizer.chat_template)
+        if self.world.is_main:
+            plot_curves(self.log.path, self.folder / "reward.png", CURVES, "reward")
+
+    @contextmanager
+    def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
+        """Meanwhile ``samples`` are learned, and the clock runs."""
+        self.clock.start()
+        with self._timed("train"):
+            yield
+        self.clock.stop()
+        tokens = sum(len(sample.tokens) - 1 for sample in samples)
+        self.tokens += tokens
+        self.clock.count(tokens // self.world.size)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Meanwhile time counts as ``name``."""
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] += time.perf_counter() - started
+
+    # ---- saving and resuming -------------------------------------------------------------------
+
+    def progress(self) -> dict[str, Any]:
+        parts = gather(self.world, self.collector.under_way())
+        rows, self._tensors = to_state(t for part in parts for t in part)
+        return {
+            "sample_index": self.window.taken,
+            "begun": self.window.begun,
+            "under_way": rows,
+        }
+
+    def progress_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        groups = {"rollouts": self._tensors}
+        if self.learner.reference:
+            groups["reference"] = self.learner.reference_state()
+        return groups
+
+    def take_up(self, found: Checkpoint) -> None:
+        self.window.taken, self.window.begun = found.state["sample_index"], found.state["begun"]
+        if self.config.rl.kl_coef and "reference" in found.state["groups"]:
+            self.learner.load_reference(found.tensors("reference"))
+        self.sync_weights()
+        tensors = found.tensors("rollouts")
+        for trajectory in from_state(found.state["under_way"], tensors):
+            if self._mine([trajectory.group]):
+                self.collector.resume(trajectory)
+
+
+def _shown(number: int, marked: Marked) -> Sample:
+    """A demonstration, as what is learned of it."""
+    n = len(marked.tokens)
+    return Sample(
+        torch.tensor(marked.tokens).numpy(),
+        torch.tensor(marked.mask).numpy(),
+        torch.zeros(n).numpy(),
+        torch.full((n,), -1).numpy(),
+        0.0,
+        number,
+    )
