@@ -283,7 +283,10 @@ def _recipe_under(
         default = recipes.default
         return default, f"  recipe {default}, as neither one nor model.path is named"
     if recipes.of_path == recipes.of_chats:
-        return recipes.of_path, f"  recipe {recipes.of_path}, as model.path is set and none is named"
+        return (
+            recipes.of_path,
+            f"  recipe {recipes.of_path}, as model.path is set and none is named",
+        )
     kind = given.get("data.source") or _SOURCE_BY_SUFFIX.get(PurePath(str(data)).suffix.lower())
     if kind is None and data is not None:
         raise ConfigError(

@@ -88,8 +88,8 @@ class RlSection(Section):
     prompts: str | None = None
     """jsonl file of rl.env jsonl: lines with prompt or messages, and what the reward needs."""
     reward: str | None = None
-    """Reward of rl.env jsonl. exact: equal to the line's answer; math: the same value (math-verify);
-    or FILE.py:FUNCTION, called with the line and the text of the answer."""
+    """Reward of rl.env jsonl. exact: equal to the line's answer; math: of the same value (by
+    math-verify); or FILE.py:FUNCTION, called with the line and the text of the answer."""
     chat: bool = False
     """Give prompts as a user's turn, by the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0)

@@ -39,7 +39,7 @@ class Program(NamedTuple):
     module: str
     """``python -m`` of it."""
     run: str
-    """``MODULE:CLASS`` of its run, which takes a Config; imported when there is something to run."""
+    """``MODULE:CLASS`` of its :class:`moetrain.run.Run`, imported when there is one to be run."""
     recipes: Recipes
 
 

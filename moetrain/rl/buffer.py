@@ -55,7 +55,8 @@ class Tasks:
         """
         if num_tasks is not None and num_held_out >= num_tasks:
             raise ConfigError(
-                "rl.eval_tasks", f"{num_held_out} of {num_tasks} tasks leave none to train; lower it"
+                "rl.eval_tasks",
+                f"{num_held_out} of {num_tasks} tasks leave none to train; lower it",
             )
         self.num_held_out, self.seed = num_held_out, seed
         self._dealt = None if num_tasks is None else np.random.default_rng(0).permutation(num_tasks)

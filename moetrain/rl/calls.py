@@ -40,15 +40,18 @@ class Calls(Generic[K]):
     def __init__(self, limit: float) -> None:
         """``limit``: seconds for one call."""
         self.limit = limit
-        self._plain: dict[K, tuple[Future[Any], float]] = {}
-        self._later: dict[K, tuple[Future[Any], float, asyncio.AbstractEventLoop]] = {}
+        self._plain: dict[K, _Call] = {}
+        self._later: dict[K, _Call] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, key: K, function: Callable[..., Any], *args: Any) -> None:
         """Begin ``function(*args)``."""
-        future: Future[Any] = Future()
-        threading.Thread(target=_run, args=(future, function, *args), daemon=True).start()
-        self._plain[key] = future, time.monotonic() + self.limit
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        call = _Call(Future(), time.monotonic() + self.limit, self._loop)
+        threading.Thread(target=call.run, args=(function, *args), daemon=True).start()
+        self._plain[key] = call
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._later)
@@ -60,42 +63,47 @@ class Calls(Generic[K]):
         ``patience`` seconds for one of the others.
         """
         done: list[tuple[K, Any]] = []
-        for key, (future, deadline) in self._plain.items():
-            result = _result(future, deadline - time.monotonic())
-            if isinstance(result, Awaitable):
-                self._later[key] = self._go_on(result, deadline)
+        for key, call in self._plain.items():
+            result = _result(call.future, call.deadline - time.monotonic())
+            if isinstance(result, Future):
+                self._later[key] = call._replace(future=result)
             else:
                 done.append((key, result))
         self._plain.clear()
         if not done and self._later and patience:
-            wait([future for future, *_ in self._later.values()], patience, FIRST_COMPLETED)
-        now = time.monotonic()
-        for key, (future, deadline, loop) in list(self._later.items()):
-            if future.done() or now > deadline + GRACE_SECONDS:
-                done.append((key, _result(future, 0)))
+            wait([call.future for call in self._later.values()], patience, FIRST_COMPLETED)
+        for key, call in list(self._later.items()):
+            is_done = call.future.done()
+            if is_done or time.monotonic() > call.deadline + GRACE_SECONDS:
+                done.append((key, _result(call.future, 0)))
                 del self._later[key]
-                if not future.done() and loop is self._loop:  # blocked: the next get another
+                if not is_done and call.loop is self._loop:  # blocked: the next get another
                     self._loop = None
         return done
 
-    def _go_on(
-        self, result: Awaitable[Any], deadline: float
-    ) -> tuple[Future[Any], float, asyncio.AbstractEventLoop]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-        async def limited() -> Any:
-            return await asyncio.wait_for(result, max(0, deadline - time.monotonic()))
+class _Call(NamedTuple):
+    """A call under way."""
 
-        return asyncio.run_coroutine_threadsafe(limited(), self._loop), deadline, self._loop
+    future: Future[Any]
+    """Of its result; or of another future, where that is still to come."""
+    deadline: float
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, function: Callable[..., Any], *args: Any) -> None:
+        """In a thread of its own."""
+        try:
+            result = function(*args)
+            if isinstance(result, Awaitable):
+                left = max(0.0, self.deadline - time.monotonic())
+                result = asyncio.run_coroutine_threadsafe(_limited(result, left), self.loop)
+            self.future.set_result(result)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
+            self.future.set_exception(error)
 
 
-def _run(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
-    try:
-        future.set_result(function(*args))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
-        future.set_exception(error)
+async def _limited(result: Awaitable[Any], seconds: float) -> Any:
+    return await asyncio.wait_for(result, seconds)
 
 
 def _result(future: Future[Any], seconds: float) -> Any:

@@ -28,9 +28,7 @@ def figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, f
     }
 
 
-def write_completions(
-    trajectories: Iterable[Trajectory], tokenizer: Tokenizer, file: Path
-) -> None:
+def write_completions(trajectories: Iterable[Trajectory], tokenizer: Tokenizer, file: Path) -> None:
     """The first few as readable text; what the policy has written is in double brackets."""
     parts = []
     for t in list(trajectories)[:SHOWN]:

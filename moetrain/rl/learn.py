@@ -144,7 +144,7 @@ class Learner:
     # ---- the reference -------------------------------------------------------------------------
 
     def kl_sums(self, samples: Sequence[Sample]) -> list[float]:
-        """Of each sample, the KL estimate from the reference summed over its actions. Collective."""
+        """Of each sample the KL from the reference, estimated over its actions. Collective."""
         settings, mine = self.config.rl, self._mine(samples)
         batches = self._packed([samples[i] for i in mine])
         with self.at_reference():
@@ -158,7 +158,8 @@ class Learner:
             for batch, found in zip(batches, stats, strict=True)
         ]
         sums = [kl.sum().item() for kl in unpack(batches, kls)]
-        known = dict(pair for part in gather(self.world, [*zip(mine, sums, strict=True)]) for pair in part)
+        parts = gather(self.world, dict(zip(mine, sums, strict=True)))
+        known = {i: kl for part in parts for i, kl in part.items()}
         return [known[i] for i in range(len(samples))]
 
     def keep_reference(self) -> None:

@@ -45,7 +45,11 @@ from moetrain.run import Run
 PAGE_SIZE = 16
 EVAL_SEED = 0
 """A constant, as tasks that are held out are: evaluations compare over a run, and over runs."""
-CURVES = (("reward", "training", ""), ("eval_reward", "held out", "o"), ("eval_solved", "solved", "."))
+CURVES = (
+    ("reward", "training", ""),
+    ("eval_reward", "held out", "o"),
+    ("eval_solved", "solved", "."),
+)
 
 
 class Rollout(NamedTuple):

@@ -31,9 +31,10 @@ class Jsonl(TextEnvironment):
         self.lines = _read_lines(Path(os.path.expanduser(path)))
         self.num_tasks = len(self.lines)
         self.reward = find_reward(reward)
-        if reward in _SHIPPED and (bad := [i for i, x in enumerate(self.lines) if "answer" not in x]):
+        bad = [i for i, line in enumerate(self.lines, 1) if "answer" not in line]
+        if reward in _SHIPPED and bad:
             raise ConfigError(
-                "rl.prompts", f"{path!r} line {bad[0] + 1} has no answer, which {reward} needs"
+                "rl.prompts", f"{path!r} line {bad[0]}: no answer, which {reward} needs"
             )
 
     def problem(self, task: int) -> Problem:
@@ -94,7 +95,7 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
         found = getattr(module, key)
-    except Exception as error:  # noqa: BLE001 - whatever a user's file raises is one line
+    except Exception as error:  # a user's file, whatever it raises
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
         raise ConfigError(field, problem) from error
     if not callable(found):

@@ -1,0 +1,310 @@
+"""Environments: what they ask, show and reward; and calls of them, which may fail in any way."""
+
+import asyncio
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from moetrain.config import Config, ConfigError
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.rl.buffer import Tasks, Window
+from moetrain.rl.calls import Calls, Failed
+from moetrain.rl.envs import GENERATED, Demonstrates, Turn, open_environment
+from moetrain.rl.envs.generated import evaluate
+
+TOKENIZER = ByteTokenizer()
+
+
+def settings(**values):
+    words = [f"rl.{name}={value}" for name, value in values.items()]
+    return Config.load("debug", words, environ={}).rl
+
+
+def opened(name, **values):
+    return open_environment(settings(env=name, **values), TOKENIZER)
+
+
+def ids(text, ends=True):
+    return [*text.encode(), *[TOKENIZER.eos_id] * ends]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
+    environment = opened(name)
+    assert isinstance(environment, Demonstrates)
+    rewards = []
+    for task in range(30):
+        shown = environment.demonstrate(task)
+        assert shown == environment.demonstrate(task)
+        episode = environment.episode(task)
+        turn, said = episode.reset(), []
+        starts = np.flatnonzero(np.diff([0, *shown.mask]) == 1)
+        stops = np.flatnonzero(np.diff([*shown.mask, 0]) == -1) + 1
+        for start, stop in zip(starts, stops, strict=True):
+            assert not turn.done
+            said += [*turn.tokens, *shown.tokens[start:stop]]
+            turn = episode.step(shown.tokens[start:stop])
+        assert turn.done
+        assert said == [*shown.tokens]
+        rewards.append(turn.reward)
+    expected = {0.5, 0.75, 1.0} if name == "yes_no_maybe" else {1.0}
+    assert set(rewards) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "answers"),
+    [
+        ("yes_no_maybe", 3, {"yes": 0.5, "no": 0.75, "maybe": 1, "May be": 0, "": 0}),
+        ("arithmetic", 0, {"7": 0, "": 0, "x": 0}),
+        ("sort", 5, {"": 0, "x": 0}),
+    ],
+)
+def test_rewards_of_other_answers(name, task, answers):
+    environment = opened(name)
+    for answer, reward in answers.items():
+        episode = environment.episode(task)
+        episode.reset()
+        assert episode.step(ids(answer)) == Turn(reward=reward, done=True)
+
+
+def test_sorting_is_rewarded_by_its_places():
+    environment = opened("sort", env_args='{"least": 4, "most": 4}')
+    right = environment.problem(2).answer
+    wrong = "".join("x" if i else c for i, c in enumerate(right))
+    assert environment.score(environment.problem(2), wrong) == 0.5 / 4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2+3*4", 14), ("10-2-3", 5), ("7*3*2-40", 2), ("0-5*2", -10)]
+)
+def test_sums(text, value):
+    assert evaluate(text) == value == eval(text)
+
+
+@pytest.mark.parametrize("text", ["", "2**9", "1+", "x", "__import__('os')", "9" * 21, "1/2"])
+def test_what_is_no_sum(text):
+    with pytest.raises(ValueError, match="no sum"):
+        evaluate(text)
+
+
+def test_the_calculator_answers_as_often_as_it_may():
+    episode = opened("calculator", env_args='{"calls": 1}').episode(0)
+    episode.reset()
+    asked = episode.step(ids("calc 6*7"))
+    assert (bytes(asked.tokens), asked.done) == (b"-> 42 ; ", False)
+    last = episode.step(ids("calc 6*7"))
+    assert (last.done, last.reward) == (True, 0)
+    episode = opened("calculator").episode(0)
+    episode.reset()
+    assert bytes(episode.step(ids("calc 6/0")).tokens) == b"-> error ; "
+
+
+# ---- jsonl, and what users bring ---------------------------------------------------------------
+
+
+REWARDS = """
+async def later(line, answer):
+    return len(answer) / line["most"]
+
+def now(line, answer):
+    return float(line["most"] == 4)
+
+class Mine:
+    num_tasks = 3
+    def __init__(self, prompts, power=1):
+        self.power = power
+"""
+
+
+@pytest.fixture
+def lines(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    path = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": "a?", "answer": 7, "most": 4}, {"messages": chat, "answer": "x", "most": 2}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return path
+
+
+def test_prompts_from_a_file(lines):
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    assert environment.num_tasks == 2
+    episode = environment.episode(0)
+    assert bytes(episode.reset().tokens) == b"a?"
+    assert episode.step(ids(" 7\n")).reward == 1
+    assert environment.episode(0).step(ids("8")).reward == 0
+    chat = bytes(environment.episode(1).reset().tokens).decode()
+    assert "user\nhi" in chat
+    assert chat.endswith("assistant\n")
+
+
+def test_rewards_of_a_user(lines):
+    file = lines.with_name("rewards.py")
+    environment = opened("jsonl", prompts=lines, reward=f"{file}:now")
+    assert [environment.episode(i).step(ids("")).reward for i in (0, 1)] == [1, 0]
+    environment = opened("jsonl", prompts=lines, reward=f"{file}:later")
+    assert asyncio.run(environment.episode(0).step(ids("abc"))) == Turn(reward=0.75, done=True)
+    own = opened(f"{file}:Mine", env_args='{"power": 3}')
+    assert (own.num_tasks, own.power) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"env": "sorting"}, "rl.env: 'sorting' is neither yes_no_maybe, sort"),
+        ({"env": "sort", "env_args": '{"most": }'}, "rl.env_args: .* is not JSON"),
+        ({"env": "sort", "env_args": "[3]"}, "rl.env_args: .* is no JSON object"),
+        ({"env": "sort", "env_args": '{"mots": 3}'}, "rl.env_args: .*mots"),
+        ({"env": "jsonl"}, "rl.prompts: not set"),
+        ({"env": "jsonl", "prompts": "P"}, "rl.reward: not set"),
+        ({"env": "jsonl", "prompts": "nowhere", "reward": "exact"}, "rl.prompts: cannot read"),
+        ({"env": "jsonl", "prompts": "P", "reward": "F:none"}, "rl.reward: cannot load .*none"),
+        ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
+        ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .* line 2: "),
+    ],
+)
+def test_wrong_settings_are_one_line(values, message, lines):
+    names = {"P": str(lines), "F": str(lines.with_name("rewards.py"))}
+    values = {k: names.get(v, v).replace("F:", f"{names['F']}:") for k, v in values.items()}
+    with pytest.raises(ConfigError, match=message):
+        opened(values.pop("env"), **values)
+
+
+def test_a_line_without_answer(lines):
+    lines.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"line 2: no answer, which exact needs"):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"env": "reasoning-gym:chain_sum"}, {"env": "jsonl", "prompts": "P", "reward": "math"}],
+)
+def test_extras_that_are_not_installed_are_one_line(values, lines, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    values = {k: v.replace("P", str(lines)) for k, v in values.items()}
+    with pytest.raises(ConfigError, match=r"not installed; pip install 'moetrain\[rl\]'"):
+        opened(values.pop("env"), **values)
+
+
+def test_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    environment = opened("reasoning-gym:chain_sum", env_args='{"seed": 5, "max_terms": 3}')
+    assert isinstance(environment, Demonstrates)
+    shown = environment.demonstrate(11)
+    episode = environment.episode(11)
+    turn = episode.reset()
+    assert shown.tokens[: len(turn.tokens)] == turn.tokens
+    assert episode.step(shown.tokens[len(turn.tokens) :]).reward == 1
+    assert episode.step(ids("no number")).reward < 1
+    with pytest.raises(ConfigError, match=r"rl.env: reasoning-gym:nothing: "):
+        opened("reasoning-gym:nothing")
+    with pytest.raises(ConfigError, match=r"rl.env: reasoning-gym:chain_sum: .*max_terms"):
+        opened("reasoning-gym:chain_sum", env_args='{"max_terms": -3}')
+
+
+def test_math_verify(lines):
+    pytest.importorskip("math_verify")
+    lines.write_text('{"prompt": "half?", "answer": "1/2"}\n')
+    environment = opened("jsonl", prompts=lines, reward="math")
+    scores = [environment.episode(0).step(ids(a)).reward for a in (r"so $\frac{1}{2}$", "3", "")]
+    assert scores == [1, 0, 0]
+
+
+# ---- calls -------------------------------------------------------------------------------------
+
+
+def all_of(calls):
+    found = {}
+    while len(calls):
+        found.update(calls.finished(patience=0.05))
+    return found
+
+
+def test_calls_that_fail_do_not_touch_the_others():
+    async def later(value):
+        await asyncio.sleep(0.05)
+        return value
+
+    async def never():
+        await asyncio.sleep(3600)
+
+    async def blocks():
+        time.sleep(3600)
+
+    def ends():
+        raise SystemExit(3)
+
+    calls = Calls(limit=0.4)
+    calls.start("now", lambda: 1)
+    calls.start("raises", lambda: 1 / 0)
+    calls.start("ends", ends)
+    calls.start("hangs", time.sleep, 3600)
+    calls.start("later", later, 2)
+    calls.start("never", never)
+    started = time.monotonic()
+    found = all_of(calls)
+    assert time.monotonic() - started < 5
+    assert (found["now"], found["later"]) == (1, 2)
+    reasons = {key: found[key].reason for key in ("raises", "ends", "hangs", "never")}
+    assert reasons == {
+        "raises": "raised",
+        "ends": "raised",
+        "hangs": "timeout",
+        "never": "timeout",
+    }
+    assert "ZeroDivisionError" in found["raises"].detail
+    calls.start("blocks", blocks)
+    assert all_of(calls)["blocks"] == Failed("timeout", "no answer within rl.step_timeout")
+    calls.start("again", later, 3)  # on another loop
+    assert all_of(calls) == {"again": 3}
+
+
+def test_plain_calls_are_waited_for_and_others_are_not():
+    go = threading.Event()
+
+    async def waits():
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return "done"
+
+    def slow():
+        time.sleep(0.1)
+        return "slow"
+
+    calls = Calls(limit=60)
+    calls.start("b", waits)
+    calls.start("a", slow)
+    assert calls.finished() == [("a", "slow")]
+    assert calls.finished() == []
+    go.set()
+    assert all_of(calls) == {"b": "done"}
+
+
+# ---- which prompts when ------------------------------------------------------------------------
+
+
+def test_the_window_of_its_docstring():
+    window = Window(ahead=4)
+    assert window.advance(4) == (range(8), range(4))
+    assert window.advance(4) == (range(8, 12), range(4, 8))
+    assert window.advance(2) == (range(12, 14), range(8, 10))  # groups to replace some
+    assert window.advance(4) == (range(14, 18), range(10, 14))
+    assert Window(ahead=0).advance(3) == (range(3), range(3))
+
+
+def test_tasks_are_held_out_or_trained_each_once_an_epoch():
+    tasks = Tasks(10, 3, seed=1)
+    held_out = [tasks.held_out(i) for i in range(3)]
+    first, second = ([tasks.trained(e * 7 + i) for i in range(7)] for e in range(2))
+    assert sorted(held_out + first) == sorted(held_out + second) == list(range(10))
+    assert first != second
+    assert held_out == [Tasks(10, 3, seed=2).held_out(i) for i in range(3)]
+    assert first == [Tasks(10, 3, seed=1).trained(i) for i in range(7)]
+    endless = Tasks(None, 3, seed=1)
+    assert [endless.held_out(2), endless.trained(0), endless.trained(9)] == [2, 3, 12]
+    with pytest.raises(ConfigError, match=r"rl.eval_tasks: 10 of 10"):
+        Tasks(10, 10, seed=0)
