@@ -241,7 +241,7 @@ class Config(Section):
             raise ConfigError("moe.dispatcher", f"{how!r} contradicts parallel.ep {ep}; use auto")
 
 
-_SEVERAL, _SEVERAL_OR_ONE = range(2, 2**63), range(1, 2**63)
+_SEVERAL = range(2, 2**63)
 # A setting that changes nothing, unless another is one of these.
 _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("model.init_std", "model.path", {None}),
@@ -261,7 +261,6 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
     ("rl.prompts", "rl.env", {"jsonl"}),
     ("rl.reward", "rl.env", {"jsonl"}),
-    ("rl.supervised_lr", "rl.supervised_steps", _SEVERAL_OR_ONE),
     ("rl.dual_clip", "rl.policy", {"clip"}),
     ("rl.importance_how", "rl.ratio", {"current", "proximal"}),
     ("rl.importance_how", "rl.importance", {"auto", "token", "sequence"}),

@@ -94,6 +94,7 @@ class RlTrainer(Run[Learned]):
         self.window = Window(rl.max_staleness * self.num_groups)
         self.weights_at = -1
         """The step whose weights the generator has."""
+        self.lr = 0.0
         self.seconds: Counter[str] = Counter()
         self.rollout_row: dict[str, float] = {}
 
@@ -164,18 +165,17 @@ class RlTrainer(Run[Learned]):
         rl, optim = self.config.rl, self.config.optim
         self.clock.stop()  # it is for learning alone
         if self.step < rl.supervised_steps:
-            lr = optim.lr if rl.supervised_lr is None else rl.supervised_lr
-            warm = optim.model_copy(update={"lr": lr, "schedule": "constant"})
-            learned = self._imitate(learning_rate(self.step, rl.supervised_steps, warm))
-            self.rollout_row = {}
+            peak = optim.lr if rl.supervised_lr is None else rl.supervised_lr
+            warm = optim.model_copy(update={"lr": peak, "schedule": "constant"})
+            self.lr = learning_rate(self.step, rl.supervised_steps, warm)
+            learned, self.rollout_row = self._imitate(), {}
         else:
             done = self.step - rl.supervised_steps
             if done == 0:
                 self._begin()
             self.sync_weights()
-            learned = self._reinforce(
-                learning_rate(done, self.total_steps - rl.supervised_steps, optim)
-            )
+            self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
+            learned = self._reinforce()
         self.step += 1
         return learned
 
@@ -186,7 +186,7 @@ class RlTrainer(Run[Learned]):
         if self.config.rl.kl_coef and not self.learner.reference:
             self.learner.keep_reference()
 
-    def _imitate(self, lr: float) -> Learned:
+    def _imitate(self) -> Learned:
         """One update on demonstrations."""
         assert isinstance(self.environment, Demonstrates)  # build has seen to it
         size = self.config.train.global_batch_size
@@ -194,18 +194,19 @@ class RlTrainer(Run[Learned]):
         shown = [self.environment.demonstrate(self.tasks.trained(n)) for n in numbers]
         samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
         with self._learning(samples):
-            learned = self.learner.update(self.learner.rows_of(samples), self.supervised, lr)
+            learned = self.learner.update(self.learner.rows_of(samples), self.supervised, self.lr)
         learned.row["loss"] = learned.row.pop("cross_entropy")
         return learned
 
-    def _reinforce(self, lr: float) -> Learned:
+    def _reinforce(self) -> Learned:
         """Trajectories, and updates on them."""
         rollout = self.roll_out()
         self.rollout_row, samples = rollout.row, rollout.samples()
         if not samples:  # nothing to learn: neither momentum nor decay moves the weights
-            return Learned(torch.zeros((), dtype=torch.bool, device=self.device), None, {})
+            skipped = torch.zeros((), dtype=torch.bool, device=self.device)
+            return Learned(skipped, None, {"loss": 0.0, "grad_norm": 0.0})
         with self._learning(samples):
-            learned = self.learner.learn(samples, self.generator.version, lr)
+            learned = self.learner.learn(samples, self.generator.version, self.lr)
         row = learned.row
         row["loss"] = row.pop("policy")
         moved = row.pop("moved")
@@ -299,11 +300,10 @@ class RlTrainer(Run[Learned]):
         """Log the step just done."""
         seconds, self.seconds = self.seconds, Counter()
         row: dict[str, float | None] = {
-            **dict.fromkeys(("loss", "grad_norm")),
-            **({} if not self.rollout_row else dict.fromkeys(("entropy", "kl", "mismatch"))),
+            **dict.fromkeys(("entropy", "kl", "mismatch") if self.rollout_row else ()),
             **result.row,
             **self.rollout_row,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.lr,
             "tokens": self.tokens,
             **self.clock.take(),
             "skipped_steps": self.watch.total(),

@@ -1,0 +1,232 @@
+"""Trajectories: many at once over one generator, with environments that may fail in any way."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from test_rollout import make_generator, make_model
+
+from moetrain.config import Config
+from moetrain.rl.collect import Collector
+from moetrain.rl.envs import Turn
+from moetrain.rl.trajectory import from_state, to_state
+from moetrain.rollout import Request, SamplingParams
+
+STOPS = (7, 11, 200, 201, 202)
+
+
+class Counting:
+    """Asks ``turns`` times, with ever other words, and rewards the length of every answer."""
+
+    num_tasks = None
+
+    def __init__(self, turns=1):
+        self.turns = turns
+
+    def episode(self, task):
+        return CountingEpisode(self, task)
+
+
+class CountingEpisode:
+    def __init__(self, environment, task):
+        self.environment, self.task, self.heard = environment, task, []
+
+    def reset(self):
+        return Turn((3, 4, self.task))
+
+    def step(self, action):
+        self.heard.append(list(action))
+        number = len(self.heard)
+        if number == self.environment.turns:
+            return Turn(reward=float(sum(map(len, self.heard))), done=True)
+        return Turn((90 + number, 5), reward=0.5)
+
+
+class Later(CountingEpisode):
+    async def reset(self):
+        await asyncio.sleep(0.01 * (self.task % 3))
+        return super().reset()
+
+    async def step(self, action):
+        await asyncio.sleep(0.01 * (self.task % 2))
+        return super().step(action)
+
+
+def collector_of(environment, longest=100, generator=None, **values):
+    words = [f"rl.{k}={v}" for k, v in {"max_tokens": 12, "step_timeout": 0.5, **values}.items()]
+    settings = Config.load("debug", words, environ={}).rl
+    generator = generator or make_generator(page_size=4, num_pages=60, max_tokens=32)
+    return Collector(generator, environment, settings, stop_ids=STOPS, longest=longest)
+
+
+def said(trajectory):
+    fields = (trajectory.tokens, trajectory.is_action, trajectory.logprobs, trajectory.versions)
+    return [list(field) for field in fields]
+
+
+def played(environment, groups=5, **values):
+    collector = collector_of(environment, **values)
+    for group in range(groups):
+        collector.start(group, group, 3, seed=0)
+    found = collector.finish(range(groups))
+    assert collector.groups == {}
+    return [[said(t) for t in group] for group in found], found, collector
+
+
+def test_an_answer_is_what_the_generator_says_to_the_prompt():
+    _, groups, collector = played(Counting())
+    for task, group in enumerate(groups):
+        assert len({tuple(t.tokens) for t in group}) == 3  # seeds of their own
+        for t in group:
+            params = SamplingParams(max_tokens=12, seed=t.seed, stop_ids=STOPS)
+            request = Request("x", (3, 4, task), params)
+            ((alone,),) = make_generator().generate([request])
+            assert t.tokens == [3, 4, task, *alone.tokens]
+            assert t.is_action == [False] * 3 + [True] * len(alone.tokens)
+            assert t.logprobs[:3] == [0, 0, 0]
+            torch.testing.assert_close(
+                torch.tensor(t.logprobs[3:]), torch.tensor(alone.logprobs), rtol=1e-5, atol=1e-5
+            )
+            assert t.versions == [-1] * 3 + [0] * len(alone.tokens)
+            assert t.reward == len(alone.tokens)
+            assert t.is_overlong == (alone.finish_reason == "length")
+            assert t.fault is None
+    lengths = {t.num_written for group in groups for t in group}
+    assert len(lengths) > 2  # some stop, some are cut off
+    assert collector.generated == sum(t.num_written for group in groups for t in group)
+    assert collector.seconds["generate"] > 0
+
+
+def test_turns_of_several_words():
+    _, groups, _ = played(Counting(turns=3), max_tokens=30)
+    whole = [t for group in groups for t in group if len(t.actions) == 3]
+    assert whole
+    for t in whole:
+        first, second, third = (t.tokens[start:stop] for start, stop in t.actions)
+        assert t.tokens == [3, 4, t.task, *first, 91, 5, *second, 92, 5, *third]
+        assert t.reward == 1.0 + t.num_written  # of the turns before, and of the last
+        sample = t.sample(0.25)
+        assert sample.is_action.sum() == t.num_written == len(first + second + third)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_asynchronous_environments_change_nothing(turns):
+    class Slow(Counting):
+        def episode(self, task):
+            return Later(self, task)
+
+    expected, _, _ = played(Counting(turns), max_tokens=30)
+    found, _, _ = played(Slow(turns), max_tokens=30)
+    for one, other in zip(expected, found, strict=True):
+        for (tokens, acts, logprobs, versions), theirs in zip(one, other, strict=True):
+            assert [tokens, acts, versions] == [theirs[0], theirs[1], theirs[3]]
+            torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(theirs[2]))
+
+
+def test_what_does_not_fit_is_cut_off_or_dropped():
+    _, groups, collector = played(Counting(turns=9), max_tokens=90, longest=20)
+    for t in (t for group in groups for t in group):
+        assert len(t.tokens) <= 20 + 2  # the environment's last words are not read any more
+        assert t.is_overlong
+    _, groups, _ = played(Counting(turns=9), max_tokens=90, max_turns=2)
+    assert {len(t.actions) for group in groups for t in group} <= {1, 2}
+    _, groups, collector = played(Counting(), longest=3)
+    assert collector.faults == {"too_long": 15}
+    assert {t.fault for group in groups for t in group} == {"too_long"}
+
+
+def hang():
+    time.sleep(3600)
+
+
+async def hang_later():
+    await asyncio.sleep(3600)
+
+
+FAULTS = {
+    "raised": lambda: 1 / 0,
+    "timeout": hang,
+    "timeout ": hang_later,
+    "nonsense": lambda: None,
+    "nonsense  a reward that is none": lambda: Turn((1,), reward=float("nan")),
+    "nonsense  another": lambda: Turn((1,), reward="1"),
+    "nonsense  tokens that are none": lambda: Turn((1, 264)),
+    "nonsense  tokens that are text": lambda: Turn("abc"),
+    "nonsense  below 0": lambda: Turn((-1,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [("raised", "episode"), ("timeout", "episode")]
+    + [(what, when) for what in FAULTS for when in ("reset", "step")],
+)
+def test_a_fault_costs_its_own_trajectory(what, when):
+    class Faulty(Counting):
+        def episode(self, task):
+            if when == "episode" and task == 2:
+                return FAULTS[what]()
+            return FaultyEpisode(self, task)
+
+    class FaultyEpisode(CountingEpisode):
+        def reset(self):
+            return FAULTS[what]() if when == "reset" and self.task == 2 else super().reset()
+
+        def step(self, action):
+            return FAULTS[what]() if when == "step" and self.task == 2 else super().step(action)
+
+    sound, _, _ = played(Counting(2), max_tokens=30)
+    found, groups, collector = played(Faulty(2), max_tokens=30)
+    faults = [[t.fault for t in group] for group in groups]
+    assert [fault for i, group in enumerate(faults) for fault in group if i != 2] == [None] * 12
+    expected = what.split()[0]
+    assert faults[2] == [expected] * 3
+    assert collector.faults == {expected: 3}
+    for i in (0, 1, 3, 4):
+        assert [t[0] for t in found[i]] == [t[0] for t in sound[i]]
+    assert not collector.generator.is_busy
+
+
+def test_trajectories_go_on_over_new_weights():
+    collector = collector_of(Counting(turns=2), max_tokens=40)
+    collector.start(0, 0, 2, seed=0)
+    collector.start(1, 1, 8, seed=0)
+    (first,) = collector.finish([0])
+    collector.generator.update_weights(make_model(seed=1).named_parameters())
+    (second,) = collector.finish([1])
+    assert {v for t in first for v in t.versions} == {-1, 0}
+    mixed = [t for t in second if {0, 1} <= set(t.versions)]
+    assert mixed
+    for t in mixed:
+        chosen = [v for v in t.versions if v >= 0]
+        assert chosen == sorted(chosen)
+        assert [v >= 0 for v in t.versions] == t.is_action
+
+
+@pytest.mark.parametrize("kind", [CountingEpisode, Later])
+def test_what_is_under_way_goes_on_from_a_checkpoint_with_the_same_bits(kind):
+    class Environment(Counting):
+        def episode(self, task):
+            return kind(self, task)
+
+    collector = collector_of(Environment(2), max_tokens=40, max_sequences=3)
+    for group in range(4):
+        collector.start(group, group, 3, seed=5)
+    collector.finish([0])
+    rows, tensors = to_state(collector.under_way())
+    assert any(len(row["actions"]) > 0 or row["length"] > 3 for row in rows)
+    assert {row["group"] for row in rows} == {1, 2, 3}
+    other = collector_of(Environment(2), max_tokens=40, max_sequences=3)
+    for trajectory in from_state(rows, tensors):
+        other.resume(trajectory)
+    expected, found = (c.finish([1, 2, 3]) for c in (collector, other))
+    for one, two in zip(expected, found, strict=True):
+        ours, theirs = ({t.member: t for t in group} for group in (one, two))
+        assert sorted(ours) == sorted(theirs) == [0, 1, 2]
+        for member, t in ours.items():
+            assert said(t)[:2] == said(theirs[member])[:2]
+            assert t.reward == theirs[member].reward
+            assert t.versions == theirs[member].versions
+            if kind is CountingEpisode:  # else what is read beside what is left to the clock
+                assert t.logprobs == theirs[member].logprobs

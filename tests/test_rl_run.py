@@ -1,0 +1,279 @@
+"""Runs of reinforcement learning: what they learn, write, and go on from."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from distributed import spawn
+from safetensors.torch import load_file
+
+from moetrain.config import RL_RECIPES, Config, ConfigError
+from moetrain.metrics import read_metrics
+from moetrain.rl.__main__ import run
+from moetrain.rl.trainer import RlTrainer
+
+EVEN = """
+from moetrain.rl.envs import Problem, SolvedEnvironment
+
+class Even(SolvedEnvironment):
+    def problem(self, task):
+        return Problem(f"{task} even ", "bdfh")
+
+    def score(self, problem, answer):
+        return sum(ord(c) % 2 == 0 for c in answer) / 6
+"""
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """An environment in which a model that knows nothing is rewarded, now more, now less."""
+    file = tmp_path_factory.mktemp("even") / "even.py"
+    file.write_text(EVEN)
+    return {"rl.env": f"{file}:Even"}
+
+
+TINY = {
+    "model.hidden_size": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.num_experts": 4,
+    "model.moe_intermediate_size": 16,
+    "data.seq_len": 64,
+    "train.steps": 4,
+    "train.micro_batch_size": 4,
+    "train.global_batch_size": 16,
+    "train.eval_interval": 2,
+    "train.device": "cpu",
+    "rl.supervised_steps": 2,
+    "rl.group_size": 4,
+    "rl.eval_tasks": 5,
+    "rl.max_tokens": 6,
+    "log.interval": 1,
+    "log.tensorboard": "false",
+}
+
+
+def words_of(output, **values):
+    settings = TINY | {"output_dir": output} | values
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def config_of(output, **values):
+    return Config.load(None, words_of(output, **values), environ={}, recipes=RL_RECIPES)
+
+
+def fitted(output, **values):
+    trainer = RlTrainer(config_of(output, **values))
+    trainer.fit()
+    return trainer
+
+
+TIMES = ("seconds", "per_second", "memory", "tflops", "mfu")
+
+
+def lines_of(folder):
+    """The metrics without what a clock says."""
+    return [
+        {k: v for k, v in row.items() if not any(time in k for time in TIMES)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_what_a_run_writes(even, tmp_path):
+    assert run(words_of(tmp_path / "out", **even, **{"checkpoint.save_hf": "true"})) == 0
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    supervised, learned = (
+        [r for r in rows if (k in r) == b and "eval_reward" not in r]
+        for k, b in (("reward", False), ("reward", True))
+    )
+    assert [r["step"] for r in supervised] == [1, 2]
+    assert [r["step"] for r in learned] == [3, 4]
+    assert [r["step"] for r in rows if "eval_reward" in r] == [0, 2, 4]
+    for row in supervised + learned:
+        assert row["loss"] is not None
+        assert row["grad_norm"] > 0
+        assert row["tokens"] > 0
+        for name in ("lr", "tokens_per_second_per_device", "step_seconds", "memory_gib"):
+            assert row[name] > 0
+    for row in learned:
+        assert 0 <= row["reward"] <= 1
+        assert row["entropy"] > 1
+        assert 0 <= row["mismatch"] < 1e-9
+        assert 0 <= row["mismatch_share"] <= 1
+        assert abs(row["kl"]) < 1e-9  # of an on-policy step from itself
+        assert row["staleness_max"] == 0
+        assert row["prompts"] == 4
+        assert row["generated_tokens_per_second"] > 0
+        for name in ("clip_share", "advantage_spread", "length", "overlong", "useful_groups"):
+            assert name in row
+        parts = [row[f"seconds/{p}"] for p in ("generate", "environment", "train")]
+        assert sum(parts) <= row["step_seconds"] + 1e-6
+    folder = tmp_path / "out"
+    assert (folder / "reward.png").stat().st_size > 1000
+    assert (folder / "hf" / "model.safetensors").exists()
+    assert json.loads((folder / "config.json").read_text())["rl"]["max_tokens"] == 6
+    text = (folder / "completions" / "step-00000004.txt").read_text()
+    assert text.count("--- task ") == 5
+    assert text.count("[[") == 5
+    assert " even [[" in text
+
+
+CASES = {
+    "synchronous": {},
+    "several updates": {"rl.updates_per_rollout": 2, "train.global_batch_size": 8},
+    "ahead": {"rl.max_staleness": 2, "rl.env": "calculator", "rl.max_tokens": 24},
+    "kl in the loss": {"rl.kl_coef": 0.1, "rl.resample": 1},
+    "kl in the reward": {"rl.kl_coef": 0.1, "rl.kl_in": "reward"},
+    "from nothing": {"rl.supervised_steps": 0, "rl.ratio": "rollout"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_has_the_same_bits(case, even, tmp_path):
+    values = even | CASES[case] | {"train.steps": 7, "checkpoint.interval": 4, "checkpoint.keep": 5}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    fitted(whole, **values)
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000007")
+    trainer = RlTrainer(config_of(resumed, **values))
+    assert trainer.step == 4
+    begun = {t.group for group in trainer.collector.groups.values() for t in group}
+    assert begun == (set(range(8, 16)) if case == "ahead" else set())
+    trainer.fit()
+    for one, two in zip(lines_of(whole), lines_of(resumed), strict=True):
+        assert one == two
+    for group in ("model", "optim", "rollouts"):
+        expected, found = (
+            load_file(folder / "checkpoints" / "step-00000007" / f"{group}.safetensors")
+            for folder in (whole, resumed)
+        )
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_generation_ahead_is_as_stale_as_it_may_be(even, tmp_path):
+    values = even | {"rl.max_staleness": 1, "train.steps": 6, "rl.max_sequences": 4}
+    trainer = fitted(tmp_path, **values)
+    rows = [r for r in lines_of(tmp_path) if "reward" in r]
+    assert rows[0]["staleness_max"] == 0
+    assert {r["staleness_max"] for r in rows} == {0, 1}
+    assert (trainer.window.taken, trainer.window.begun) == (16, 20)
+    assert sorted(trainer.collector.groups) == [16, 17, 18, 19]
+
+
+def test_groups_that_teach_nothing_are_replaced(tmp_path):
+    # A model that knows nothing is rewarded nothing, so no group has anything to teach.
+    values = {"rl.supervised_steps": 0, "rl.resample": 2, "train.steps": 2, "optim.lr": 0.1}
+    trainer = RlTrainer(config_of(tmp_path, **values, **{"rl.env": "arithmetic"}))
+    before = dict(trainer.engine.state()["model"])
+    trainer.fit()
+    after = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
+    rows = [r for r in lines_of(tmp_path) if "reward" in r]
+    assert [(r["prompts"], r["useful_groups"], r["left_out/no_variance"]) for r in rows] == [
+        (12, 0, 48)
+    ] * 2
+    assert all(r[name] is None for r in rows for name in ("entropy", "kl", "mismatch"))
+    assert all(r[name] == 0 for r in rows for name in ("loss", "grad_norm"))
+    # Without anything to learn nothing moves.
+    assert all(torch.equal(before[name], weight) for name, weight in after.items())
+
+
+FAULTY = """
+import time
+from moetrain.rl.envs.generated import Sort
+
+class Faulty(Sort):
+    def score(self, problem, answer):
+        kind = int(problem.prompt[5]) % 5
+        if kind == 0:
+            raise RuntimeError("no")
+        if kind == 1:
+            time.sleep(100)
+        if kind == 2:
+            return "good"
+        return super().score(problem, answer)
+"""
+
+
+def test_a_run_survives_its_environment(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    env = {"rl.env": f"{tmp_path}/faulty.py:Faulty", "rl.step_timeout": 0.2}
+    fitted(tmp_path / "out", **env, **{"train.global_batch_size": 48, "rl.group_size": 2})
+    rows = [r for r in lines_of(tmp_path / "out") if "reward" in r]
+    for row in rows:
+        faults = [row[f"left_out/{reason}"] for reason in ("raised", "timeout", "nonsense")]
+        assert all(number % 2 == 0 and number > 0 for number in faults)  # whole groups
+        assert sum(faults) < 48
+        assert row["prompts"] == 24
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
+        ({"rl.temperature": 0.5}, "rl.temperature: 0.5: "),
+        ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 are more than train.steps 4"),
+        ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32 do not hold a row"),
+        ({"rl.group_size": 1}, "rl.group_size: 1 contradicts rl.advantage 'dr_grpo'"),
+        ({"rl.prompts": "x"}, "rl.prompts: 'x' contradicts rl.env 'sort'"),
+        ({"model.vocab_size": 200}, "data.tokenizer: 'byte' has 257 tokens"),
+    ],
+)
+def test_wrong_settings_are_one_line(values, message, tmp_path, capsys):
+    assert run(words_of(tmp_path / "out", **values)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_environment_that_shows_nothing(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 9)
+    env = {"rl.env": "jsonl", "rl.prompts": tmp_path / "p.jsonl", "rl.reward": "exact"}
+    with pytest.raises(ConfigError, match=r"rl.supervised_steps: 2, but rl.env 'jsonl' shows"):
+        RlTrainer(config_of(tmp_path / "out", **env))
+
+
+def test_help_and_dry_run(capsys):
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "python -m moetrain.rl" in text
+    assert "default: rl-sort; with model.path, rl" in text
+    assert "--rl.max_staleness (int, default: 0)" in text
+    assert run(["--dry_run", "--rl.env", "arithmetic"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["rl"]["env"] == "arithmetic"
+    assert shown["output_dir"] == "outputs/rl-sort"
+
+
+# ---- several ranks -----------------------------------------------------------------------------
+
+
+def first_steps(folder, values):
+    """Rewards, losses and weights of a few steps on this rank's world."""
+    trainer = RlTrainer(config_of(folder, **values))
+    trainer.fit()
+    return lines_of(trainer.folder), {k: v.cpu() for k, v in trainer.engine.weights()}
+
+
+@pytest.mark.parametrize("degrees", [{"parallel.ep": 2}, {"parallel.tp": 2}, {}])
+def test_ranks_learn_what_one_process_does(degrees, even, tmp_path):
+    # With its own epsilon AdamW makes of a rounding error near 0 a step of full length.
+    values = even | {"train.micro_batch_size": 2, "optim.eps": 1e-3, "rl.max_staleness": 1}
+    values |= {"moe.aux_loss_scope": "global_batch"}  # which rows lie together is nobody's business
+    expected, weights = first_steps(tmp_path / "one", values)
+    answers = spawn(2, first_steps, tmp_path / "two", values | degrees, timeout=120)
+    found, _ = answers[0]
+    assert [row.keys() for row in found] == [row.keys() for row in expected]
+    for one, two in zip(expected, found, strict=True):
+        for name in ("reward", "eval_reward", "length", "prompts", "staleness_mean", "step"):
+            assert one.get(name) == two.get(name), name
+        for name in ("loss", "grad_norm", "entropy"):
+            if name in one:
+                assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    for _, theirs in answers:
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-4, atol=1e-6)
