@@ -277,3 +277,58 @@ def test_ranks_learn_what_one_process_does(degrees, even, tmp_path):
     for _, theirs in answers:
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-4, atol=1e-6)
+
+
+WORDS = {
+    "model.moe_intermediate_size": 32,
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 64,
+    "train.eval_interval": 0,
+    "optim.lr": 3e-3,
+    "rl.env": "yes_no_maybe",
+    "rl.supervised_steps": 40,
+    "rl.supervised_lr": 1e-2,
+    "rl.group_size": 8,
+    "rl.eval_tasks": 0,
+    "parallel.ep": 2,
+    "checkpoint.interval": 40,
+    "checkpoint.keep": 9,
+}
+
+
+def learn_words(folder):
+    """From nothing to the best word, with another process in the middle; the generator's weights
+    against the trainer's, as the largest difference."""
+    fitted(folder, **WORDS, **{"train.steps": 60})
+    trainer = RlTrainer(config_of(folder, **WORDS, **{"train.steps": 80}))
+    assert trainer.step == 60
+    assert trainer.generator.experts is not None
+    apart = []
+    finish = trainer.finish
+
+    def look():
+        trainer.sync_weights()
+        for name, weight in trainer.engine.weights():
+            mine = trainer.generator.experts.part(name, weight)
+            theirs = trainer.generator.model.get_parameter(name)
+            apart.append((theirs - mine).abs().max().item())
+        finish()
+
+    trainer.finish = look
+    trainer.fit()
+    return max(apart)
+
+
+def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
+    assert spawn(2, learn_words, tmp_path, timeout=240) == [0, 0]
+    rows = [row for row in lines_of(tmp_path) if "reward" in row]
+    assert [row["step"] for row in rows] == list(range(41, 81))
+    start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert 0.6 < start < 0.8  # the three words equally often are worth 0.75
+    assert end > 0.9
+    first, last = (
+        load_file(tmp_path / "checkpoints" / f"step-000000{step}" / "model.safetensors")
+        for step in (40, 80)
+    )
+    for name, weight in first.items():  # of every layer
+        assert not torch.equal(weight, last[name]), name
