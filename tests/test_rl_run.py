@@ -187,7 +187,7 @@ from moetrain.rl.envs.generated import Sort
 
 class Faulty(Sort):
     def score(self, problem, answer):
-        kind = int(problem.prompt[5]) % 5
+        kind = int(problem.prompt[0]) % 5
         if kind == 0:
             raise RuntimeError("no")
         if kind == 1:

@@ -39,7 +39,7 @@ class Sort(SolvedEnvironment):
     def problem(self, task: int) -> Problem:
         rng = random.Random(task)
         digits = [rng.choice("0123456789") for _ in range(rng.randint(self.least, self.most))]
-        return Problem(f"sort {''.join(digits)}: ", "".join(sorted(digits)))
+        return Problem(f"{''.join(digits)}>", "".join(sorted(digits)))
 
     def score(self, problem: Problem, answer: str) -> float:
         right = problem.answer
