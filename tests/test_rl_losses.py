@@ -161,6 +161,7 @@ def reference(samples, hiddens, head, proximals, references, s):
                 "moved": kl_of("k3", old[t] - now).item(),
                 "mismatch": kl_of("k3", rollout - proximal[t]).item(),
                 "kl": kl_of("k3", now - ref[t]).item(),
+                "weight": weights[t][0],
             }
             tokens.append((loss, seen))
         if tokens:
@@ -195,6 +196,7 @@ def make_case(seed=0):
     samples = make_samples(*LENGTHS, vocabulary=VOCABULARY)
     per_token = np.linspace(-1, 2, LENGTHS[3], dtype=np.float32)
     samples[3] = dataclasses.replace(samples[3], advantage=per_token)
+    samples[4] = dataclasses.replace(samples[4], advantage=0.0)
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -268,6 +270,8 @@ def test_losses_and_gradients_are_their_formulas(choice):
     close(my_head.grad, their_head.grad)
     for a, b in zip(mine, theirs, strict=True):
         close(a.grad, torch.zeros_like(b) if b.grad is None else b.grad)
+    if settings.importance_of == "none":
+        assert seen.pop("weight") == 1
     for name, value in seen.items():
         assert terms[name].item() == pytest.approx(value, rel=1e-12, abs=1e-14), name
     is_narrow = settings.policy in ("clip", "gspo") or settings.clip_low is not None
