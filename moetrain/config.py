@@ -264,6 +264,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("rl.dual_clip", "rl.policy", {"clip"}),
     ("rl.importance_how", "rl.ratio", {"current", "proximal"}),
     ("rl.importance_how", "rl.importance", {"auto", "token", "sequence"}),
+    ("rl.importance_high", "rl.ratio", {"current", "proximal"}),
+    ("rl.importance_high", "rl.importance", {"auto", "token", "sequence"}),
     ("rl.importance_low", "rl.importance_how", {"mask"}),
 )
 

@@ -158,7 +158,13 @@ class RlSection(Section):
                 "rl.importance_low",
                 f"{self.importance_low} is not below rl.importance_high {self.importance_high}",
             )
-        if self.kl_coef and self.kl == "k1" and self.kl_in == "loss":
+        for name in ("kl", "kl_in"):
+            value = getattr(self, name)
+            if not self.kl_coef and value != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"rl.{name}", f"{value!r} contradicts rl.kl_coef 0, no KL; unset one"
+                )
+        if self.kl == "k1" and self.kl_in == "loss":
             raise ConfigError(
                 "rl.kl",
                 "'k1' contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, "

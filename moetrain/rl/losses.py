@@ -138,7 +138,7 @@ class PolicyObjective:
     terms of coefficient 0 that are means over the global batch's trained tokens: ``entropy``,
     ``ratio``, ``ratio_square``, ``clip_share``, ``moved`` (k3 of the policy from what the ratio
     divides by), ``mismatch`` (k3 of the trainer's probabilities from the rollout's), ``kl`` (k3
-    from the reference, where the batch has it).
+    from the reference) and ``weight`` (importance), where the batches have them.
     """
 
     settings: RlSection
@@ -243,4 +243,6 @@ def _seen(
     }
     if batch.reference_BS is not None:
         seen["kl"] = kl_estimate("k3", now, batch.reference_BS)
+    if batch.weights_BS is not None:
+        seen["weight"] = batch.weights_BS
     return seen

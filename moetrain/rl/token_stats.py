@@ -58,8 +58,9 @@ def score(
 ) -> list[TokenStats]:
     """:func:`token_stats` [B, S] of each batch under the engine's weights, on the CPU.
 
-    The bits are those that ``Engine.forward_backward`` makes of the same batches. Collective, and
-    without gradients. Waits for the device, once.
+    Of the same batches ``Engine.forward_backward`` makes the same numbers, and where blocks are not
+    compiled (a graph of a forward alone may round elsewhere) the same bits. Collective, and without
+    gradients. Waits for the device once all batches are through.
     """
     found: dict[int, TokenStats] = {}
 

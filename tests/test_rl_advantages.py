@@ -1,0 +1,143 @@
+"""Advantages against their formulas, and who is left out of them."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from moetrain.config import Config, ConfigError
+from moetrain.config_rl import RlSection
+from moetrain.rl.advantages import Outcome, advantages
+
+REWARDS = [[0.5, 1.5, -0.25], [2.0, 7.0], [1.0, 0.0, 0.0, 0.25]]
+OUTCOMES = [Outcome(g, reward) for g, rewards in enumerate(REWARDS) for reward in rewards]
+
+
+def values_of(outcomes, **settings):
+    return advantages(outcomes, RlSection(**settings)).values
+
+
+def per_group(formula):
+    return [formula(r, rewards) for rewards in REWARDS for r in rewards]
+
+
+def normalised(values):
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    return [(v - mean) / spread for v in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dr_grpo", per_group(lambda r, all_: r - sum(all_) / len(all_))),
+        ("grpo", per_group(lambda r, all_: (r - sum(all_) / len(all_)) / statistics.stdev(all_))),
+        ("rloo", per_group(lambda r, all_: r - (sum(all_) - r) / (len(all_) - 1))),
+        ("reinforce_pp", normalised(per_group(lambda r, _: r))),
+        (
+            "reinforce_pp_baseline",
+            normalised(per_group(lambda r, all_: r - statistics.fmean(all_))),
+        ),
+    ],
+)
+def test_each_is_its_formula(name, expected):
+    found = advantages(OUTCOMES, RlSection(advantage=name))
+    assert found.values == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert found.spread == pytest.approx(statistics.stdev(expected), rel=1e-12)
+    assert not found.left_out
+    # The order in which trajectories come, over ranks or within one, changes nothing.
+    order = np.random.default_rng(0).permutation(len(OUTCOMES))
+    shuffled = values_of([OUTCOMES[i] for i in order], advantage=name)
+    assert shuffled == pytest.approx([expected[i] for i in order], rel=1e-12, abs=1e-15)
+
+
+def test_dr_grpo_is_the_default():
+    assert values_of(OUTCOMES) == values_of(OUTCOMES, advantage="dr_grpo")
+
+
+def test_who_failed_is_in_nobodys_advantage():
+    bad = [
+        Outcome(0, 100.0, fault="timeout"),
+        Outcome(1, math.nan),
+        Outcome(2, -50.0, fault="raised"),
+        Outcome(2, -50.0, fault="raised"),
+    ]
+    found = advantages([*bad, *OUTCOMES], RlSection())
+    assert found.values == [None] * 4 + values_of(OUTCOMES)
+    assert found.left_out == {"timeout": 1, "not_finite": 1, "raised": 2}
+
+
+def test_an_overlong_trajectory_counts_is_masked_or_is_gone():
+    outcomes = [Outcome(0, 1.0), Outcome(0, 0.0), Outcome(0, 4.0, is_overlong=True)]
+    kept = advantages(outcomes, RlSection())
+    masked = advantages(outcomes, RlSection(overlong="mask"))
+    dropped = advantages(outcomes, RlSection(overlong="drop"))
+    assert kept.values == pytest.approx([1 - 5 / 3, -5 / 3, 4 - 5 / 3])
+    assert masked.values == [*kept.values[:2], None]
+    assert dropped.values == [0.5, -0.5, None]
+    assert not kept.left_out
+    assert masked.left_out == dropped.left_out == {"overlong": 1}
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "grpo", "rloo", "reinforce_pp_baseline"])
+def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
+    flat = [Outcome(7, 0.1 + 0.2), Outcome(7, 0.3), Outcome(8, 0.0), Outcome(8, 0.0)]
+    alone = [Outcome(9, 5.0), Outcome(9, 6.0, fault="timeout")]
+    found = advantages([*flat, *alone, *OUTCOMES], RlSection(advantage=name))
+    assert found.values[:6] == [None] * 6
+    assert found.values[6:] == values_of(OUTCOMES, advantage=name)
+    assert found.left_out == {"no_variance": 4, "alone": 1, "timeout": 1}
+
+
+def test_nothing_at_all_to_learn():
+    found = advantages([Outcome(0, 1.0), Outcome(0, 1.0)], RlSection(advantage="reinforce_pp"))
+    assert found.values == [0.0, 0.0]
+    assert advantages([], RlSection()).values == []
+    assert advantages([Outcome(0, 1.0, fault="raised")], RlSection()).spread == 0
+
+
+def test_a_kl_in_the_reward_is_taken_off_before():
+    outcomes = [Outcome(0, 1.0, kl=2.0), Outcome(0, 1.0, kl=4.0)]
+    assert values_of(outcomes, kl_coef=0.5) == [None, None]
+    assert values_of(outcomes, kl_coef=0.5, kl_in="reward") == [0.5, -0.5]
+    assert values_of([Outcome(0, 1.0, kl=math.nan)]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "problem"),
+    [
+        (["rl.policy=reinforce", "rl.clip_high=0.3"], "rl.clip_high", "0.3 contradicts rl.policy"),
+        (["rl.policy=reinforce", "rl.clip_low=0.3"], "rl.clip_low", "0.3 contradicts rl.policy"),
+        (["rl.policy=gspo", "rl.dual_clip=3"], "rl.dual_clip", "3.0 contradicts rl.policy 'gspo'"),
+        (["rl.ratio=rollout", "rl.importance=token"], "rl.importance", "'token' contradicts"),
+        (["rl.ratio=rollout", "rl.importance_how=mask"], "rl.importance_how", "rl.ratio 'rollout'"),
+        (["rl.importance=none", "rl.importance_how=mask"], "rl.importance_how", "'none'"),
+        (["rl.importance_low=0.5"], "rl.importance_low", "contradicts rl.importance_how"),
+        (
+            ["rl.importance_how=mask", "rl.importance_low=2.5"],
+            "rl.importance_low",
+            "2.5 is not below rl.importance_high 2.0",
+        ),
+        (["rl.importance=none", "rl.importance_high=3"], "rl.importance_high", "'none'"),
+        (["rl.ratio=rollout", "rl.importance_high=3"], "rl.importance_high", "'rollout'"),
+        (["rl.kl=k2"], "rl.kl", "'k2' contradicts rl.kl_coef 0"),
+        (["rl.kl_in=reward"], "rl.kl_in", "'reward' contradicts rl.kl_coef 0"),
+        (["rl.kl=k1", "rl.kl_coef=0.1"], "rl.kl", "use k2 or k3, or rl.kl_in reward"),
+        (["rl.temperature=0"], "rl.temperature", "greater than 0"),
+        (["rl.dual_clip=1"], "rl.dual_clip", "greater than 1"),
+        (["rl.clip_low=1.5"], "rl.clip_low", "less than or equal to 1"),
+        (["rl.policy=ppo"], "rl.policy", "'clip', 'gspo', 'cispo' or 'reinforce'"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(words, field, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        Config.load(None, words, environ={})
+    assert caught.value.field == field
+
+
+def test_unset_clipping_is_the_policys_own():
+    assert RlSection().clip_range == (0.8, 1.28)
+    assert RlSection(policy="gspo", clip_high=0.01).clip_range == (1 - 3e-4, 1.01)
+    assert RlSection(policy="cispo").clip_range == (0.0, 5.0)
+    assert RlSection().importance_of == "token"
+    assert RlSection(ratio="rollout").importance_of == "none"

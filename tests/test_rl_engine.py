@@ -1,0 +1,151 @@
+"""Scores and policy objectives through an engine: packed or padded, on policy, on every mesh."""
+
+import pytest
+import torch
+from distributed import spawn
+from test_engine import assert_near, make_engine
+from test_rl_losses import LENGTHS, close
+from test_rl_rows import make_samples
+
+from moetrain.config_rl import RlSection
+from moetrain.rl.importance import corrected
+from moetrain.rl.losses import PolicyObjective
+from moetrain.rl.rows import from_padded, pack, to_padded, unpack
+from moetrain.rl.token_stats import score
+
+
+def plain_logprobs(engine, sample, temperature):
+    """Of every token but the first, without packing or padding."""
+    with engine.work(), torch.no_grad():
+        logits = engine.model(torch.from_numpy(sample.tokens)[None, :-1])[0]
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp[range(len(logp)), sample.tokens[1:]]
+
+
+def test_padded_left_padded_right_or_packed_the_scores_are_the_same():
+    engine, samples = make_engine(), make_samples(*LENGTHS)
+    sizes = [len(s.tokens) for s in samples]
+    is_real_BS = torch.arange(15) < torch.tensor(sizes)[:, None]
+    found = []
+    for is_real in (is_real_BS, is_real_BS.flip(1)):
+        tensors = {
+            name: to_padded([torch.from_numpy(getattr(s, field)) for s in samples], is_real)
+            for name, field in [
+                ("tokens_BS", "tokens"),
+                ("is_action_BS", "is_action"),
+                ("logprobs_BS", "logprobs"),
+            ]
+        }
+        mine = from_padded(is_real, **tensors, advantages_BS=tensors["logprobs_BS"])
+        batches = pack(mine, 14, 2)
+        stats = score(engine, batches, 0.8)
+        back = to_padded(unpack(batches, [x.logprob for x in stats]), is_real)
+        assert (back[~is_real] == 0).all()
+        found.append(back[is_real])
+    left, right = found
+    assert torch.equal(left, right)
+    for sample, logprobs in zip(samples, left.split(sizes), strict=True):
+        acts = torch.from_numpy(sample.is_action[1:])
+        close(logprobs[1:][acts], plain_logprobs(engine, sample, 0.8)[acts], 1e-5)
+        assert (logprobs[1:][~acts] == 0).all()
+
+
+def test_on_policy_nothing_differs_from_what_was_scored():
+    engine = make_engine("moe.aux_loss_coef=0")
+    objective = PolicyObjective.of(engine.config, engine.arch)
+    assert objective.settings == engine.config.rl
+    batches = pack(make_samples(*LENGTHS), 13, 2)
+    stats = score(engine, batches)
+    batches = [b._replace(logprobs_BS=x.logprob) for b, x in zip(batches, stats, strict=True)]
+    totals = engine.forward_backward(batches, objective)
+    numbers = {name: value.item() for name, value in totals.terms.items()}
+    assert numbers["ratio"] == numbers["ratio_square"] == pytest.approx(1, rel=1e-6)
+    assert numbers["moved"] == numbers["mismatch"] == numbers["clip_share"] == 0
+    actions = sum(int((b.targets_BS >= 0).sum()) for b in batches)
+    entropy = sum(x.entropy.sum().item() for x in stats) / actions
+    assert numbers["entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert "router_z" in numbers
+    assert not engine.step(1e-2).skipped
+    moved = engine.forward(batches, objective).terms
+    assert moved["moved"] > 0
+    assert moved["policy"] < numbers["policy"]
+
+
+ENGINE_CHOICES = [
+    {},
+    {"policy": "gspo", "aggregation": "sequence", "entropy_coef": 0.1},
+    {"policy": "cispo", "aggregation": "fixed", "ratio": "rollout"},
+    {"policy": "reinforce", "importance": "sequence", "kl_coef": 0.1, "temperature": 0.7},
+    {"importance_how": "mask", "importance_low": 0.8, "importance_high": 1.25, "dual_clip": 1.1},
+]
+
+
+def train_on_ranks(layouts):
+    """The terms, gradient norm and gradients of every choice on every layout."""
+    answers = {}
+    for name, (words, rows) in layouts.items():
+        # Balancing over the global batch is the one that no split changes.
+        engine = make_engine(*words, "moe.aux_loss_scope=global_batch", micro=rows)
+        rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
+        routers = PolicyObjective.of(engine.config, engine.arch).routers
+        samples = make_samples(*LENGTHS)
+        all_batches = pack(samples, 12, rows)
+        even = -(-len(all_batches) // ranks) * ranks
+        batches = pack(samples, 12, rows, least=even)[rank::ranks]
+        for number, choice in enumerate(ENGINE_CHOICES):
+            settings = RlSection(**choice)
+            mine = wobbled(batches, score(engine, batches, settings.temperature), settings)
+            totals = engine.forward_backward(mine, PolicyObjective(settings, routers))
+            terms = {k: v.item() for k, v in totals.terms.items()}
+            terms["grad_norm"] = engine.fsdp.gradient_norm().item()
+            members = engine.fsdp.members.items()
+            gradients = {k: m.layout.whole(m.local.grad).clone() for k, m in members}
+            engine.fsdp.clear_gradients()
+            answers[name, number] = terms, gradients
+    return answers
+
+
+def wobbled(batches, stats, settings):
+    """As if generation, the trainer and the reference had other weights, a little."""
+    found, proximal = [], []
+    for batch, (logprob, _) in zip(batches, stats, strict=True):
+        wobble = torch.sin(3.0 * batch.tokens_BS + batch.positions_BS)
+        proximal.append(logprob + 0.3 * wobble)
+        found.append(
+            batch._replace(logprobs_BS=logprob - 0.2 * wobble, reference_BS=logprob + wobble)
+        )
+    return corrected(found, proximal, settings)
+
+
+ONE = {"one": ([], 8)}
+LAYOUTS = {
+    1: {"many micro-batches": ([], 1)},
+    2: {
+        "dp": (["parallel.dp_shard=2"], 1),
+        "ep": (["parallel.ep=2"], 2),
+        "tp": (["parallel.tp=2"], 2),
+    },
+    4: {
+        "dp+ep": (["parallel.ep=4"], 1),
+        "dp+tp+ep": (["parallel.tp=2", "parallel.ep=4"], 1),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train_on_ranks(ONE)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_every_mesh_gives_one_processs_numbers_and_gradients(ranks, one_process):
+    layouts = LAYOUTS[ranks]
+    found = [train_on_ranks(layouts)] if ranks == 1 else spawn(ranks, train_on_ranks, layouts)
+    for answers in found:
+        assert {layout for layout, _ in answers} == set(layouts)
+        for (_, number), (terms, gradients) in answers.items():
+            expected, expected_gradients = one_process["one", number]
+            assert set(terms) == set(expected)
+            for name, value in expected.items():
+                assert terms[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert_near(gradients, expected_gradients, 1e-5)
