@@ -23,7 +23,7 @@ from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 
 PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 TEMPERATURE = 0.7
-PAGE_SIZE = 16
+PAGE_SIZE = 64
 SPARE = 3 * 2**30
 """Bytes on a GPU beside the generator's weights: a sequence's cache, two units that travel."""
 

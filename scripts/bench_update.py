@@ -122,7 +122,7 @@ def bench(engine: Engine) -> dict[str, Any]:
 def make_generator(engine: Engine) -> tuple[Generator, WeightUpdate]:
     """One beside ``engine``, with room for the text of :func:`tokens_of`."""
     model, experts = replica(engine)
-    generator = Generator(model, num_pages=8, page_size=16, experts=experts)
+    generator = Generator(model, num_pages=1, page_size=64, experts=experts)
     return generator, WeightUpdate(engine, generator)
 
 
