@@ -43,7 +43,7 @@ class Program(NamedTuple):
     recipes: Recipes
 
 
-TRAIN = Program("moetrain.train", "moetrain.trainer:Trainer", TRAIN_RECIPES)
+TRAIN = Program("moetrain.train", "moetrain.sample:Trainer", TRAIN_RECIPES)
 
 
 def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:

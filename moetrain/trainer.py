@@ -14,7 +14,7 @@ import torch
 from moetrain.checkpoint import Checkpoint
 from moetrain.data import Loader, build_data
 from moetrain.engine import Engine
-from moetrain.evaluate import held_out_loss, write_sample
+from moetrain.evaluate import held_out_loss
 from moetrain.loss import Pretraining, routing_losses
 from moetrain.metrics import plot_losses, routing_health
 from moetrain.models import Architecture, RoutingStats
@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
 
 
 class Trainer(Run[StepResult]):
-    """One training run. ``Trainer(config).fit()`` is all there is to call."""
+    """One training run, of which :class:`moetrain.sample.Trainer` shows a sample too."""
 
     def build(self, arch: Architecture) -> None:
         """Data, model and optimizer."""
@@ -113,15 +113,13 @@ class Trainer(Run[StepResult]):
         self.clock.start()
 
     def finish(self) -> None:
-        """What a run leaves behind beside its checkpoint: an evaluation, plot, sample, ..."""
+        """What a run leaves behind beside its checkpoint: an evaluation, plot, ..."""
         self.evaluate()
         data, is_text = self.data, self.config.data.source != "synthetic"
         # Synthetic ids are of no tokenizer.
         self.export(data.tokenizer if is_text else None, data.chat_template)
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
-        if self.config.train.sample_tokens and is_text:
-            write_sample(self.engine, data, self.folder / "sample.txt", self.log)
 
     # ---- saving and resuming -------------------------------------------------------------------
 

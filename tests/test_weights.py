@@ -1,5 +1,11 @@
 """Weights from a sharded trainer into a generator: the same on every mesh, in place, few calls."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import fake_deep_ep
 import pytest
 import torch
@@ -17,6 +23,7 @@ from moetrain.parallel.world import join_world
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 LAYOUTS = {
     "dp": ["parallel.dp_shard=4"],
     "hsdp": ["parallel.dp_replicate=2"],
@@ -236,3 +243,22 @@ def generate_beside_static_buffers():
 
 def test_generation_by_deepep_drops_nothing():
     spawn(2, generate_beside_static_buffers, timeout=60)
+
+
+def test_the_benchmark_runs_on_a_cpu(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    words += [str(SCRIPTS / "bench_update.py"), "--preset", "debug", "--layers", "2"]
+    words += ["--device", "cpu", "--results", str(results)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (row,) = map(json.loads, results.read_text().splitlines())
+    assert row["addresses"]
+    assert row["values"]
+    assert row["tokens"]
+    assert row["trainer_agrees"] == 1.0
+    assert row["collectives"] == 2 + 2  # as experts stay where they are
+    assert 0 < row["bytes_received"] < row["bytes_written"]
+    assert "tokens of the new weights: True" in run.stdout

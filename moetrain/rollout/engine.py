@@ -22,7 +22,7 @@ import torch
 
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models import Transformer
-from moetrain.models.attention import Attention
+from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows
@@ -68,6 +68,9 @@ class Generator:
             max_tokens: that one step reads; longer prompts are read in chunks.
             experts: which ranks share the experts of ``model``. All of them take every step, each
                 with requests of its own or none; None: this rank has all experts.
+
+        Raises:
+            ValueError: an attention of another kind than that which has a cache.
         """
         self.experts = experts
         self.model, self.tokenizer = model, tokenizer
@@ -78,9 +81,13 @@ class Generator:
         """Every request's completions, until all of them are finished."""
         self._caches: list[PagedAttention] = []
         for window, block in zip(model.windows, model.layers, strict=True):
-            assert isinstance(block.attn, Attention)  # what has a core
-            block.attn.core = PagedAttention(num_pages, page_size, window)
-            self._caches.append(block.attn.core)
+            attention = getattr(block, "attn", None)
+            core = getattr(attention, "core", None)
+            if core is not masked_attention and not isinstance(core, PagedAttention):
+                raise ValueError(f"{model.arch.family} attends in a way that has no cache here")
+            assert isinstance(attention, Attention)
+            attention.core = PagedAttention(num_pages, page_size, window)
+            self._caches.append(attention.core)
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
 
     # ---- requests ------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class WeightUpdate:
 
     Attributes:
         num_collectives: of one call.
-        num_bytes: that one call writes into the generator's parameters on this rank.
+        num_bytes, num_bytes_received: that one call writes into the generator's parameters on this
+            rank, and that come from other ranks for it.
     """
 
     def __init__(self, engine: Engine, generator: Generator) -> None:
@@ -116,6 +117,7 @@ class WeightUpdate:
             self._add([_Pair(m, targets[names[id(m)]].detach()) for m in unit.members])
         self.num_collectives = len(self._gathers)
         self.num_bytes = sum(target.nbytes for target in targets.values())
+        self.num_bytes_received = sum(g.size * (g.group.size() - 1) for g in self._gathers)
 
     def _add(self, unit: Sequence[_Pair]) -> None:
         everyone = self.engine.world.meshes.shared_parameters
@@ -192,7 +194,8 @@ class _Gather:
             self._starts.append(size)
             self._copies += [(target[place], r, size) for r, place in enumerate(places)]
             size += aligned(max(_numel(place) for place in places) * target.itemsize)
-        self._size = size
+        self.size = pairs[0].target.nbytes // len(ranks) if self._is_direct else size
+        """Bytes that each rank sends."""
         self._sent_N = self._received_WN = torch.empty(0)
         self._work: dist.Work | None = None
 
@@ -204,8 +207,8 @@ class _Gather:
             self._sent_N = pair.member.local.detach().to(pair.target.dtype).view(-1)
             self._received_WN = pair.target.view(self.group.size(), -1)
         else:
-            self._sent_N = self.pairs[0].target.new_empty(self._size, dtype=torch.uint8)
-            self._received_WN = self._sent_N.new_empty(self.group.size(), self._size)
+            self._sent_N = self.pairs[0].target.new_empty(self.size, dtype=torch.uint8)
+            self._received_WN = self._sent_N.new_empty(self.group.size(), self.size)
             for pair, start in zip(self.pairs, self._starts, strict=True):
                 local = pair.member.local
                 _slot(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
