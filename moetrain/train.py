@@ -41,9 +41,18 @@ class Program(NamedTuple):
     run: str
     """``MODULE:CLASS`` of its :class:`moetrain.run.Run`, imported when there is one to be run."""
     recipes: Recipes
+    foreign: tuple[str, ...] = ()
+    """Beginnings of names of settings that it has no use for."""
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for a setting that would change nothing."""
+        for name, origin in config.origins.items():
+            if name.startswith(self.foreign):
+                problem = f"set ({origin}), but python -m {self.module} has no use for it"
+                raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = Program("moetrain.train", "moetrain.sample:Trainer", TRAIN_RECIPES)
+TRAIN = Program("moetrain.train", "moetrain.sample:Trainer", TRAIN_RECIPES, ("rl.",))
 
 
 def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
@@ -66,6 +75,7 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
             logging.getLogger("moetrain").setLevel(logging.INFO)
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
         config = Config.load(source, overrides, recipes=program.recipes)
+        program.check(config)
         if dry_run:
             from moetrain.memory import plan_memory  # these import torch, as all below
             from moetrain.preflight import resolve_run

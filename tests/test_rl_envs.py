@@ -70,11 +70,12 @@ def test_rewards_of_other_answers(name, task, answers):
         assert episode.step(ids(answer)) == Turn(reward=reward, done=True)
 
 
-def test_sorting_is_rewarded_by_its_places():
+def test_sorting_is_rewarded_up_to_the_first_wrong_digit():
     environment = opened("sort", env_args='{"least": 4, "most": 4}')
-    right = environment.problem(2).answer
-    wrong = "".join("x" if i else c for i, c in enumerate(right))
-    assert environment.score(environment.problem(2), wrong) == 0.5 / 4
+    problem = environment.problem(2)
+    right = problem.answer
+    answers = [right, right + "9", right[:3], right[:2] + "x" + right[3], "x" + right[1:], ""]
+    assert [environment.score(problem, a) for a in answers] == [1, 0.5, 0.375, 0.25, 0, 0]
 
 
 @pytest.mark.parametrize(

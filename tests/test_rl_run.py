@@ -12,6 +12,7 @@ from moetrain.config import RL_RECIPES, Config, ConfigError
 from moetrain.metrics import read_metrics
 from moetrain.rl.__main__ import run
 from moetrain.rl.trainer import RlTrainer
+from moetrain.train import main
 
 EVEN = """
 from moetrain.rl.envs import Problem, SolvedEnvironment
@@ -332,3 +333,20 @@ def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
     )
     for name, weight in first.items():  # of every layer
         assert not torch.equal(weight, last[name]), name
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (main, ["--rl.env", "sort"], "rl.env: set (command line), but python -m moetrain.train"),
+        (main, ["rl-sort"], "rl.env: set (recipe rl-sort), but python -m moetrain.train"),
+        (
+            run,
+            ["--data.source=synthetic"],
+            "data.source: set (command line), but python -m moetrain.rl",
+        ),
+    ],
+)
+def test_settings_of_the_other_command_are_one_line(command, words, message, capsys):
+    assert command([*words, "--dry_run"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message} has no use for it")

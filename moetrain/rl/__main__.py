@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from moetrain.config import RL_RECIPES
 from moetrain.train import Program, main
 
-RL = Program("moetrain.rl", "moetrain.rl.trainer:RlTrainer", RL_RECIPES)
+FOREIGN = ("data.source", "data.path", "data.eval", "data.packing", "data.num_documents")
+FOREIGN += ("data.text_field", "train.eval_rows", "train.sample")
+RL = Program("moetrain.rl", "moetrain.rl.trainer:RlTrainer", RL_RECIPES, FOREIGN)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

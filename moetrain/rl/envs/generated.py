@@ -6,7 +6,7 @@ Each problem comes of a generator that its number seeds, so a number means the s
 from __future__ import annotations
 
 import random
-from itertools import permutations
+from itertools import permutations, takewhile
 
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
 
@@ -29,8 +29,8 @@ class YesNoMaybe(SolvedEnvironment):
 
 
 class Sort(SolvedEnvironment):
-    """Put ``least`` to ``most`` digits in order. 1 for the right order; half the share of digits
-    that stand where they should for another answer of the right length."""
+    """Put ``least`` to ``most`` digits in order. 1 for the right answer; for others half the share
+    of the digits that are right before the first wrong one."""
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
         super().__init__(prompts)
@@ -43,9 +43,10 @@ class Sort(SolvedEnvironment):
 
     def score(self, problem: Problem, answer: str) -> float:
         right = problem.answer
-        if answer == right or len(answer) != len(right):
-            return float(answer == right)
-        return 0.5 * sum(a == b for a, b in zip(answer, right, strict=True)) / len(right)
+        if answer == right:
+            return 1.0
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(answer, right, strict=False))
+        return 0.5 * len(list(same)) / len(right)
 
 
 class Arithmetic(SolvedEnvironment):
