@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import torch
 
 from moetrain.config import Config
-from moetrain.data.loader import Batch
 from moetrain.models import (
     Architecture,
     Inputs,
@@ -39,6 +38,20 @@ class MicroBatch(Protocol):
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``, without waiting for it."""
+        ...
+
+
+class Targeted(MicroBatch, Protocol):
+    """A micro-batch of tokens that each predict another."""
+
+    @property
+    def targets_BS(self) -> torch.Tensor:
+        """int64, what each position predicts; below 0: nothing."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are no pads."""
         ...
 
 
@@ -109,11 +122,15 @@ class CrossEntropy:
 
     balances = False
 
-    def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def sizes(self, batches: Sequence[Targeted]) -> dict[str, int]:
         return {"targets": sum(int((b.targets_BS >= 0).sum()) for b in batches)}
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
+        self,
+        model: Transformer,
+        outputs: Outputs,
+        batch: Targeted,
+        sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
         targets_T = batch.targets_BS.flatten()
         # The weight is in there rather than on the result: the gradients are then rounded once.
@@ -164,11 +181,15 @@ class RouterLosses:
 class Pretraining(RouterLosses, CrossEntropy):
     """:class:`CrossEntropy`, and the routers' auxiliary losses with these coefficients."""
 
-    def sizes(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def sizes(self, batches: Sequence[Targeted]) -> dict[str, int]:
         return {**super().sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
 
     def terms(
-        self, model: Transformer, outputs: Outputs, batch: Batch, sizes: Mapping[str, torch.Tensor]
+        self,
+        model: Transformer,
+        outputs: Outputs,
+        batch: Targeted,
+        sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
         terms = super().terms(model, outputs, batch, sizes)
         return terms | self.router_terms(outputs, sizes["tokens"])

@@ -27,10 +27,10 @@ GRACE_SECONDS = 1.0
 
 
 class Failed(NamedTuple):
-    """A call that gave nothing."""
+    """What came of a call instead of an answer."""
 
     reason: str
-    """``raised`` or ``timeout``."""
+    """A word to count by: ``raised`` or ``timeout``; others have more."""
     detail: str
 
 

@@ -172,9 +172,9 @@ class Collector:
             part.episode, answer = answer
             if trajectory.answers > len(trajectory.actions):  # taken up in the policy's turn
                 return self._speak(name, part)
-        problem = self._problem(trajectory, answer)
-        if problem is not None:
-            return self._fail(name, *problem)
+        failed = answer if isinstance(answer, Failed) else self._nonsense(trajectory, answer)
+        if failed is not None:
+            return self._fail(name, failed)
         trajectory.answers += 1
         trajectory.reward += float(answer.reward)
         if answer.done or trajectory.is_overlong:
@@ -183,31 +183,29 @@ class Collector:
         if self._room(trajectory) < 1 or len(trajectory.actions) >= self.settings.max_turns:
             if not trajectory.actions:
                 problem = f"a prompt of {len(answer.tokens)} tokens leaves no room in a row"
-                return self._fail(name, "too_long", f"{problem} (data.seq_len)")
+                return self._fail(name, Failed("too_long", f"{problem} (data.seq_len)"))
             trajectory.is_overlong = True
             return self._end(name)
         self._speak(name, part)
 
-    def _problem(self, trajectory: Trajectory, answer: Any) -> tuple[str, str] | None:
-        """Why ``answer`` is of no use: a word, and more; None: it is."""
-        if isinstance(answer, Failed):
-            return answer
+    def _nonsense(self, trajectory: Trajectory, answer: Any) -> Failed | None:
+        """What is wrong with ``answer``; None: nothing."""
         if not isinstance(answer, Turn):
-            return "nonsense", f"{type(answer).__name__} where a Turn is due"
+            return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
         tokens, reward, done = answer
         vocabulary = self.generator.model.arch.vocab_size
         if not isinstance(reward, int | float) or not math.isfinite(reward):
-            return "nonsense", f"its reward is {reward!r}"
+            return Failed("nonsense", f"its reward is {reward!r}")
         if not isinstance(tokens, tuple) or not all(
             type(token) is int and 0 <= token < vocabulary for token in tokens
         ):
-            return "nonsense", f"its tokens are not all of 0 to {vocabulary - 1}"
+            return Failed("nonsense", f"its tokens are not all of 0 to {vocabulary - 1}")
         if not trajectory.answers and (done or not tokens):
-            return "nonsense", "its prompt is empty or over"
+            return Failed("nonsense", "its prompt is empty or over")
         return None
 
-    def _fail(self, name: str, reason: str, detail: str) -> None:
-        trajectory = self._active[name].trajectory
+    def _fail(self, name: str, failed: Failed) -> None:
+        trajectory, (reason, detail) = self._active[name].trajectory, failed
         trajectory.fault = reason
         self.faults[reason] += 1
         if reason not in self._said:  # each kind once: a bad environment has one at every call

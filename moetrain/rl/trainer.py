@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from moetrain.loss import Pretraining
 from moetrain.metrics import plot_curves, routing_health
 from moetrain.models import Architecture
 from moetrain.optim import learning_rate
-from moetrain.rl.advantages import Outcome, advantages
+from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Tasks, Window
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Demonstrates, Marked, open_environment
@@ -95,7 +95,7 @@ class RlTrainer(Run[Learned]):
         self.weights_at = -1
         """The step whose weights the generator has."""
         self.lr = 0.0
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.rollout_row: dict[str, float] = {}
 
     def _build_generator(self) -> None:
@@ -225,28 +225,24 @@ class RlTrainer(Run[Learned]):
 
     def roll_out(self) -> Rollout:
         """The trajectories that are due, of all ranks, in the same order on each."""
-        rl, found = self.config.rl, list[Trajectory]()
-        missing, prompts = self.num_groups, 0
+        rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
-        for _ in range(1 + rl.resample):
-            begun, due = self.window.advance(missing)
-            prompts += len(due)
-            for prompt in self._mine(begun):
-                task = self.tasks.trained(prompt)
-                self.collector.start(prompt, task, rl.group_size, self.config.train.seed)
-            found += self._all_of(self._mine(due))
-            worth = advantages(self._outcomes(found), rl)
-            useful = {t.group for t, v in zip(found, worth.values, strict=True) if v is not None}
-            missing = self.num_groups - len(useful)
+        found = self._next_groups(self.num_groups)
+        worth = advantages(self._outcomes(found), rl)
+        for _ in range(rl.resample):
+            missing = self.num_groups - worth_learning(found, worth)
             if missing <= 0:
                 break
+            found += self._next_groups(missing)
+            worth = advantages(self._outcomes(found), rl)
         seconds = self.collector.seconds
-        self.seconds.update(seconds)
+        for name, value in seconds.items():
+            self.seconds[name] += value
         generated = sum(gather(self.world, self.collector.generated))
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
         row = figures(found) | {
-            "prompts": prompts,
-            "useful_groups": len(useful),
+            "prompts": self.window.taken - first,
+            "useful_groups": worth_learning(found, worth),
             "advantage_spread": worth.spread,
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
@@ -254,6 +250,15 @@ class RlTrainer(Run[Learned]):
         }
         row |= {f"left_out/{reason}": number for reason, number in worth.left_out.items()}
         return Rollout(found, worth.values, row)
+
+    def _next_groups(self, number: int) -> list[Trajectory]:
+        """The trajectories of the next ``number`` prompts, of all ranks."""
+        begun, due = self.window.advance(number)
+        for prompt in self._mine(begun):
+            task = self.tasks.trained(prompt)
+            size, seed = self.config.rl.group_size, self.config.train.seed
+            self.collector.start(prompt, task, size, seed)
+        return self._all_of(self._mine(due))
 
     def _outcomes(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         rl = self.config.rl
@@ -298,7 +303,7 @@ class RlTrainer(Run[Learned]):
 
     def log_step(self, result: Learned) -> None:
         """Log the step just done."""
-        seconds, self.seconds = self.seconds, Counter()
+        seconds, self.seconds = self.seconds, defaultdict(float)
         row: dict[str, float | None] = {
             **dict.fromkeys(("entropy", "kl", "mismatch") if self.rollout_row else ()),
             **result.row,
@@ -370,6 +375,12 @@ class RlTrainer(Run[Learned]):
         for trajectory in from_state(found.state["under_way"], tensors):
             if self._mine([trajectory.group]):
                 self.collector.resume(trajectory)
+
+
+def worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
+    """How many groups have a trajectory that is trained."""
+    pairs = zip(trajectories, worth.values, strict=True)
+    return len({t.group for t, value in pairs if value is not None})
 
 
 def _shown(number: int, marked: Marked) -> Sample:

@@ -123,10 +123,10 @@ def from_state(
     """Inverse of :func:`to_state`."""
     found, start = [], 0
     for row in rows:
-        fields = dict(row)
+        fields: dict[str, Any] = dict(row)
         stop = start + fields.pop("length")
         fields["actions"] = [tuple(action) for action in fields["actions"]]
-        per_token = {name: tensors[name][start:stop].tolist() for name in _TENSORS}
-        found.append(Trajectory(**fields, **per_token))
+        fields |= {name: tensors[name][start:stop].tolist() for name in _TENSORS}
+        found.append(Trajectory(**fields))
         start = stop
     return found

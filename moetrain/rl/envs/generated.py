@@ -29,7 +29,7 @@ class YesNoMaybe(SolvedEnvironment):
 
 
 class Sort(SolvedEnvironment):
-    """Put ``least`` to ``most`` digits in order. 1 for the right answer; for others half the share
+    """Put ``least`` to ``most`` different digits in order. 1 for the right answer; for others half the share
     of the digits that are right before the first wrong one."""
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
@@ -38,7 +38,7 @@ class Sort(SolvedEnvironment):
 
     def problem(self, task: int) -> Problem:
         rng = random.Random(task)
-        digits = [rng.choice("0123456789") for _ in range(rng.randint(self.least, self.most))]
+        digits = rng.sample("0123456789", rng.randint(self.least, self.most))
         return Problem(f"{''.join(digits)}>", "".join(sorted(digits)))
 
     def score(self, problem: Problem, answer: str) -> float:

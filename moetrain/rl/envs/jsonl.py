@@ -65,7 +65,8 @@ def _math() -> Reward:
     if importlib.util.find_spec("math_verify") is None:
         problem = "'math' needs math-verify, which is not installed; pip install 'moetrain[rl]'"
         raise ConfigError("rl.reward", problem)
-    from math_verify import parse, verify  # a second to import
+    math_verify = importlib.import_module("math_verify")  # a second
+    parse, verify = math_verify.parse, math_verify.verify
 
     def score(line: dict[str, Any], answer: str) -> float:
         # Its own time limits take signals, which only the main thread has; the call has ours.

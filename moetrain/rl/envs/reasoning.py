@@ -21,8 +21,7 @@ class ReasoningGym(SolvedEnvironment):
         if importlib.util.find_spec("reasoning_gym") is None:
             problem = f"{name!r} needs reasoning-gym, which is not installed"
             raise ConfigError("rl.env", f"{problem}; pip install 'moetrain[rl]'")
-        import reasoning_gym  # a second to import
-
+        reasoning_gym = importlib.import_module("reasoning_gym")  # a second
         try:
             settings = {"seed": 0, "size": SIZE, **settings}
             self._dataset: Any = reasoning_gym.create_dataset(name, **settings)
