@@ -172,9 +172,9 @@ class Collector:
             part.episode, answer = answer
             if trajectory.answers > len(trajectory.actions):  # taken up in the policy's turn
                 return self._speak(name, part)
-        failed = answer if isinstance(answer, Failed) else self._nonsense(trajectory, answer)
-        if failed is not None:
-            return self._fail(name, failed)
+        answer = self._checked(trajectory, answer)
+        if isinstance(answer, Failed):
+            return self._fail(name, answer)
         trajectory.answers += 1
         trajectory.reward += float(answer.reward)
         if answer.done or trajectory.is_overlong:
@@ -188,8 +188,10 @@ class Collector:
             return self._end(name)
         self._speak(name, part)
 
-    def _nonsense(self, trajectory: Trajectory, answer: Any) -> Failed | None:
-        """What is wrong with ``answer``; None: nothing."""
+    def _checked(self, trajectory: Trajectory, answer: Any) -> Turn | Failed:
+        """``answer``, if it is one; else what is wrong with it."""
+        if isinstance(answer, Failed):
+            return answer
         if not isinstance(answer, Turn):
             return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
         tokens, reward, done = answer
@@ -202,7 +204,7 @@ class Collector:
             return Failed("nonsense", f"its tokens are not all of 0 to {vocabulary - 1}")
         if not trajectory.answers and (done or not tokens):
             return Failed("nonsense", "its prompt is empty or over")
-        return None
+        return answer
 
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed

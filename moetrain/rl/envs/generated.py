@@ -29,8 +29,8 @@ class YesNoMaybe(SolvedEnvironment):
 
 
 class Sort(SolvedEnvironment):
-    """Put ``least`` to ``most`` different digits in order. 1 for the right answer; for others half the share
-    of the digits that are right before the first wrong one."""
+    """Put ``least`` to ``most`` different digits in order. 1 for the right answer; for others half
+    the share of the digits that are right before the first wrong one."""
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
         super().__init__(prompts)
