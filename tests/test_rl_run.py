@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from moetrain.metrics import read_metrics
 from moetrain.rl.__main__ import run
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import main
+from moetrain.trainer import Trainer
 
 EVEN = """
 from moetrain.rl.envs import Problem, SolvedEnvironment
@@ -220,6 +223,7 @@ def test_a_run_survives_its_environment(tmp_path):
         ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32 do not hold a row"),
         ({"rl.group_size": 1}, "rl.group_size: 1 contradicts rl.advantage 'dr_grpo'"),
         ({"rl.prompts": "x"}, "rl.prompts: 'x' contradicts rl.env 'sort'"),
+        ({"data.seq_len": 12}, "data.seq_len: 12 is less than a demonstration of "),
         ({"model.vocab_size": 200}, "data.tokenizer: 'byte' has 257 tokens"),
     ],
 )
@@ -228,7 +232,8 @@ def test_wrong_settings_are_one_line(values, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    if "data.seq_len" not in values:  # which demonstrations alone show
+        assert not (tmp_path / "out").exists()
 
 
 def test_an_environment_that_shows_nothing(tmp_path):
@@ -236,6 +241,14 @@ def test_an_environment_that_shows_nothing(tmp_path):
     env = {"rl.env": "jsonl", "rl.prompts": tmp_path / "p.jsonl", "rl.reward": "exact"}
     with pytest.raises(ConfigError, match=r"rl.supervised_steps: 2, but rl.env 'jsonl' shows"):
         RlTrainer(config_of(tmp_path / "out", **env))
+
+
+def test_a_checkpoint_of_another_kind(tiny, tmp_path):
+    Trainer(tiny("train.steps=1")).fit()
+    found = tmp_path / "out" / "checkpoints" / "step-00000001"
+    config = tiny("checkpoint.resume=" + str(found), f"output_dir={tmp_path}/rl", "rl.group_size=4")
+    with pytest.raises(ConfigError, match=r"of a run that generated nothing; to begin from"):
+        RlTrainer(config)
 
 
 def test_help_and_dry_run(capsys):
@@ -350,3 +363,49 @@ def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
 def test_settings_of_the_other_command_are_one_line(command, words, message, capsys):
     assert command([*words, "--dry_run"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message} has no use for it")
+
+
+DEADLY = """
+import os, signal
+from pathlib import Path
+from moetrain.rl.envs.generated import Sort
+
+class Deadly(Sort):
+    scored = 0
+
+    def score(self, problem, answer):
+        self.scored += 1
+        mark = Path(__file__).with_name("killed")
+        if os.environ["RANK"] == "1" and self.scored == 20 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score(problem, answer)
+"""
+
+
+def test_a_rank_killed_while_it_generates(tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    values = {"rl.env": f"{tmp_path}/deadly.py:Deadly", "launch.nproc": 2, "train.steps": 6}
+    values |= {"checkpoint.interval": 1, "parallel.ep": 2, "rl.supervised_steps": 1}
+    values["train.micro_batch_size"] = 2
+    command = [sys.executable, "-m", "moetrain.rl", *words_of(tmp_path / "out", **values)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == 1, killed.stderr
+    assert "rank 1 was killed by signal 9" in killed.stderr
+    before = len(lines_of(tmp_path / "out"))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert "resuming from" in again.stderr
+    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
+    assert before > 1
+    assert [row["step"] for row in rows] == [2, 3, 4, 5, 6]
+    assert {row["prompts"] for row in rows} == {4}
+
+
+def test_the_toy_learns_from_its_reward(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--train.steps", "42", "--train.eval_interval", "0"]
+    assert run([*words, "--train.device", "cpu", "--log.tensorboard", "false"]) == 0
+    rows = [row for row in lines_of(tmp_path) if "reward" in row]
+    assert [row["step"] for row in rows] == list(range(19, 43))
+    start, end = (sum(row["reward"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
+    assert end > start + 0.1

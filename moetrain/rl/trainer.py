@@ -73,7 +73,7 @@ class RlTrainer(Run[Learned]):
     def build(self, arch: Architecture) -> None:
         """Tasks, engine, and a generator beside it."""
         config, rl = self.config, self.config.rl
-        self.total_steps = self._check(arch)
+        self.total_steps = self._check()
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         if self.tokenizer.vocab_size > arch.vocab_size:
             raise ConfigError(
@@ -123,7 +123,7 @@ class RlTrainer(Run[Learned]):
             longest=longest,
         )
 
-    def _check(self, arch: Architecture) -> int:
+    def _check(self) -> int:
         """The steps of the run; ConfigError where settings of several sections do not fit."""
         train, rl = self.config.train, self.config.rl
         size = train.global_batch_size * rl.updates_per_rollout
@@ -193,6 +193,9 @@ class RlTrainer(Run[Learned]):
         numbers = range(self.step * size, (self.step + 1) * size)
         shown = [self.environment.demonstrate(self.tasks.trained(n)) for n in numbers]
         samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
+        if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
+            problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
+            raise ConfigError("data.seq_len", f"{problem}; raise it, or make the task smaller")
         with self._learning(samples):
             learned = self.learner.update(self.learner.rows_of(samples), self.supervised, self.lr)
         learned.row["loss"] = learned.row.pop("cross_entropy")
@@ -367,6 +370,12 @@ class RlTrainer(Run[Learned]):
         return groups
 
     def take_up(self, found: Checkpoint) -> None:
+        if "under_way" not in found.state:
+            raise ConfigError(
+                "checkpoint.resume",
+                f"{str(found.folder)!r} is of a run that generated nothing; to begin from its "
+                "weights give its export (checkpoint.save_hf) as model.path",
+            )
         self.window.taken, self.window.begun = found.state["sample_index"], found.state["begun"]
         if self.config.rl.kl_coef and "reference" in found.state["groups"]:
             self.learner.load_reference(found.tensors("reference"))
