@@ -44,10 +44,10 @@ class Tile(NamedTuple):
 def _tile(heads: int, one_token: bool) -> Tile:
     """For ``heads`` query heads a key head; measured on one H200."""
     padded = triton.next_power_of_2(heads)
-    if one_token:
-        return Tile(max(16, padded), 1, 1, 4)
-    rows = max(128, padded)
-    return Tile(rows, rows // padded, 8, 3)
+    if one_token:  # one warp: several would share a row's sum, and add it up in another order
+        return Tile(max(16, padded), 1, 1, 5)
+    rows = max(64, padded)
+    return Tile(rows, rows // padded, rows // 16, 3)
 
 
 def forward(
@@ -91,6 +91,40 @@ def paged_attention(
     return _launch(tile, q_THd, keys, values, cu_seqlens, paged, keys_PZGd.shape[1], window)[0]
 
 
+def store_in_pages(
+    keys_PZGd: torch.Tensor,
+    values_PZGd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Token t's key and value into slot ``slots_T[t]`` (int32, of all pages'; -1: nowhere)."""
+    tokens, heads, width = k_TGd.shape
+    numbers = heads * width
+    for x in (k_TGd, v_TGd):
+        assert x.stride()[1:] == (width, 1)  # tokens may lie apart, what is of one may not
+    if tokens:
+        _store_kernel[(tokens,)](
+            keys_PZGd, values_PZGd, k_TGd, v_TGd, slots_T, k_TGd.stride(0), v_TGd.stride(0),
+            NUMBERS=numbers, BLOCK=triton.next_power_of_2(numbers), num_warps=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_kernel(
+    keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_stride, v_stride,
+    NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = (i < NUMBERS) & (slot >= 0)
+    k = tl.load(k_ptr + token * k_stride + i, mask=mask)
+    v = tl.load(v_ptr + token * v_stride + i, mask=mask)
+    tl.store(keys_ptr + slot * NUMBERS + i, k, mask=mask)
+    tl.store(values_ptr + slot * NUMBERS + i, v, mask=mask)
+
+
 def _launch(
     tile: Tile,
     q_THd: torch.Tensor,
@@ -129,10 +163,7 @@ def _see_block(
     HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's step over the keys from ``n`` on."""
-    if Z is None:
-        at = start + n
-    else:
-        at = tl.load(pages + n // Z) * Z + n % Z
+    at = start + n if Z is None else tl.load(pages + n // Z) * Z + n % Z
     k = k_desc.load([at, g * D])
     if WIDEN:  # Triton's interpreter would multiply bf16 as integers
         k = k.to(tl.float32)

@@ -20,6 +20,7 @@ Legend: R rows sorted by expert, E experts, D model width, F expert width.
 
 import torch
 
+from moetrain.kernels import few_rows
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.saving import worth_saving
@@ -56,6 +57,10 @@ def expert_mlp(
         return expert_mlp_reference(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
     if weights_R is None:
         weights_R = x_RD.new_ones(x_RD.shape[0], dtype=torch.float32)
+    experts, dim, width = w_down_EDF.shape
+    few = x_RD.shape[0] <= few_rows.MAX_ROWS_PER_EXPERT * experts
+    if few and dim % 32 == 0 and width % 32 == 0 and few_rows.serves(x_RD):
+        return few_rows.expert_mlp_few(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
     inputs = (x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
     return _expert_mlp(*(x.contiguous() for x in inputs))[0]
 

@@ -21,38 +21,48 @@ import torch
 
 from moetrain.kernels.portable_triton import INTERPRETED, TensorDescriptor, tl, triton
 
-MAX_ROWS = 256
-"""Rows up to which :func:`linears` is the faster one; of experts, the mean of each."""
+MAX_ROWS = 128
+"""Rows up to which products are few rows'; with more cuBLAS does not split the sum either."""
 MAX_ROWS_PER_EXPERT = 32
+"""The same of experts, on the average."""
 _MOST_WEIGHTS = 3
 
 
-def fits(rows: int, tensor: torch.Tensor) -> bool:
-    """Whether ``rows`` of ``tensor`` are few, in bf16 on CUDA, and nothing is differentiated."""
-    is_fast = tensor.is_cuda and tensor.dtype == torch.bfloat16
-    return is_fast and rows <= MAX_ROWS and not torch.is_grad_enabled()
+def serves(x: torch.Tensor) -> bool:
+    """Whether these kernels take ``x``: bf16 on CUDA, and nothing to differentiate or compile."""
+    is_fast = x.is_cuda and x.dtype == torch.bfloat16
+    return is_fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def fit(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether :func:`linears` takes ``weights``."""
+    aligned = all(w.is_contiguous() and w.shape[0] % 16 == w.shape[1] % 8 == 0 for w in weights)
+    return aligned and len(weights) <= _MOST_WEIGHTS
 
 
 def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """``x @ w^T`` of up to three ``w`` [N, D], contiguous in ``x``'s dtype, in one launch.
 
-    The results are views [R, N] of one tensor; ``D`` is a multiple of 8 and N of 16.
+    The results are views [R, N] of one tensor; ``D`` is a multiple of 8 and every N of 16.
     """
     (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
-    out = x_RD.new_empty(R, sum(sizes))
-    rows = min(128, max(16, triton.next_power_of_2(R)))
-    columns = 32 if all(n % 32 == 0 for n in sizes) and sum(sizes) >= 32 * 128 else 16
+    out_RN = x_RD.new_empty(R, sum(sizes))
+    # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
+    wide = sum(sizes) >= 4096
+    rows = min(64 if wide else 32, max(16, triton.next_power_of_2(R)))
+    columns = next(n for n in (64 if wide else 32, 32, 16) if all(size % n == 0 for size in sizes))
+    depth = 128 if rows == 64 else 256
     ends = [sum(sizes[: i + 1]) // columns for i in range(len(sizes))]
     ends += [ends[-1]] * (_MOST_WEIGHTS - len(ends))
     given = [*weights, *[weights[0]] * (_MOST_WEIGHTS - len(weights))]
     if R:
         _linears_kernel[(ends[-1], triton.cdiv(R, rows))](
-            TensorDescriptor.from_tensor(x_RD, [rows, 128]),
-            *(TensorDescriptor.from_tensor(w, [columns, 128]) for w in given),
-            out, R, out.shape[1], D, ends[0], ends[1],
-            BR=rows, BN=columns, BD=128, WIDEN=INTERPRETED, num_warps=4, num_stages=4,
+            TensorDescriptor.from_tensor(x_RD, [rows, depth]),
+            *(TensorDescriptor.from_tensor(w, [columns, depth]) for w in given),
+            out_RN, R, out_RN.shape[1], D, ends[0], ends[1],
+            BR=rows, BN=columns, BD=depth, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
         )  # fmt: skip
-    return out.split(sizes, dim=1)
+    return out_RN.split(sizes, dim=1)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -99,18 +109,19 @@ def expert_mlp_few(
     (R, D), (E, _, F) = x_RD.shape, w_down_EDF.shape
     h_RF, y_RD = x_RD.new_empty(R, F), torch.empty_like(x_RD)
     rows = min(64, max(16, triton.next_power_of_2(triton.cdiv(3 * R, 2 * E))))
+    columns = 128 if D % 128 == 0 else 32
     if R:
         _gate_up_kernel[(F // 32, E)](
             TensorDescriptor.from_tensor(x_RD, [rows, 128]),
             TensorDescriptor.from_tensor(w_gate_up_E2FD.flatten(0, 1), [32, 128]),
             offsets_E, weights_R, h_RF, D,
-            F=F, BR=rows, BF=32, BD=128, WIDEN=INTERPRETED, num_warps=4, num_stages=4,
+            F=F, BR=rows, BF=32, BD=128, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
         )  # fmt: skip
-        _down_kernel[(D // 32, E)](
+        _down_kernel[(D // columns, E)](
             TensorDescriptor.from_tensor(h_RF, [rows, 128]),
-            TensorDescriptor.from_tensor(w_down_EDF.flatten(0, 1), [32, 128]),
+            TensorDescriptor.from_tensor(w_down_EDF.flatten(0, 1), [columns, 128]),
             offsets_E, y_RD, D,
-            F=F, BR=rows, BN=32, BF=128, WIDEN=INTERPRETED, num_warps=4, num_stages=4,
+            F=F, BR=rows, BN=columns, BF=128, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
         )  # fmt: skip
     return y_RD
 

@@ -5,7 +5,7 @@ its inputs as they lie in memory and rounds where the formula says, in training 
 its rows have the same bits anywhere. :func:`add_rms_norm` is ``s = round(x + y)`` and the norm of
 ``s`` in one pass. The backwards are plain torch, for the compiler to fuse with what is around::
 
-    n = x * r, r = 1 / rms(x)      dn = dy * w      dx = r * (dn - n * mean(dn * n))      dw = dy * n
+    r = 1 / rms(x)    n = x * r    dn = dy * w    dx = r * (dn - n * mean(dn * n))    dw = dy * n
 
 Legend: N rows, D width.
 """
@@ -135,9 +135,7 @@ def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...
     return dx.to(x.dtype), dw, None
 
 
-def _save_sum(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
-) -> None:
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *_, weight_D, ctx.eps = inputs
     ctx.save_for_backward(output[0], weight_D)
 

@@ -1,6 +1,6 @@
 """Rotary positions of queries and keys, normalised first where a model does that: one op.
 
-    n = rms_norm(x) (or x)        y[i] = n[i] c - n[i + d/2] s        y[i + d/2] = n[i + d/2] c + n[i] s
+    n = rms_norm(x), or x     y[i] = n[i] c - n[i + d/2] s     y[i + d/2] = n[i + d/2] c + n[i] s
 
 A head turns by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded once.
 One op so that its bits do not depend on what the compiler would fuse it with (see

@@ -55,6 +55,12 @@ TILES = {
     # For tests: a small tile, which compiles fast.
     torch.float32: Tile(64, 64, 32, num_warps=4, num_stages=2),
 }
+# For the choice of tokens, few at a time: 0.2 ms for 64, 0.45 for 256. A row's tile is as wide as
+# above, and each of its warps has whole rows, so that a row's sums are added up as there.
+_CHOICE_TILES = {
+    torch.bfloat16: Tile(64, 128, 64, num_warps=4, num_stages=4),
+    torch.float32: TILES[torch.float32],
+}
 _STATS_TOKENS, _STATS_TILES = 8, 256  # what a program of the stats kernel reads at once
 _GRAD_TILES = 16  # tiles of one row that a program of the gradient kernel turns
 # Inside the kernels logits are in units of ln 2: the hardware's exponential is that of base 2.
@@ -143,7 +149,7 @@ def choose_tokens(
 
     The fast path of :func:`moetrain.kernels.token_choice.choose`, not an op.
     """
-    (C, D), V, tile = h_ND.shape, w_VD.shape[0], TILES[h_ND.dtype]
+    (C, D), V, tile = h_ND.shape, w_VD.shape[0], _CHOICE_TILES[h_ND.dtype]
     N = triton.cdiv(V, tile.columns)
     sums = h_ND.new_empty((5, N, C), dtype=torch.float32)
     token_NC = h_ND.new_empty((N, C), dtype=torch.int32)
@@ -292,17 +298,18 @@ def _product_kernel(
         tl.store(chosen_ptr + tile_row, tile * BV + best, mask=in_chunk)
         chosen_x = tl.sum(tl.where(tl.arange(0, BV)[None, :] == best[:, None], x, 0.0), axis=1)
         tl.store(chosen_logit_ptr + tile_row, (chosen_x + largest) * _LN_2, mask=in_chunk)
-        return
-    target = tl.load(targets_ptr + row, mask=in_chunk, other=-1).to(tl.int32)
-    has_target = (target >= tile * BV) & (target < tl.minimum(tile * BV + BV, V))
-    if tl.max(has_target.to(tl.int32), axis=0) > 0:  # few tiles hold one
-        target_x = tl.sum(tl.where(col[None, :] == target[:, None], x, 0.0), axis=1)
-        tl.store(target_logit_ptr + row, (target_x + largest) * _LN_2, mask=has_target)
+    else:
+        target = tl.load(targets_ptr + row, mask=in_chunk, other=-1).to(tl.int32)
+        has_target = (target >= tile * BV) & (target < tl.minimum(tile * BV + BV, V))
+        if tl.max(has_target.to(tl.int32), axis=0) > 0:  # few tiles hold one
+            target_x = tl.sum(tl.where(col[None, :] == target[:, None], x, 0.0), axis=1)
+            tl.store(target_logit_ptr + row, (target_x + largest) * _LN_2, mask=has_target)
 
 
 @triton.jit
 def gumbel(key, token):
     """Gumbel noise of uint32 ``key`` and ``token``; see :mod:`moetrain.kernels.token_choice`."""
+    key = key.to(tl.uint32)
     bits = mix_bits(mix_bits(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key)
     # 24 bits, so that fp32 has them exactly; never 0 or 1.
     uniform = ((bits >> 8).to(tl.float32) + 0.5) * (1 / 2**24)

@@ -9,6 +9,8 @@ Legend: W ranks, E experts.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +37,7 @@ class ExpertParallel:
         plan = find_family(model.arch).plan(model.arch)
         styles, rules = part_styles(plan, model), parameter_rules(plan, model)
         transport = AllToAll(model.arch.num_experts, group, backend)
+        self._transport = transport
         dispatcher = ExpertParallelDispatcher(model.arch.num_experts, transport, backend)
         set_dispatcher(model, styles, dispatcher)
         self._rows: dict[str, slice] = {}
@@ -50,6 +53,22 @@ class ExpertParallel:
     def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """What this rank has of ``weight``, the whole parameter ``name``."""
         return weight[self._rows[name]] if name in self._rows else weight
+
+    @property
+    def is_static(self) -> bool:
+        """Whether sizes do not depend on the routing, so that a step can be captured."""
+        return getattr(self._transport, "static", None) is not None
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """Meanwhile there is room for as many tokens as arrive."""
+        return self._transport.exactly() if self.is_static else nullcontext()
+
+    def agree(self, size: int, is_mixed: bool, device: torch.device) -> tuple[int, bool]:
+        """The largest size, and whether any is mixed, of all ranks. Collective; waits."""
+        numbers = torch.tensor([size, int(is_mixed)], device=device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        size, any_mixed = numbers.tolist()
+        return size, bool(any_mixed)
 
     def is_any(self, flag: bool, device: torch.device) -> bool:
         """Whether ``flag`` is set on any rank. Collective; waits for the device."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Self
 
+import numpy as np
 import torch
 
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
+from moetrain.rollout.sampling import inverse_temperature, stream_of
 
 
 @dataclass(eq=False)
@@ -23,21 +26,42 @@ class Running:
 
     request: Request
     completion: Completion
+    table: np.ndarray
+    """int32: where its keys and values lie; the first numbers are ``pages``."""
+    tokens: list[int]
+    """Prompt and completion."""
+    stream: int
+    """What its noise depends on (:func:`moetrain.rollout.sampling.stream_of`)."""
+    inverse: float
+    """1 / temperature, and 0 at temperature 0."""
     pages: list[int] = field(default_factory=list)
     num_read: int = 0
     """Tokens whose keys and values lie in ``pages``."""
     routes: list[torch.Tensor] = field(default_factory=list)
     """[tokens, MoE layers, K] of what was read, chunk by chunk; if they are asked for."""
 
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and completion."""
-        return [*self.request.tokens, *self.completion.tokens]
+    @classmethod
+    def of(cls, request: Request, index: int, most_pages: int) -> Self:
+        """Completion ``index`` of ``request``, nothing of it read."""
+        params = request.params
+        return cls(
+            request,
+            Completion(request.id, index),
+            np.zeros(most_pages, np.int32),
+            list(request.tokens),
+            stream_of(params, index),
+            inverse_temperature(params),
+        )
 
     @property
     def num_unread(self) -> int:
         """Tokens that the model has still to read; the last of them gives the next one."""
-        return len(self.request.tokens) + len(self.completion.tokens) - self.num_read
+        return len(self.tokens) - self.num_read
+
+    def take(self, pages: list[int]) -> None:
+        """``pages`` more are its own."""
+        self.table[len(self.pages) : len(self.pages) + len(pages)] = pages
+        self.pages += pages
 
 
 class Scheduler:
@@ -121,17 +145,19 @@ class Scheduler:
     def _begin(self, sequence: Running) -> None:
         """Share what others have read of the same tokens; the last is read in any case."""
         if not sequence.request.params.routes:  # which only reading tells
-            sequence.pages = self.pages.match(sequence.tokens[:-1])
+            sequence.take(self.pages.match(sequence.tokens[:-1]))
             sequence.num_read = len(sequence.pages) * self.pages.page_size
 
     def _grow(self, sequence: Running, number: int) -> bool:
         """Have pages for ``number`` more tokens than were read; False: there are not enough."""
         size = self.pages.page_size
         missing = -(-(sequence.num_read + number) // size) - len(sequence.pages)
-        new = self.pages.allocate(max(0, missing))
+        if missing <= 0:
+            return True
+        new = self.pages.allocate(missing)
         if new is None:
             return False
-        sequence.pages += new
+        sequence.take(new)
         return True
 
     def _give_back(self, sequence: Running) -> None:
