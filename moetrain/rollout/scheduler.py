@@ -37,6 +37,7 @@ class Running:
     pages: list[int] = field(default_factory=list)
     num_read: int = 0
     """Tokens whose keys and values lie in ``pages``."""
+    is_running: bool = False
     routes: list[torch.Tensor] = field(default_factory=list)
     """[tokens, MoE layers, K] of what was read, chunk by chunk; if they are asked for."""
 
@@ -89,9 +90,9 @@ class Scheduler:
         planned: list[tuple[Running, int]] = []
         left = self.max_tokens
         for sequence in list(self.running):
-            number = min(sequence.num_unread, left)
+            number = min(len(sequence.tokens) - sequence.num_read, left)
             # Those that give way for it are younger: they were not planned yet, and now are not.
-            if number and sequence in self.running and self._make_room(sequence, number):
+            if number and sequence.is_running and self._make_room(sequence, number):
                 planned.append((sequence, number))
                 left -= number
         while left and self.waiting and len(self.running) < self.max_sequences:
@@ -103,6 +104,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(sequence)
+            sequence.is_running = True
             planned.append((sequence, number))
             left -= number
         return planned
@@ -116,8 +118,9 @@ class Scheduler:
 
     def remove(self, sequence: Running) -> None:
         """``sequence`` is over."""
-        if sequence in self.running:
+        if sequence.is_running:
             self.running.remove(sequence)
+            sequence.is_running = False
         else:
             self.waiting.remove(sequence)
         self._give_back(sequence)
@@ -138,6 +141,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Running) -> None:
         self.running.remove(sequence)
+        sequence.is_running = False
         self._give_back(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
@@ -151,10 +155,10 @@ class Scheduler:
     def _grow(self, sequence: Running, number: int) -> bool:
         """Have pages for ``number`` more tokens than were read; False: there are not enough."""
         size = self.pages.page_size
-        missing = -(-(sequence.num_read + number) // size) - len(sequence.pages)
+        missing = sequence.num_read + number - len(sequence.pages) * size
         if missing <= 0:
             return True
-        new = self.pages.allocate(missing)
+        new = self.pages.allocate(-(-missing // size))
         if new is None:
             return False
         sequence.take(new)
