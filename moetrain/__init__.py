@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moetrain.config import Config, ConfigError
     from moetrain.models.hf import load_hf, save_hf
-    from moetrain.trainer import Trainer
+    from moetrain.sample import Trainer
 
 _HOMES = {
     "Config": "moetrain.config",
     "ConfigError": "moetrain.config",
-    "Trainer": "moetrain.trainer",
+    "Trainer": "moetrain.sample",
     "load_hf": "moetrain.models.hf",
     "save_hf": "moetrain.models.hf",
 }

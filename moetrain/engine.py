@@ -42,7 +42,6 @@ from moetrain.optim import (
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
 from moetrain.parallel.world import World
 from moetrain.run_control import LateNumbers
-from moetrain.sample import next_logits
 
 B = TypeVar("B", bound=MicroBatch)
 
@@ -212,11 +211,6 @@ class Engine:
         counts_LE = self.world.sum(routing.counts_LE)
         num_tokens = counts_LE[0].sum() // self.arch.num_experts_per_token
         return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone
-
-    def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits [V] of the token after ``ids``, which are the same on every rank."""
-        with self.work(), torch.no_grad(), self.exact_sizes():
-            return next_logits(self.model, ids, multiple=self.world.dims.tp)
 
     # ---- weights and state ---------------------------------------------------------------------
 

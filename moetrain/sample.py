@@ -1,68 +1,142 @@
-"""Text from a model in training: plain sampling, one whole forward pass a token.
+"""The sample at the end of a run: a text that the generator continues with the trained model.
 
-There is no key/value cache on purpose: this shows what a run has learned, a few hundred tokens at
-its end. Rollout generation for post-training is another thing and another file.
+:class:`Trainer` is the training loop with it, and what the library's ``moetrain.Trainer`` and
+``python -m moetrain.train`` mean. The loop itself (:mod:`moetrain.trainer`) knows nothing of
+generation, which stands on the same ground as it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from moetrain.data.tokenizer import Tokenizer
-from moetrain.models import Transformer
+from moetrain import trainer
+from moetrain.config import TrainSection
+from moetrain.data import Data
+from moetrain.engine import Engine
+from moetrain.metrics import MetricsLog
+from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
+
+PROMPT_TOKENS = 16  # of a held-out row, given to the sample
+TEMPERATURE = 0.7
+PAGE_SIZE = 64
+SPARE = 3 * 2**30
+"""Bytes on a GPU beside the generator's weights: a sequence's cache, two units that travel."""
 
 
 class SampleError(ValueError):
     """No text can be sampled; the message says why."""
 
 
-@torch.no_grad()
-def next_logits(model: Transformer, ids: Sequence[int], *, multiple: int = 1) -> torch.Tensor:
-    """Logits [V] of the token after ``ids``.
+class Trainer(trainer.Trainer):
+    """One training run. ``Trainer(config).fit()`` is all there is to call."""
 
-    The model's input is padded at its end to a ``multiple`` of tokens, which no expert and no token
-    before it sees.
+    def finish(self) -> None:
+        """What a run leaves behind beside its checkpoint: what the loop does, and a sample."""
+        super().finish()
+        if self.config.train.sample_tokens and self.config.data.source != "synthetic":
+            write_sample(self.engine, self.data, self.folder / "sample.txt", self.log)
+
+
+def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
+    """``train.sample_prompt`` or the start of a held-out row, continued by the model. Collective.
+
+    Into ``file``, by the main rank. Where it cannot be made (the prompt is empty or no text, the
+    model's logits are not finite, there is no memory for it or no generation for the model), the
+    log says why.
     """
-    last, pads = len(ids) - 1, -len(ids) % multiple
-    tokens_BS = torch.tensor([[*ids, *[0] * pads]], device=model.head_weight.device)
-    is_pad_BS = torch.arange(len(ids) + pads, device=tokens_BS.device)[None] > last
-    # One row of a growing length would compile again and again.
-    with torch.compiler.set_stance("force_eager"):
-        hidden_BSD, _ = model.backbone(tokens_BS, is_pad_BS=is_pad_BS if pads else None)
-        return model.vocabulary.logits(hidden_BSD[:, last], model.head_weight)[0]
+    try:
+        text = data.tokenizer.decode(_sample(engine, data))
+    except SampleError as error:  # the run did what it was for
+        log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
+        return
+    if engine.world.is_main:
+        file.write_text(text, "utf-8")
+        log.say("sample:\n" + text)
 
 
-def generate(
-    next_logits: Callable[[Sequence[int]], torch.Tensor],
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    num_tokens: int,
-    *,
-    max_len: int,
-    temperature: float = 0.7,
-    seed: int = 0,
-) -> str:
-    """``prompt`` (token ids) and up to ``num_tokens`` sampled after it, as text.
+def prompt_ids(data: Data, text: str | None) -> list[int]:
+    """The tokens that a sample continues: of ``text``, else of the first held-out row."""
+    if text is None:
+        return (data.eval or data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
+    try:
+        return data.tokenizer.encode_prompt(text)
+    except ValueError as error:
+        raise SampleError(str(error)) from None
 
-    ``next_logits``, given token ids, has the logits [V] of the token after them. It sees the last
-    ``max_len`` tokens; sampling stops at the end-of-document token. Token ids that the tokenizer
-    does not have are never sampled.
 
-    Raises:
-        SampleError: an empty prompt, or logits that are not finite.
-    """
-    if len(prompt) == 0:
+def _sample(engine: Engine, data: Data) -> list[int]:
+    """The prompt and what follows. What may fail does so on every rank, or after all have met."""
+    train, seq_len = engine.config.train, engine.config.data.seq_len
+    ids = prompt_ids(data, train.sample_prompt)
+    if not ids:
         raise SampleError("the prompt has no tokens")
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        logits = next_logits(ids[-max_len:])[: tokenizer.vocab_size].float().cpu()
-        if not torch.isfinite(logits).all():
-            raise SampleError("the model's logits are not finite")
-        token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if token == tokenizer.eos_id:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids)
+    _check_memory(engine)
+    model, experts = replica(engine)
+    num_pages = -(-seq_len // PAGE_SIZE)
+    try:
+        generator = Generator(
+            model, data.tokenizer, num_pages=num_pages, page_size=PAGE_SIZE, experts=experts
+        )
+    except ValueError as error:
+        raise SampleError(str(error)) from None
+    WeightUpdate(engine, generator)()
+    window = min(seq_len, generator.longest)
+    return _continued(generator, ids, train, window, data.tokenizer.eos_id)
+
+
+def _check_memory(engine: Engine) -> None:
+    """Raise :class:`SampleError` on every rank if one has no room for the generator."""
+    engine.fsdp.release()
+    needed = replica_bytes(engine) + SPARE
+    free = _free_bytes(engine.world.device)
+    lacking = engine.world.sum(torch.tensor([float(free < needed)], device=engine.world.device))
+    if lacking.item() > 0:
+        raise SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Of a GPU; a CPU's are not counted."""
+    if device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _continued(
+    generator: Generator, prompt: Sequence[int], train: TrainSection, window: int, eos_id: int
+) -> list[int]:
+    """``prompt`` and up to ``train.sample_tokens`` more; it ends before ``eos_id``.
+
+    The model sees ``window`` tokens at most: once they are full, it goes on from their last half.
+    Every rank asks for the same.
+    """
+    ids, end = list(prompt), len(prompt) + train.sample_tokens
+
+    def request() -> Request:
+        seen = ids if len(ids) < window else ids[-(window // 2) :]
+        params = SamplingParams(
+            max_tokens=min(end - len(ids), window - len(seen)),
+            temperature=TEMPERATURE,
+            # Each window has draws of its own.
+            seed=(train.seed + len(ids) - len(prompt)) % 2**63,
+            stop_ids=(eos_id,),
+        )
+        return Request("sample", tuple(seen), params)
+
+    is_finite = True
+    for completion in generator.stream([request()]):
+        reason = completion.finish_reason
+        if reason is None:
+            continue
+        is_finite = all(map(math.isfinite, completion.logprobs))
+        ids += completion.tokens[:-1] if reason == "stop" else completion.tokens
+        if is_finite and reason == "length" and len(ids) < end:
+            generator.submit(request())
+    if not is_finite:
+        raise SampleError("the model's logits are not finite")
+    return ids

@@ -85,7 +85,7 @@ def _launch(config: Config, words: Sequence[str]) -> int:
 def _fit(config: Config) -> int:
     from safetensors import SafetensorError
 
-    from moetrain.trainer import Trainer
+    from moetrain.sample import Trainer
 
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):

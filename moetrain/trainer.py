@@ -22,7 +22,7 @@ from moetrain.config import Config, RunFailed
 from moetrain.data import Loader, build_data
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.engine import Engine
-from moetrain.evaluate import held_out_loss, write_sample
+from moetrain.evaluate import held_out_loss
 from moetrain.loss import Pretraining, routing_losses
 from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.metrics import (
@@ -62,7 +62,7 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """One training run. ``Trainer(config).fit()`` is all there is to call."""
+    """One training run, of which :class:`moetrain.sample.Trainer` shows a sample too."""
 
     def __init__(self, config: Config) -> None:
         config, arch = prepare(config)
@@ -235,7 +235,7 @@ class Trainer:
             self.log.say(text)
 
     def finish(self) -> None:
-        """What a run leaves behind beside its checkpoint: an evaluation, plot, sample, ..."""
+        """What a run leaves behind beside its checkpoint: an evaluation, plot, ..."""
         self.log.end_progress()
         self.evaluate()
         data = self.data
@@ -249,8 +249,6 @@ class Trainer:
             self.world.wait()  # not in a collective, which gives up after a while
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
-        if self.config.train.sample_tokens and self.config.data.source != "synthetic":
-            write_sample(self.engine, data, self.folder / "sample.txt", self.log)
 
     # ---- saving and resuming -------------------------------------------------------------------
 

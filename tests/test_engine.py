@@ -327,11 +327,23 @@ def test_parameters_do_not_change_within_work():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_follows_a_sample_in_inference_mode(dtype):
+def test_training_follows_a_forward_in_inference_mode(dtype):
     first, second = make_engine(f"train.dtype={dtype}"), make_engine(f"train.dtype={dtype}")
     with torch.inference_mode():
-        first.next_logits([1, 2, 3])
+        first.forward(make_batches(0), CrossEntropy())
     assert train(first, range(2)) == train(second, range(2))
+
+
+def test_released_memory_comes_back():
+    first, second = make_engine("train.dtype=bfloat16"), make_engine("train.dtype=bfloat16")
+    regions = [unit.region for unit in first.fsdp.units]
+    first.forward(make_batches(0), CrossEntropy())
+    assert sum(region.memory_in_use() for region in regions) > 0
+    first.fsdp.release()
+    assert sum(region.memory_in_use() for region in regions) == 0
+    assert train(first, range(2)) == train(second, range(2))
+    with first.work(), pytest.raises(RuntimeError, match=r"within FSDP\.work"):
+        first.fsdp.release()
 
 
 def train_on_ranks(runs):

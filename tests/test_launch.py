@@ -79,9 +79,9 @@ class Trainer:
         raise SystemExit(128 + got[0])
 
 
-module = types.ModuleType("moetrain.trainer")
+module = types.ModuleType("moetrain.sample")
 module.Trainer = Trainer
-sys.modules["moetrain.trainer"] = module
+sys.modules["moetrain.sample"] = module
 sys.exit(main([]))
 """
 
@@ -109,9 +109,9 @@ class Trainer:
         dist.all_reduce(one)
 
 
-module = types.ModuleType("moetrain.trainer")
+module = types.ModuleType("moetrain.sample")
 module.Trainer = Trainer
-sys.modules["moetrain.trainer"] = module
+sys.modules["moetrain.sample"] = module
 sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
 """
 
@@ -144,9 +144,9 @@ class Trainer:
         self.world.wait()
 
 
-module = types.ModuleType("moetrain.trainer")
+module = types.ModuleType("moetrain.sample")
 module.Trainer = Trainer
-sys.modules["moetrain.trainer"] = module
+sys.modules["moetrain.sample"] = module
 sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 """
 

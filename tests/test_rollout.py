@@ -265,7 +265,10 @@ BAD = {
     "no tokens": (Request("x", ()), {}),
     "0 to 263": (Request("x", (264,)), {}),
     r"positions \(128\)": (Request("x", (1,) * 100, SamplingParams(max_tokens=29)), {}),
-    r"the cache \(64\)": (Request("x", (1,) * 60, SamplingParams(max_tokens=5)), {"num_pages": 4, "page_size": 16}),
+    r"the cache \(64\)": (
+        Request("x", (1,) * 60, SamplingParams(max_tokens=5)),
+        {"num_pages": 4, "page_size": 16},
+    ),
     "being served": (Request("there", (1,)), {}),
 }
 

@@ -24,9 +24,9 @@ from moetrain.evaluate import held_out_loss
 from moetrain.loss import CrossEntropy, routing_losses
 from moetrain.metrics import MetricsLog, read_metrics
 from moetrain.parallel import apply
+from moetrain.sample import Trainer
 from moetrain.snapshot import check_same_run
 from moetrain.train import main
-from moetrain.trainer import Trainer
 
 
 def fit(config):
@@ -492,7 +492,7 @@ def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, w
 
         trainer.save = poison
     else:  # a prompt that this tokenizer has nothing for
-        monkeypatch.setattr("moetrain.evaluate.prompt_ids", lambda data, text: [])
+        monkeypatch.setattr("moetrain.sample.prompt_ids", lambda data, text: [])
     trainer.fit()
     assert "no sample: " in capsys.readouterr().out
     assert (trainer.folder / "loss.png").exists()

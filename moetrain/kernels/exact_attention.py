@@ -230,7 +230,7 @@ def _attend_kernel(
         pages = pages_ptr
         if Z is not None:
             seen = tl.load(seen_ptr + document)
-            pages = pages_ptr + document.to(tl.int64) * pages_stride
+            pages = pages_ptr + tl.cast(document, tl.int64) * pages_stride
         # Where a query is in its document; before it, of another document's: it sees nothing.
         inside = is_row & (token >= begin) & (token < end)
         position = tl.where(inside, token - start + seen, -1)

@@ -32,7 +32,7 @@ from moetrain.models.hf import resolve
 from moetrain.models.init import draw
 from moetrain.models.rules import PartStyle, parameter_rules, part_styles
 from moetrain.parallel.deepep import DeepEP, choose_transport
-from moetrain.parallel.expert import ExpertParallelDispatcher
+from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.shard import shard_model
@@ -113,12 +113,20 @@ def set_dispatcher(
             part.dispatcher = dispatcher
 
 
-def static_transport(model: nn.Module) -> DeepEP | None:
-    """What carries tokens between ranks in buffers of fixed sizes, if anything does."""
+def transport_of(model: nn.Module) -> Transport | None:
+    """What carries tokens between ranks, if anything does."""
     for module in model.modules():
-        transport = getattr(getattr(module, "dispatcher", None), "transport", None)
-        if isinstance(transport, DeepEP) and transport.static is not None:
-            return transport
+        dispatcher = getattr(module, "dispatcher", None)
+        if isinstance(dispatcher, ExpertParallelDispatcher):
+            return dispatcher.transport
+    return None
+
+
+def static_transport(model: nn.Module) -> DeepEP | None:
+    """:func:`transport_of` if it has buffers of fixed sizes."""
+    transport = transport_of(model)
+    if isinstance(transport, DeepEP) and transport.static is not None:
+        return transport
     return None
 
 

@@ -27,6 +27,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -111,6 +112,12 @@ class DeepEP:
                     "moe.deepep_num_sms", f"{self.num_sms}, and this GPU has {available}; use auto"
                 )
         connect(group, hidden_size, self.num_sms)
+
+    def exact(self) -> "DeepEP":
+        """Another over the same connection, in the exact mode."""
+        other = copy(self)
+        other.static = None
+        return other
 
     @contextmanager
     def exactly(self) -> Iterator[None]:

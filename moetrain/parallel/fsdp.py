@@ -196,10 +196,17 @@ class FSDP:
                 unit.swap_out()
                 self.reshard(unit)
 
+    def release(self) -> None:
+        """Give back the memory of full parameters, until the next :meth:`work`."""
+        self.check_idle()
+        for unit in self.units:
+            unit.region.free()
+            unit.staging.free()
+
     def check_idle(self) -> None:
-        """Raise RuntimeError within :meth:`work`: parameters or gradients are about to change."""
+        """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
         if self._is_working:
-            raise RuntimeError("a step, or the loading of a state, within FSDP.work()")
+            raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
 
     def start_unshard(self, unit: Unit) -> None:
         """Begin to gather ``unit``, unless it is unsharded or on the way."""

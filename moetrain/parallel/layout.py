@@ -64,18 +64,28 @@ class Layout:
     @cached_property
     def gathered_box(self) -> Box:
         """What the FSDP ranks of this one hold together."""
-        box = [slice(0, size) for size in self.shape]
-        placement = STYLES[self.style]
-        if isinstance(placement, Shard):
-            ranks, rank = self.mesh.size(1), self.mesh.get_local_rank(1)
-            box[placement.dim] = chunk_of(self.shape[placement.dim], ranks, rank)
-        return tuple(box)
+        return self._gathered_box(self.mesh.get_local_rank(1))
 
     @cached_property
     def box(self) -> Box:
         """What this rank holds."""
-        rows, *rest = self.gathered_box
-        mine = chunk_of(rows.stop - rows.start, self.mesh.size(2), self.mesh.get_local_rank(2))
+        return self._part(self.gathered_box, self.mesh.get_local_rank(2))
+
+    def box_of(self, rank: int) -> Box:
+        """What ``rank`` of the world holds, which must be one of the mesh's."""
+        _, part, shard = (self.mesh.mesh == rank).nonzero()[0].tolist()
+        return self._part(self._gathered_box(part), shard)
+
+    def _gathered_box(self, part: int) -> Box:
+        box = [slice(0, size) for size in self.shape]
+        placement = STYLES[self.style]
+        if isinstance(placement, Shard):
+            box[placement.dim] = chunk_of(self.shape[placement.dim], self.mesh.size(1), part)
+        return tuple(box)
+
+    def _part(self, gathered: Box, shard: int) -> Box:
+        rows, *rest = gathered
+        mine = chunk_of(rows.stop - rows.start, self.mesh.size(2), shard)
         return slice(rows.start + mine.start, rows.start + mine.stop), *rest
 
     @property

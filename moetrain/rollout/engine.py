@@ -67,6 +67,9 @@ class Generator:
             max_tokens: that one step reads; longer prompts are read in chunks.
             experts: which ranks share the experts of ``model``. All of them take every step, each
                 with requests of its own or none; None: this rank has all experts.
+
+        Raises:
+            ValueError: an attention of another kind than that which has a cache.
         """
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
@@ -219,6 +222,10 @@ class Generator:
             missing.discard(name)
         if missing:
             raise ValueError(f"update_weights: not given: {', '.join(sorted(missing)[:3])}")
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """What :meth:`update_weights` does beside copying; for who has copied them in place."""
         self.scheduler.preempt_all()
         self.pages.forget()
         self.version += 1
@@ -325,9 +332,9 @@ def _pages_that_fit(model: Transformer, page_size: int) -> int:
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return -(-_CPU_TOKENS // page_size)
-    numbers = sum(block.attn.wk.weight.shape[0] for block in model.layers)  # of keys
+    keys = [block.get_parameter("attn.wk.weight").shape[0] for block in model.layers]  # numbers
     free = torch.cuda.mem_get_info(weight.device)[0]
-    fitting = int(_MEMORY_SHARE * free) // (2 * numbers * weight.element_size() * page_size)
+    fitting = int(_MEMORY_SHARE * free) // (2 * sum(keys) * weight.element_size() * page_size)
     if fitting < 1:
         raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
-    return min(fitting, -(-1024 * model.arch.max_positions // page_size))
+    return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))

@@ -9,7 +9,8 @@ Legend: W ranks, E experts.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,23 +21,36 @@ from moetrain.models import Transformer, find_family
 from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.apply import set_dispatcher
-from moetrain.parallel.expert import ExpertParallelDispatcher
+from moetrain.parallel.deepep import DeepEP, StaticSizes
+from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.layout import chunk_of
 
 
 class ExpertParallel:
     """What a :class:`~moetrain.rollout.engine.Generator` must know of its part of the experts."""
 
-    def __init__(self, model: Transformer, group: dist.ProcessGroup, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        group: dist.ProcessGroup,
+        backend: Backend,
+        transport: Transport | None = None,
+    ) -> None:
         """Keeps of ``model``, which has all experts, those of this rank of ``group`` alone.
+
+        A model on meta has all of them at no cost: :func:`moetrain.rollout.weights.replica`.
+
+        Args:
+            transport: brings tokens to the ranks of ``group``; None: the all-to-all.
 
         Raises:
             ValueError: the ranks cannot share the experts equally.
         """
-        self.group = group
+        self.group, self.top_k = group, model.arch.num_experts_per_token
         plan = find_family(model.arch).plan(model.arch)
         styles, rules = part_styles(plan, model), parameter_rules(plan, model)
-        transport = AllToAll(model.arch.num_experts, group, backend)
+        if transport is None:
+            transport = AllToAll(model.arch.num_experts, group, backend)
         self._transport = transport
         dispatcher = ExpertParallelDispatcher(model.arch.num_experts, transport, backend)
         set_dispatcher(model, styles, dispatcher)
@@ -55,13 +69,28 @@ class ExpertParallel:
         return weight[self._rows[name]] if name in self._rows else weight
 
     @property
-    def is_static(self) -> bool:
-        """Whether sizes do not depend on the routing, so that a step can be captured."""
-        return getattr(self._transport, "static", None) is not None
+    def can_fix_sizes(self) -> bool:
+        """Whether :meth:`fixed_sizes` does anything; without it a step cannot be captured."""
+        return isinstance(self._transport, DeepEP)
 
-    def exactly(self) -> AbstractContextManager[None]:
-        """Meanwhile there is room for as many tokens as arrive."""
-        return self._transport.exactly() if self.is_static else nullcontext()
+    @contextmanager
+    def fixed_sizes(self, most: int) -> Iterator[None]:
+        """Meanwhile no size depends on the routing: there is room for all that can arrive.
+
+        Args:
+            most: tokens that a rank reads, the same on all of them.
+        """
+        transport = self._transport
+        if not isinstance(transport, DeepEP):
+            yield
+            return
+        per_token = min(self.top_k, transport.num_experts // transport.num_ranks)
+        before = transport.static
+        transport.static = StaticSizes(most, transport.num_ranks * most * per_token)
+        try:
+            yield
+        finally:
+            transport.static = before
 
     def agree(self, size: int, is_mixed: bool, device: torch.device) -> tuple[int, bool]:
         """The largest size, and whether any is mixed, of all ranks. Collective; waits."""

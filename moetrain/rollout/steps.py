@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from moetrain.kernels.token_choice import choose_next
 from moetrain.models import Transformer
-from moetrain.models.attention import Attention
+from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows
@@ -66,13 +67,17 @@ class Steps:
         self.pages_per_sequence = -(-most // pages.page_size)
         self.caches: list[PagedAttention] = []
         for window, block in zip(model.windows, model.layers, strict=True):
-            assert isinstance(block.attn, Attention)  # what has a core
-            block.attn.core = PagedAttention(pages.num_pages, pages.page_size, window)
-            self.caches.append(block.attn.core)
+            attention = getattr(block, "attn", None)
+            core = getattr(attention, "core", None)
+            if core is not masked_attention and not isinstance(core, PagedAttention):
+                raise ValueError(f"{model.arch.family} attends in a way that has no cache here")
+            assert isinstance(attention, Attention)
+            attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
+            self.caches.append(attention.core)
         if self.device.type == "cuda":
             for module in model.modules():
                 if hasattr(module, "exact"):
-                    module.exact = True
+                    setattr(module, "exact", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _Graph] = {}
         self._no_pages = np.zeros(self.pages_per_sequence, np.int32)
@@ -107,7 +112,7 @@ class Steps:
         if self.device.type != "cuda" or size > SIZES[-1]:
             return self._decode(self._fill(planned, len(planned)).to(self.device), routes)
         size = SIZES[bisect_left(SIZES, size)]
-        if self.experts is not None and not self.experts.is_static:
+        if self.experts is not None and not self.experts.can_fix_sizes:
             return _of(self._decode(self._fill(planned, size).to(self.device), routes), planned)
         graph = self._graphs.get(size) or self._capture(size)
         graph.lanes_LC.copy_(self._fill(planned, size), non_blocking=True)
@@ -148,14 +153,10 @@ class Steps:
             pages_NM,
             num_single=sum(number == 1 for _, number in planned),
         )
-        with self._noted(routes) as chosen, self._exactly():
+        with self._noted(routes) as chosen:
             hidden_TD = self._read(tokens_T, positions_T, rows, None)
         last_N = ends_N[1:].long() - 1
         return self._choose(hidden_TD[last_N], streams_N, positions_T[last_N], inverse_N, chosen)
-
-    def _exactly(self):
-        """Whatever arrives of other ranks has room."""
-        return nullcontext() if self.experts is None else self.experts.exactly()
 
     def _read(
         self,
@@ -243,12 +244,13 @@ class Steps:
         lanes_LC[:, _POSITION] = -1
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        fixed = nullcontext if self.experts is None else partial(self.experts.fixed_sizes, size)
+        with torch.cuda.stream(stream), fixed():
             self._decode(lanes_LC, True)  # compiles kernels, makes the cache
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool), fixed():
             step = self._decode(lanes_LC, True)
         self._graphs[size] = _Graph(graph, lanes_LC, step)
         return self._graphs[size]

@@ -1,0 +1,245 @@
+"""A generator beside a trainer: its model in the compute dtype, and how new weights come to it.
+
+    model, experts = replica(engine)
+    generator = Generator(model, tokenizer, experts=experts)
+    update = WeightUpdate(engine, generator)
+    update()  # collective; again whenever the engine has stepped
+
+Every rank serves requests with all weights but the experts', of which it has those that it has in
+training: with efsdp 1 they are cast where they lie and nothing of them travels. Of the rest each
+FSDP unit is one all-gather, in the dtype that the trainer uses it in, over all ranks that cut it,
+be it for FSDP or for tensor parallelism: every rank's bytes say where in the whole they belong
+(:meth:`Layout.box_of`). No weight goes through fp32 or the host, and parameters keep their
+addresses, which graphs hold on to.
+
+Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
+are one tensor parallel group, 2 and 3 the other::
+
+    rank 0 sends  a[0:1], b[0:1]       rank 1 sends  a[2:3], b[1:2]
+    rank 2 sends  a[1:2], nothing      rank 3 sends  a[3:4], nothing
+
+Left out on purpose: a generator with another expert parallelism than the trainer's or none; sending
+what has changed alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moetrain.engine import Engine
+from moetrain.models import Transformer, build_model
+from moetrain.parallel.apply import transport_of
+from moetrain.parallel.bucket import Member, aligned
+from moetrain.parallel.collectives import all_gather_start
+from moetrain.parallel.deepep import DeepEP
+from moetrain.parallel.layout import Box
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.expert_parallel import ExpertParallel
+
+
+def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
+    """A model for a generator on this rank, without values, and how it shares the experts.
+
+    It takes :func:`replica_bytes`, no more at any time. Its tokens go to their experts as the
+    engine's do, in exact sizes. None: this rank has all experts. Collective.
+    """
+    config, world = engine.config, engine.world
+    with torch.device("meta"):
+        model = build_model(engine.arch, kernels=config.kernels, moe=config.moe)
+    experts = None
+    if world.dims.ep > 1:
+        transport = transport_of(engine.model)
+        if isinstance(transport, DeepEP):
+            transport = transport.exact()  # how many tokens a step reads, training cannot know
+        group = world.meshes.expert_parameters.get_group("ep")
+        experts = ExpertParallel(model, group, config.kernels.backend, transport)
+    for name, member in engine.fsdp.members.items():
+        owner, _, key = name.rpartition(".")
+        values = torch.empty(_shape(member), dtype=_dtype(engine, member), device=world.device)
+        parameter = nn.Parameter(values, requires_grad=False)
+        model.get_submodule(owner).register_parameter(key, parameter)
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, torch.zeros_like(buffer, device=world.device))
+    model.compute_dtype, model.source = engine.model.compute_dtype, engine.model.source
+    return model, experts
+
+
+def replica_bytes(engine: Engine) -> int:
+    """Of memory that :func:`replica` takes on this rank."""
+    members = engine.fsdp.members.values()
+    return sum(_shape(m).numel() * _dtype(engine, m).itemsize for m in members)
+
+
+def _shape(member: Member) -> torch.Size:
+    """What a rank's replica has of a parameter: all, or the experts of this rank."""
+    layout = member.layout
+    return layout.gathered_shape if layout.style == "expert" else layout.shape
+
+
+def _dtype(engine: Engine, member: Member) -> torch.dtype:
+    """What a parameter is used in, in training and in generation."""
+    dtype = member.rule.gather or engine.model.compute_dtype
+    assert dtype is not None  # place_model has set it
+    return dtype
+
+
+class WeightUpdate:
+    """Brings an engine's weights into a generator's model, as often as it is called.
+
+    Attributes:
+        num_collectives: of one call.
+        num_bytes, num_bytes_received: that one call writes into the generator's parameters on this
+            rank, and that come from other ranks for it.
+    """
+
+    def __init__(self, engine: Engine, generator: Generator) -> None:
+        """``generator``'s model: a :func:`replica`, or one that has all experts, of any dtype.
+
+        Raises:
+            ValueError: a model of other parameters.
+        """
+        self.engine, self.generator = engine, generator
+        targets = dict(generator.model.named_parameters())
+        if odd := set(targets) ^ set(engine.fsdp.members):
+            raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
+        names = {id(member): name for name, member in engine.fsdp.members.items()}
+        self._here: list[_Pair] = []
+        """What this rank holds all of."""
+        self._gathers: list[_Gather] = []
+        for unit in engine.fsdp.units:
+            self._add([_Pair(m, targets[names[id(m)]].detach()) for m in unit.members])
+        self.num_collectives = len(self._gathers)
+        self.num_bytes = sum(target.nbytes for target in targets.values())
+        self.num_bytes_received = sum(g.size * (g.group.size() - 1) for g in self._gathers)
+
+    def _add(self, unit: Sequence[_Pair]) -> None:
+        everyone = self.engine.world.meshes.shared_parameters
+        shared: list[_Pair] = []
+        for pair in unit:
+            layout, shape = pair.member.layout, pair.target.shape
+            is_expert, is_whole = layout.style == "expert", shape == layout.shape
+            if not is_whole and not (is_expert and shape == layout.gathered_shape):
+                raise ValueError(
+                    f"WeightUpdate: the generator's {pair.member.name} is {list(shape)}, "
+                    f"and the engine's {list(layout.shape)}"
+                )
+            if shape == layout.local_shape:
+                self._here.append(pair)
+            elif is_expert:  # large: alone it needs no copy
+                group = everyone.get_group("fsdp") if is_whole else layout.group
+                self._gathers.append(_Gather([pair], group))
+            else:
+                shared.append(pair)
+        if shared:
+            self._gathers.append(_Gather(shared, everyone.get_group("fsdp")))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Copy; what the generator has under way goes on with the new weights. Collective."""
+        for pair in self._here:
+            pair.target.copy_(pair.member.local)
+        under_way: _Gather | None = None
+        for gather in self._gathers:
+            gather.start()
+            if under_way is not None:  # it has travelled while this one was packed
+                under_way.finish()
+            under_way = gather
+        if under_way is not None:
+            under_way.finish()
+        buffers = dict(self.engine.model.named_buffers())
+        for name, buffer in self.generator.model.named_buffers():
+            buffer.copy_(buffers[name])
+        self.generator.weights_changed()
+
+
+@dataclass
+class _Pair:
+    """A trainer's parameter and the generator's, which have one name."""
+
+    member: Member
+    target: torch.Tensor
+
+    def places(self, ranks: Sequence[int]) -> list[Box]:
+        """Where in the target each of ``ranks``' pieces belongs."""
+        layout = self.member.layout
+        offset = 0 if self.target.shape == layout.shape else layout.gathered_box[0].start
+        boxes = [layout.box_of(rank) for rank in ranks]
+        return [(slice(r.start - offset, r.stop - offset), *rest) for r, *rest in boxes]
+
+
+class _Gather:
+    """Parameters whose pieces travel by one all-gather, as bytes: they may differ in dtype.
+
+    One alone whose pieces lie in rank order in the whole is gathered where it belongs. Else every
+    piece has a slot, as large as the largest rank's, and is copied out of it.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair], group: dist.ProcessGroup) -> None:
+        self.pairs, self.group = pairs, group
+        ranks = dist.get_process_group_ranks(group)
+        self._copies: list[tuple[torch.Tensor, int, int]] = []
+        """A part of a target, the rank that sends it, and its first byte in what that one sends."""
+        self._starts: list[int] = []
+        size, self._is_direct = 0, False
+        for pair in pairs:
+            places, target = pair.places(ranks), pair.target
+            self._is_direct = len(pairs) == 1 and _are_chunks(target, places)
+            self._starts.append(size)
+            self._copies += [(target[place], r, size) for r, place in enumerate(places)]
+            size += aligned(max(_numel(place) for place in places) * target.itemsize)
+        self.size = pairs[0].target.nbytes // len(ranks) if self._is_direct else size
+        """Bytes that each rank sends."""
+        self._sent_N = self._received_WN = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Pack what this rank sends, and send it."""
+        if self._is_direct:
+            (pair,) = self.pairs
+            # As bytes here too: gloo does not know every dtype.
+            self._sent_N = pair.member.local.detach().to(pair.target.dtype).view(-1)
+            self._received_WN = pair.target.view(self.group.size(), -1)
+        else:
+            self._sent_N = self.pairs[0].target.new_empty(self.size, dtype=torch.uint8)
+            self._received_WN = self._sent_N.new_empty(self.group.size(), self.size)
+            for pair, start in zip(self.pairs, self._starts, strict=True):
+                local = pair.member.local
+                _slot(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
+        bytes_N, bytes_WN = (x.view(torch.uint8) for x in (self._sent_N, self._received_WN))
+        _, self._work = all_gather_start(bytes_N, self.group, bytes_WN)
+
+    def finish(self) -> None:
+        """Wait, and copy what arrived to where it belongs."""
+        assert self._work is not None  # started
+        self._work.wait()
+        if not self._is_direct:
+            for part, rank, start in self._copies:
+                part.copy_(_slot(self._received_WN[rank], start, part.shape, part.dtype))
+        self._sent_N = self._received_WN = self._sent_N.new_empty(0)
+        self._work = None
+
+
+def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that begins at byte ``start``."""
+    stop = start + shape.numel() * dtype.itemsize
+    return bytes_N[start:stop].view(dtype).view(shape)
+
+
+def _numel(box: Box) -> int:
+    return math.prod(part.stop - part.start for part in box)
+
+
+def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
+    """Whether ``places`` are as many rows of ``target`` each, in order."""
+    rows, *rest = target.shape
+    each, left = divmod(rows, len(places))
+    whole = tuple(slice(0, size) for size in rest)
+    wanted = [(slice(r * each, (r + 1) * each), *whole) for r in range(len(places))]
+    return not left and list(places) == wanted

@@ -1,0 +1,219 @@
+"""Time the update of a generator's weights from a sharded trainer on the same devices.
+
+    torchrun --nproc-per-node 4 scripts/bench_update.py [--preset qwen3-30b-a3b] [--layers N]
+        [--ep DEGREE] [--tp DEGREE] [--results FILE.jsonl]
+
+An engine as a run has it (fp32 weights, no moments before the first step), a replica in the compute
+dtype and its generator. Other weights are drawn into the engine, then: the median of five updates,
+from the moment that all ranks begin to the one when the slowest has finished, and whether
+
+    addresses   parameters lie where they did before
+    values      every rank's pieces are where they belong, in the dtype they are used in, and ranks
+                that have the same parameter have the same sum of its bytes
+    tokens      greedy tokens are those of a generator that is made anew from the new weights, and
+                not those of before
+    trainer     how many of these tokens the engine's own forward of the whole text prefers
+
+Exit code 1 where one of the first three does not hold. One process needs no torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_train import commit, device_name
+
+from moetrain.config import Config, launched_place
+from moetrain.engine import Engine
+from moetrain.metrics import peak_memory_gib
+from moetrain.models import Transformer
+from moetrain.parallel.apply import draw_values
+from moetrain.parallel.world import join_world
+from moetrain.preflight import resolve_run
+from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.weights import WeightUpdate, replica
+
+REPEATS = 5
+PROMPT, NEW_TOKENS = 32, 32
+
+
+def main() -> int:
+    """Print a line, on rank 0."""
+    parser = argparse.ArgumentParser(description="Time weight updates.", allow_abbrev=False)
+    parser.add_argument("--preset", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, help="default: the preset's")
+    parser.add_argument("--ep", type=int, help="default: all ranks")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    engine = make_engine(args)
+    row = bench(engine)
+    if engine.world.is_main:
+        print(report(row), flush=True)
+        if args.results is not None:
+            with args.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    engine.world.leave()
+    return 0 if row["addresses"] and row["values"] and row["tokens"] else 1
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    """Of random weights on the ranks that there are."""
+    place = launched_place()
+    ranks = 1 if place is None else place.world_size
+    words = [f"model.preset={args.preset}", f"parallel.tp={args.tp}"]
+    words += [f"parallel.ep={ranks if args.ep is None else args.ep}", f"train.device={args.device}"]
+    words += ["data.source=synthetic", "data.seq_len=256", "compile.enabled=no"]
+    words += [f"train.global_batch_size={ranks}", "train.micro_batch_size=1"]
+    if args.layers is not None:
+        words.append(f"model.num_layers={args.layers}")
+    config, arch = resolve_run(Config.load(None, words))
+    engine = Engine(config, arch, join_world(config, arch))
+    assert not engine.optimizer.state  # moments come with the first step
+    return engine
+
+
+def bench(engine: Engine) -> dict[str, Any]:
+    """Measure; the row of results."""
+    world = engine.world
+    generator, update = make_generator(engine)
+    update()  # connects what has not yet met, and lets the allocator grow
+    before = tokens_of(engine, generator)
+    addresses = [p.data_ptr() for p in generator.model.parameters()]
+    draw_values(engine.fsdp, engine.config.model.init_std, engine.config.train.seed + 1)
+    seconds = [timed(engine, update) for _ in range(REPEATS)]
+    peak = peak_memory_gib(world.device)
+    tokens = tokens_of(engine, generator)
+    unchanged = [p.data_ptr() for p in generator.model.parameters()] == addresses
+    right = values_are_right(engine, generator.model)
+    fresh, fresh_update = make_generator(engine)
+    fresh_update()
+    is_new = tokens == tokens_of(engine, fresh) and tokens != before
+    return {
+        "hardware": f"{world.size} x {device_name(world.device)}",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "preset": engine.config.model.preset,
+        "layers": engine.arch.num_layers,
+        "parameters": engine.arch.num_params(),
+        "mesh": f"{world.dims.describe()}, ep {world.dims.ep}",
+        "seconds": statistics.median(seconds),
+        "slowest_seconds": max(seconds),
+        "collectives": update.num_collectives,
+        "bytes_written": update.num_bytes,
+        "bytes_received": update.num_bytes_received,
+        "memory_gib": peak,
+        "addresses": on_all(engine, unchanged),
+        "values": on_all(engine, right),
+        "tokens": on_all(engine, is_new),
+        "trainer_agrees": agreement(engine, tokens),
+    }
+
+
+def make_generator(engine: Engine) -> tuple[Generator, WeightUpdate]:
+    """One beside ``engine``, with room for the text of :func:`tokens_of`."""
+    model, experts = replica(engine)
+    generator = Generator(model, num_pages=1, page_size=64, experts=experts)
+    return generator, WeightUpdate(engine, generator)
+
+
+def prompt_of(engine: Engine) -> list[int]:
+    """Random ids; tensor parallel ranks have the same, so that they can read them together."""
+    generator = torch.Generator().manual_seed(engine.world.data_rank)
+    return torch.randint(0, engine.arch.vocab_size, (PROMPT,), generator=generator).tolist()
+
+
+def tokens_of(engine: Engine, generator: Generator) -> list[int]:
+    """What is likeliest after this rank's prompt."""
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
+    ((completion,),) = generator.generate([Request("a", tuple(prompt_of(engine)), params)])
+    return completion.tokens
+
+
+def timed(engine: Engine, update: WeightUpdate) -> float:
+    """Seconds of one update, begun by all ranks together and ended by the slowest."""
+    wait(engine)
+    start = time.perf_counter()
+    update()
+    if engine.world.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = torch.tensor(time.perf_counter() - start, device=engine.world.device)
+    if engine.world.size > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def wait(engine: Engine) -> None:
+    """Until every rank's device has done what it was given."""
+    if engine.world.device.type == "cuda":
+        torch.cuda.synchronize()
+    if engine.world.size > 1:
+        dist.barrier()
+
+
+@torch.no_grad()
+def values_are_right(engine: Engine, model: Transformer) -> bool:
+    """Whether this rank's pieces are where they belong in ``model``, and ranks have the same."""
+    parameters, meshes, right = dict(model.named_parameters()), engine.world.meshes, True
+    for name, member in engine.fsdp.members.items():
+        layout, mine = member.layout, parameters[name]
+        rows, *rest = layout.box
+        is_part = mine.shape != layout.shape  # this rank's experts
+        first = layout.gathered_box[0].start if is_part else 0
+        piece = mine[(slice(rows.start - first, rows.stop - first), *rest)]
+        right &= torch.equal(piece, member.local.to(mine.dtype))
+        sharers = meshes.expert_parameters.get_group("efsdp") if is_part else meshes.tokens
+        total = mine.view(torch.uint8).sum(dtype=torch.int64)
+        extremes = torch.stack((total, -total))
+        if sharers.size() > 1:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=sharers)
+        right &= bool(extremes[0] == -extremes[1])
+    return right
+
+
+def on_all(engine: Engine, flag: bool) -> bool:
+    """Whether ``flag`` holds on every rank."""
+    wrong = torch.tensor(float(not flag), device=engine.world.device)
+    return engine.world.sum(wrong).item() == 0
+
+
+@torch.no_grad()
+def agreement(engine: Engine, tokens: list[int]) -> float:
+    """Of all ranks' ``tokens``, the share that the engine's own forward finds likeliest."""
+    model, world = engine.model, engine.world
+    text = torch.tensor([[*prompt_of(engine), *tokens]], device=world.device)
+    with engine.work(), engine.exact_sizes():
+        hidden_BSD, _ = model.backbone(text)
+        logits_BSV = model.vocabulary.logits(hidden_BSD, model.head_weight)
+    same = (logits_BSV[0, PROMPT - 1 : -1].argmax(-1) == text[0, PROMPT:]).float().mean()
+    return world.sum(same).item() / world.size
+
+
+def report(row: dict[str, Any]) -> str:
+    """The row in words."""
+    ms, slowest = row["seconds"] * 1e3, row["slowest_seconds"] * 1e3
+    written, received = row["bytes_written"] / 2**30, row["bytes_received"] / 2**30
+    return "\n".join(
+        [
+            f"{row['hardware']}, torch {row['torch']}, commit {row['commit']}: {row['preset']}, "
+            f"{row['layers']} layers, {row['parameters'] / 1e9:.2f} B parameters, {row['mesh']}",
+            f"update {ms:.1f} ms (slowest {slowest:.1f}), {row['collectives']} collectives; a rank "
+            f"writes {written:.2f} GiB, receives {received:.2f}, and held {row['memory_gib']:.1f}",
+            f"addresses unchanged: {row['addresses']}, values right: {row['values']}, "
+            f"tokens of the new weights: {row['tokens']}, "
+            f"preferred by the trainer: {row['trainer_agrees']:.1%}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

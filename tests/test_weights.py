@@ -1,0 +1,264 @@
+"""Weights from a sharded trainer into a generator: the same on every mesh, in place, few calls."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_deep_ep
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import spawn
+from test_deepep import use_fake
+from test_engine import ROWS, make_engine, train
+
+from moetrain.engine import Engine
+from moetrain.models import build_model, make_architecture
+from moetrain.parallel import collectives, deepep
+from moetrain.parallel.apply import transport_of
+from moetrain.parallel.deepep_ops import disconnect
+from moetrain.parallel.world import join_world
+from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+LAYOUTS = {
+    "dp": ["parallel.dp_shard=4"],
+    "hsdp": ["parallel.dp_replicate=2"],
+    "ep": ["parallel.ep=4"],
+    "ep+efsdp": ["parallel.ep=2"],
+    "dp+tp": ["parallel.tp=2"],
+    "tp": ["parallel.tp=4", "model.num_kv_heads=4"],
+    "dp+tp+ep": ["parallel.tp=2", "parallel.ep=2"],
+    "hsdp+tp+ep": ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.ep=2"],
+}
+UGLY = ["model.hidden_size=24", "model.num_heads=4", "model.vocab_size=50"]
+BIASED = make_architecture(
+    family="llama",
+    vocab_size=50,
+    hidden_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    intermediate_size=14,
+    max_positions=64,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    tie_embeddings=True,
+)
+
+
+def rows_of(words, world=4):
+    """Of a micro-batch: the global batch in one, over the ranks with rows of their own."""
+    degrees = dict(word.removeprefix("parallel.").split("=") for word in words)
+    return ROWS * int(degrees.get("tp", 1)) // world
+
+
+def engine_of(words, *more):
+    return make_engine(*UGLY, "model.init_std=0.2", *words, *more, micro=rows_of(words))
+
+
+def biased_engine(words):
+    dense = [word for word in words if "model" not in word]
+    engine = engine_of(dense)
+    return Engine(engine.config, BIASED, join_world(engine.config, BIASED))
+
+
+def whole_model(engine):
+    """One process's, with the engine's weights: what has been tested elsewhere."""
+    model = build_model(engine.arch, moe=engine.config.moe)
+    model.load_state_dict(dict(engine.weights()))
+    return model
+
+
+def requests(rank=0):
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    drawn = SamplingParams(max_tokens=7, seed=rank, top_k=20)
+    return [Request("a", (1, 2, 3 + rank), greedy), Request("b", (7,), drawn)]
+
+
+def tokens_of(generator, rank=0):
+    return [c.tokens for (c,) in generator.generate(requests(rank))]
+
+
+def check_values(engine, model, experts):
+    """Every parameter and buffer of ``model`` is the engine's, in the dtype it is used in."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, whole in engine.weights():
+        value = found.pop(name)
+        rule = engine.fsdp.members[name].rule if name in engine.fsdp.members else None
+        used = torch.float32 if rule is None else rule.gather or engine.model.compute_dtype
+        assert value.dtype == used
+        mine = whole if experts is None else experts.part(name, whole)
+        assert torch.equal(value, mine.to(used)), name
+    assert not found
+
+
+def counted_calls(monkeypatch):
+    calls = []
+    gather = collectives.all_gather_single
+
+    def counting(*args, **kwargs):
+        calls.append(args[0].nbytes)
+        return gather(*args, **kwargs)
+
+    monkeypatch.setattr(collectives, "all_gather_single", counting)
+    return calls
+
+
+def follow(engine, *, tokens=True):
+    """A generator beside ``engine`` while it learns."""
+    rank = dist.get_rank() if dist.get_world_size() > 1 else 0
+    model, experts = replica(engine)
+    assert sum(p.nbytes for p in model.parameters()) == replica_bytes(engine)
+    assert (experts is None) == (engine.world.dims.ep == 1)
+    generator = Generator(model, experts=experts, num_pages=20, page_size=4)
+    update = WeightUpdate(engine, generator)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    before = None
+    for version in (1, 2):
+        train(engine, [version], rows_of_engine(engine))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            calls = counted_calls(monkeypatch)
+            update()
+        assert len(calls) == update.num_collectives <= 3 * len(engine.fsdp.units)
+        check_values(engine, model, experts)
+        assert generator.version == version
+        if tokens:
+            now = tokens_of(generator, rank)
+            assert now == tokens_of(Generator(whole_model(engine)), rank)
+            assert now != before
+            before = now
+    update()  # nothing has changed
+    check_values(engine, model, experts)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert generator.pages.num_available == 20
+    return update.num_collectives
+
+
+def rows_of_engine(engine):
+    return ROWS // engine.world.dims.data_ranks
+
+
+def follow_layouts(layouts):
+    counts = {name: follow(engine_of(words)) for name, words in layouts.items()}
+    counts["bf16"] = follow(engine_of(layouts["ep+efsdp"], "train.dtype=bfloat16"), tokens=False)
+    for words in (layouts["dp"], layouts["dp+tp"], layouts["hsdp"]):
+        follow(biased_engine(words))
+    return counts
+
+
+def test_a_generator_follows_a_trainer_on_every_mesh():
+    for counts in spawn(4, follow_layouts, LAYOUTS, timeout=200):
+        # Two blocks, embedding and head: each gathers once, and where experts are cut each block
+        # gathers both of its experts' matrices.
+        assert counts == {
+            "dp": 4 + 4,
+            "hsdp": 4 + 4,
+            "ep": 4,
+            "ep+efsdp": 4 + 4,
+            "dp+tp": 4 + 4,
+            "tp": 4 + 4,
+            "dp+tp+ep": 4 + 4,
+            "hsdp+tp+ep": 4,
+            "bf16": 4 + 4,
+        }
+
+
+def test_one_process_has_all_there_is():
+    for engine in (engine_of(["parallel.tp=1"]), biased_engine([])):
+        assert follow(engine) == 0
+
+
+def other_generators():
+    """All experts on every rank of a trainer that shares them; and what is not the trainer's."""
+    engine = engine_of(LAYOUTS["dp+tp+ep"])
+    train(engine, [1], rows_of_engine(engine))
+    generator = Generator(build_model(engine.arch, moe=engine.config.moe))
+    WeightUpdate(engine, generator)()
+    check_values(engine, generator.model, None)
+    assert tokens_of(generator) == tokens_of(Generator(whole_model(engine)))
+    with pytest.raises(ValueError, match=r"of other parameters: .*bias"):
+        WeightUpdate(engine, Generator(build_model(BIASED)))
+    sizes = {"vocab_size": engine.arch.vocab_size + 1}
+    larger = build_model(engine.arch.model_copy(update=sizes), moe=engine.config.moe)
+    with pytest.raises(ValueError, match=r"weight is \[51, 24\], and the engine's \[50, 24\]"):
+        WeightUpdate(engine, Generator(larger))
+
+
+def test_what_a_generator_may_be():
+    spawn(4, other_generators, timeout=60)
+
+
+def continue_over_an_update():
+    """A completion that is under way, with the weights of before and after."""
+    engine = engine_of(LAYOUTS["ep"])
+    model, experts = replica(engine)
+    assert transport_of(model) is transport_of(engine.model)
+    generator = Generator(model, experts=experts)
+    update = WeightUpdate(engine, generator)
+    update()
+    request = requests(dist.get_rank())[0]
+    generator.submit(request)
+    completions = [generator.step()[0] for _ in range(5)]
+    train(engine, [1], rows_of_engine(engine))
+    update()
+    while generator._goes_on(generator.is_busy):
+        generator.step()
+    fresh = Generator(whole_model(engine))
+    completion = completions[0]
+    rest = SamplingParams(max_tokens=7, temperature=0)
+    prompt = (*request.tokens, *completion.tokens[:5])
+    ((expected,),) = fresh.generate([Request("rest", prompt, rest)])
+    assert completion.tokens[5:] == expected.tokens
+    assert completion.versions == [1] * 5 + [2] * 7
+
+
+def test_completions_under_way_go_on_with_the_new_weights():
+    spawn(4, continue_over_an_update, timeout=60)
+
+
+def generate_beside_static_buffers():
+    """More tokens at once than training has buffers for, and no room for an uneven choice."""
+    use_fake()
+    deepep.why_not = lambda *_: None
+    words = ["parallel.ep=2", "moe.dispatch_mode=static", "moe.static_capacity=1.0"]
+    engine = make_engine(*UGLY, "model.init_std=0.2", *words, micro=1)
+    model, experts = replica(engine)
+    generator = Generator(model, experts=experts)
+    WeightUpdate(engine, generator)()
+    long = Request("long", tuple(range(40)) * 2, SamplingParams(max_tokens=3, temperature=0))
+    ((found,),) = generator.generate([long])
+    ((expected,),) = Generator(whole_model(engine)).generate([long])
+    assert found.tokens == expected.tokens
+    assert fake_deep_ep.calls["dispatch"] > 0
+    assert engine.static is not None
+    assert engine.static.static == (12, 24)  # as before, for the training that goes on
+    disconnect()
+
+
+def test_generation_by_deepep_drops_nothing():
+    spawn(2, generate_beside_static_buffers, timeout=60)
+
+
+def test_the_benchmark_runs_on_a_cpu(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    words += [str(SCRIPTS / "bench_update.py"), "--preset", "debug", "--layers", "2"]
+    words += ["--device", "cpu", "--results", str(results)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (row,) = map(json.loads, results.read_text().splitlines())
+    assert row["addresses"]
+    assert row["values"]
+    assert row["tokens"]
+    assert row["trainer_agrees"] == 1.0
+    assert row["collectives"] == 2 + 2  # as experts stay where they are
+    assert 0 < row["bytes_received"] < row["bytes_written"]
+    assert "tokens of the new weights: True" in run.stdout
