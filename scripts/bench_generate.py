@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,7 @@ def main() -> int:
     world = join_world(config, arch)
     batches = [int(word) for word in args.batches.split(",")]
     model, experts = make_model(config, arch, world)
-    settings = {"max_sequences": max(batches), "max_tokens": CHUNK, "experts": experts}
-    generator = Generator(model, **settings)
+    generator = Generator(model, max_sequences=max(batches), max_tokens=CHUNK, experts=experts)
     row: dict[str, Any] = {"preset": args.preset, "layers": arch.num_layers, "ranks": ranks}
     row |= {"context": args.context, "commit": commit(), "device": device_name(world.device)}
     bandwidth = copy_bandwidth(world.device)
@@ -102,15 +102,14 @@ def make_model(
         transport = choose_transport(config, arch, group, world.device, torch.bfloat16)
         experts = ExpertParallel(model, group, config.kernels.backend, transport)
     model.to_empty(device=world.device)
-    generator = torch.Generator(world.device).manual_seed(0)
+    generator = torch.Generator(world.device)
     for name, weight in model.named_parameters():
-        if "experts" in name:  # differ from rank to rank
-            generator.manual_seed(hash((name, world.rank)) % 2**31)
+        rank = world.rank if "experts" in name else 0
+        generator.manual_seed(crc32(f"{name} {rank}".encode()))
         if weight.dim() == 1:
             weight.data.fill_(1)
         else:
             weight.data.normal_(0, 0.02, generator=generator)
-        generator.manual_seed(hash(name) % 2**31)
     return model, experts
 
 

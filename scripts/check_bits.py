@@ -196,8 +196,13 @@ class Trained:
     def __init__(self, config: Config, arch, world) -> None:
         self.config, self.arch, self.world = config, arch, world
         self.build()
-        settings = {"num_pages": CACHE_PAGES, "max_sequences": 192, "max_tokens": 3000}
-        self.generator = Generator(self.model, experts=self.experts, **settings)
+        self.generator = Generator(
+            self.model,
+            experts=self.experts,
+            num_pages=CACHE_PAGES,
+            max_sequences=192,
+            max_tokens=3000,
+        )
         self.update()
 
     def build(self) -> None:
@@ -208,16 +213,23 @@ class Trained:
         WeightUpdate(self.engine, self.generator)()
 
     def train(self, steps: int) -> None:
-        data = build_data(self.config, self.arch.vocab_size)
         train, world = self.config.train, self.world
-        sizes = (train.global_batch_size, train.micro_batch_size, 0)
-        loader = Loader(data.train, *sizes, world.data_rank, world.dims.data_ranks)
+        loader = Loader(
+            build_data(self.config, self.arch.vocab_size).train,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            seed=0,
+            rank=world.data_rank,
+            world_size=world.dims.data_ranks,
+        )
         objective = Pretraining.of(self.config, self.arch)
+        losses = []
         for _ in range(steps):
-            totals = self.engine.forward_backward(loader.next_batches(), objective)
+            totals = self.engine.forward_backward(loader.next_step(), objective)
+            losses.append(totals.terms["cross_entropy"])
             self.engine.step(3e-4)
         if world.is_main:
-            print(f"trained {steps} steps, loss {totals.terms['cross_entropy'].item():.2f}")
+            print(f"trained {steps} steps, loss {losses[0].item():.2f} to {losses[-1].item():.2f}")
         self.update()
 
     def round(self, seed: int, counts: Counts) -> None:
@@ -237,12 +249,10 @@ class Trained:
         if self.world.size > 1:
             dist.all_reduce(least, dist.ReduceOp.MAX)
         batches = pack(texts, int(least))
-        for name, logprobs in (
-            ("training", self.logprobs(batches)),
-            ("eager", self.eager(batches)),
-        ):
+        for find, counted in ((self.logprobs, counts), (self.eager, None)):
+            logprobs = find(batches)
             for text in texts:
-                self.compare(text, logprobs[text.batch], counts if name == "training" else None)
+                self.compare(text, logprobs[text.batch], counted)
         for text in texts:
             self.compare_routes(text, counts)
 
