@@ -244,7 +244,7 @@ def loss_gradients(
     return stats, grad_h_TD, grad_w_VD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "known"])  # which changes from call to call
 def _product_kernel(
     h_desc, w_desc, exps_desc, targets_ptr,
     largest_ptr, total_ptr, weighted_ptr, target_logit_ptr,
@@ -324,7 +324,7 @@ def mix_bits(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])  # which changes from call to call
 def _stats_kernel(
     largest_ptr, total_ptr, weighted_ptr, lse_ptr, mean_ptr, C, N,
     BN: tl.constexpr, BC: tl.constexpr,
@@ -354,7 +354,7 @@ def _stats_kernel(
     tl.store(mean_ptr + row, (largest + weighted / total) * _LN_2, mask=row < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])  # which changes from call to call
 def _best_kernel(
     score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
 ):
