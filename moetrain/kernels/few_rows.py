@@ -23,7 +23,7 @@ from moetrain.kernels.portable_triton import INTERPRETED, TensorDescriptor, tl, 
 
 MAX_ROWS = 128
 """Rows up to which products are few rows'; with more cuBLAS does not split the sum either."""
-MAX_ROWS_PER_EXPERT = 32
+MAX_ROWS_PER_EXPERT = 64
 """The same of experts, on the average."""
 _MOST_WEIGHTS = 3
 
@@ -101,14 +101,15 @@ def expert_mlp_few(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     weights_R: torch.Tensor,
+    typical_rows: int,
 ) -> torch.Tensor:
     """``y_RD`` as :func:`moetrain.kernels.experts.expert_mlp`; contiguous inputs.
 
-    D and F are multiples of 32.
+    D and F are multiples of 32; tiles are for ``typical_rows``.
     """
     (R, D), (E, _, F) = x_RD.shape, w_down_EDF.shape
     h_RF, y_RD = x_RD.new_empty(R, F), torch.empty_like(x_RD)
-    rows = min(64, max(16, triton.next_power_of_2(triton.cdiv(3 * R, 2 * E))))
+    rows = min(64, max(16, triton.next_power_of_2(triton.cdiv(3 * typical_rows, 2 * E))))
     columns = 128 if D % 128 == 0 else 32
     if R:
         _gate_up_kernel[(F // 32, E)](
