@@ -37,7 +37,7 @@ from moetrain.models import Transformer, build_model
 from moetrain.models.moe import Router
 from moetrain.models.transformer import compile_blocks
 from moetrain.parallel.world import join_world
-from moetrain.preflight import prepare
+from moetrain.preflight import resolve_run
 from moetrain.rollout import Completion, Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
 
@@ -93,7 +93,7 @@ def main() -> int:
     words += [f"train.micro_batch_size={ROWS}", f"train.global_batch_size={ROWS * ranks}"]
     words += ["data.source=stdlib"] if args.train_steps else ["data.source=synthetic"]
     words += [f"model.num_layers={args.layers}"] if args.layers else []
-    config, arch = prepare(Config.load(None, words + settings))
+    config, arch = resolve_run(Config.load(None, words + settings))
     world = join_world(config, arch)
     check = Shared(config, arch, world) if args.shared else Trained(config, arch, world)
     if args.train_steps:

@@ -118,7 +118,7 @@ def _store_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    mask = (i < NUMBERS) & (slot >= 0)
+    mask = i < tl.where(slot >= 0, NUMBERS, 0)
     k = tl.load(k_ptr + token * k_stride + i, mask=mask)
     v = tl.load(v_ptr + token * v_stride + i, mask=mask)
     tl.store(keys_ptr + slot * NUMBERS + i, k, mask=mask)
