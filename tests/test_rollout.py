@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.generate import main
+from moetrain.kernels.token_choice import gumbel
 from moetrain.models import build_model, init_weights, load_hf, make_architecture, save_hf
 from moetrain.rollout import Generator, Request, RequestError, SamplingParams
 from moetrain.rollout.pages import Pages
-from moetrain.rollout.sampling import Draw, choose, gumbel
+from moetrain.rollout.sampling import choose_filtered, keys_of, stream_of
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -245,7 +246,7 @@ def test_sleep_pause_and_abort():
     generator.paused = False
     generator.abort("b")
     generator.sleep()
-    assert all(cache.keys_PZGd is None for cache in generator._caches)
+    assert all(cache.keys_PZGd is None for cache in generator.steps.caches)
     with pytest.raises(RuntimeError, match="wake"):
         generator.step()
     generator.wake()
@@ -264,7 +265,10 @@ BAD = {
     "no tokens": (Request("x", ()), {}),
     "0 to 263": (Request("x", (264,)), {}),
     r"positions \(128\)": (Request("x", (1,) * 100, SamplingParams(max_tokens=29)), {}),
-    r"the cache \(64\)": (Request("x", (1,) * 60, SamplingParams(max_tokens=5)), {"num_pages": 4}),
+    r"the cache \(64\)": (
+        Request("x", (1,) * 60, SamplingParams(max_tokens=5)),
+        {"num_pages": 4, "page_size": 16},
+    ),
     "being served": (Request("there", (1,)), {}),
 }
 
@@ -337,22 +341,25 @@ def test_draws_follow_the_filtered_softmax():
     for top_k, top_p, min_p in [(0, 1, 0), (4, 1, 0), (0, 0.7, 0), (0, 1, 0.2), (6, 0.8, 0.05)]:
         logits = torch.randn(12, generator=generator) * 1.5
         params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
-        draws = [Draw(params, i % 3, i) for i in range(20_000)]
-        found = Counter(choose(logits.expand(len(draws), -1), draws).tolist())
+        streams = torch.tensor([stream_of(params, i) for i in range(3)]).repeat(7000)
+        keys = keys_of(streams, torch.arange(len(streams)))
+        rows = logits.expand(len(keys), -1)
+        found = Counter(choose_filtered(rows, [params] * len(keys), keys).tolist())
         allowed = plain_filter(logits, params)
         assert set(found) <= allowed
         mask = torch.tensor([i in allowed for i in range(12)])
         shares = (logits / 0.8).masked_fill(~mask, -torch.inf).softmax(-1)
         for i in allowed:  # five standard deviations
-            spread = 5 * (shares[i] * (1 - shares[i]) / len(draws)).sqrt()
-            assert abs(found[i] / len(draws) - shares[i]) < spread + 1e-4, (top_k, top_p, min_p, i)
+            spread = 5 * (shares[i] * (1 - shares[i]) / len(keys)).sqrt()
+            assert abs(found[i] / len(keys) - shares[i]) < spread + 1e-4, (top_k, top_p, min_p, i)
 
 
 def test_noise_depends_on_what_it_is_for_alone():
-    params = SamplingParams(seed=5)
-    others = [Draw(SamplingParams(seed=s), 0, p) for s in (5, 6, 5 + 2**32) for p in (3, 4)]
-    noise = gumbel([*others, Draw(params, 1, 3)], 1000, torch.device("cpu"))
-    assert torch.equal(gumbel(others[:1], 100, torch.device("cpu"))[0], noise[0, :100])
+    params = [SamplingParams(seed=seed) for seed in (5, 6, 5 + 2**32)]
+    streams = torch.tensor([*(stream_of(p, 0) for p in params), stream_of(params[0], 1)])
+    keys = torch.cat([keys_of(streams, torch.full((4,), position)) for position in (3, 4)])
+    noise = gumbel(keys, 1000)
+    assert torch.equal(gumbel(keys[:1], 100)[0], noise[0, :100])
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))
     assert correlations.abs().max() < 0.15
     assert noise.isfinite().all()

@@ -19,7 +19,7 @@ FROZEN = replace(COLWISE, storage=torch.bfloat16, trainable=False)
 
 class CosineAttention(GroupedQueryAttention):
     def build(self, kernels, moe):
-        return Attention(self, self.core)
+        return Attention(self, kernels, self.core)
 
     @staticmethod
     def core(q, k, v, context):

@@ -20,6 +20,8 @@ from moetrain.kernels.linear_cross_entropy import (
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
 from moetrain.kernels.reduction import sum_chunks
+from moetrain.kernels.rms_norm import add_rms_norm, rms_norm
+from moetrain.kernels.rotary import rotary
 from moetrain.kernels.router import Routed, router_topk
 from moetrain.kernels.router_logits import router_logits
 from moetrain.kernels.swiglu import swiglu
@@ -32,6 +34,7 @@ __all__ = [
     "Routed",
     "SummedLoss",
     "TokenLosses",
+    "add_rms_norm",
     "attention",
     "attention_mask",
     "attention_packed",
@@ -42,6 +45,8 @@ __all__ = [
     "linear_cross_entropy_sum",
     "permute",
     "permute_tokens",
+    "rms_norm",
+    "rotary",
     "router_logits",
     "router_topk",
     "sum_chunks",

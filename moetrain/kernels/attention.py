@@ -1,10 +1,10 @@
 """Attention: one entry point, causal within each document, grouped-query heads, named backends.
 
 ``sdpa`` is torch's scaled-dot-product attention (on Hopper with cuDNN first: 1.7x torch's flash
-there), with a boolean mask for packed rows or windows; ``cudnn`` lays the rows end to end for
-:func:`moetrain.kernels.attention_packed`; ``flex`` is FlexAttention, whose block mask skips what no
-token sees; ``reference`` is plain matrix products for tests. What a token may see is decided once
-per forward by :func:`attention_mask` and shared by all layers.
+there), with a boolean mask for packed rows or windows; ``cudnn`` and ``exact`` lay the rows end to
+end for :func:`moetrain.kernels.attention_packed`; ``flex`` is FlexAttention, whose block mask skips
+what no token sees; ``reference`` is plain matrix products for tests. What a token may see is
+decided once per forward by :func:`attention_mask` and shared by all layers.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, d head width.
 """
@@ -20,7 +20,7 @@ from moetrain.kernels import cudnn_attention
 from moetrain.kernels.packed_attention import attention_packed, flex
 from moetrain.kernels.saving import worth_saving
 
-AttentionBackend = Literal["auto", "sdpa", "cudnn", "flex", "reference"]
+AttentionBackend = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
 
 # cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
 _SDPA_ORDER = [
@@ -42,17 +42,17 @@ class AttentionMask(NamedTuple):
     """Who sees whom, in the form the chosen backend takes."""
 
     backend: str
-    """sdpa, cudnn, flex or reference."""
+    """sdpa, cudnn, exact, flex or reference."""
     dense_BSS: torch.Tensor | None = None
     """Boolean [B, 1, S, S], True: visible; None: plain causal (or flex)."""
     blocks: BlockMask | None = None
     """FlexAttention's block mask."""
     cu_seqlens: torch.Tensor | None = None
-    """cuDNN's documents, all rows laid end to end: [documents + 1] int32."""
+    """cudnn's or exact's documents, all rows laid end to end: [documents + 1] int32."""
     max_seqlen: int = 0
-    """cuDNN's bound on their length."""
+    """The bound on their length."""
     window: int | None = None
-    """cuDNN's sliding window."""
+    """Their sliding window."""
 
 
 def attention_mask(
@@ -76,12 +76,11 @@ def attention_mask(
             (:func:`moetrain.kernels.cudnn_attention.runs`) and the documents are known, else flex.
         cu_seqlens: the documents of ``positions_BS`` over the B * S tokens, [documents + 1] int32:
             0, each one's end, ..., B * S. They cannot be read off the positions without waiting for
-            the device, so cudnn takes packed rows with these alone.
+            the device, so cudnn and exact take packed rows with these alone.
         dtype: of the queries; where it is not given, auto does not take cudnn.
 
     Raises:
-        ValueError: ``backend="cudnn"`` where it cannot run, or for packed rows without
-            ``cu_seqlens``.
+        ValueError: ``backend="cudnn"`` or ``"exact"`` for packed rows without ``cu_seqlens``.
     """
     masked = positions_BS is not None or (window is not None and window < seq_len)
     if backend == "auto":
@@ -90,8 +89,8 @@ def attention_mask(
             backend = "sdpa"
         else:
             backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
-    if backend == "cudnn":
-        return _cudnn_mask(positions_BS, cu_seqlens, batch, seq_len, device, window)
+    if backend in ("cudnn", "exact"):
+        return _packed_mask(backend, positions_BS, cu_seqlens, batch, seq_len, device, window)
     if not masked and backend == "sdpa":
         return AttentionMask("sdpa")
     if positions_BS is None:
@@ -111,7 +110,8 @@ def attention_mask(
     return AttentionMask(backend, dense_BSS=(dense & (distance < reach))[:, None])
 
 
-def _cudnn_mask(
+def _packed_mask(
+    backend: str,
     positions_BS: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     batch: int,
@@ -121,7 +121,7 @@ def _cudnn_mask(
 ) -> AttentionMask:
     if cu_seqlens is None and positions_BS is not None:
         raise ValueError(
-            'attention backend "cudnn" was given packed rows without cu_seqlens; pass the '
+            f'attention backend "{backend}" was given packed rows without cu_seqlens; pass the '
             "batch's, or choose another backend"
         )
     if cu_seqlens is None:
@@ -129,18 +129,18 @@ def _cudnn_mask(
     # Compiled blocks must not be compiled again for another number of documents (mark_dynamic), nor
     # for another bound: no document is longer than a row, and a loose bound costs no time.
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-    return AttentionMask("cudnn", cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
+    return AttentionMask(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
 
 
 def attention(
     q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
     """``softmax(q k^T / sqrt(d)) v`` over what ``mask`` lets each token see: [B, S, H, d]."""
-    if mask.backend == "cudnn":
-        assert mask.cu_seqlens is not None  # attention_mask always makes it for cudnn
+    if mask.backend == "cudnn" or mask.backend == "exact":
+        assert mask.cu_seqlens is not None  # attention_mask always makes it for these
         q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
         out_THd = attention_packed(
-            q, k, v, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend="cudnn"
+            q, k, v, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend=mask.backend
         )
         return out_THd.view_as(q_BSHd)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))

@@ -20,6 +20,7 @@ Legend: R rows sorted by expert, E experts, D model width, F expert width.
 
 import torch
 
+from moetrain.kernels import few_rows
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.saving import worth_saving
@@ -34,6 +35,8 @@ def expert_mlp(
     w_down_EDF: torch.Tensor,
     weights_R: torch.Tensor | None = None,
     backend: Backend = "auto",
+    *,
+    typical_rows: int | None = None,
 ) -> torch.Tensor:
     """``y_RD`` in ``x``'s dtype.
 
@@ -46,6 +49,8 @@ def expert_mlp(
         w_gate_up_E2FD: gate's F rows, then up's; in ``x``'s dtype, contiguous.
         w_down_EDF: in ``x``'s dtype, contiguous.
         weights_R: routing weights, any floating dtype, differentiable too; None: ones.
+        typical_rows: how many rows there usually are, where R is only what there is room for. The
+            kernels are chosen by it; results are not.
 
     Raises:
         ValueError: shapes, dtypes or strides other than these, or widths whose rows are not a
@@ -56,6 +61,12 @@ def expert_mlp(
         return expert_mlp_reference(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
     if weights_R is None:
         weights_R = x_RD.new_ones(x_RD.shape[0], dtype=torch.float32)
+    experts, dim, width = w_down_EDF.shape
+    if dim % 32 == 0 and width % 32 == 0 and few_rows.serves(x_RD):
+        typical = x_RD.shape[0] if typical_rows is None else typical_rows
+        if typical <= few_rows.MAX_ROWS_PER_EXPERT * experts:
+            weights = (w_gate_up_E2FD, w_down_EDF)
+            return few_rows.expert_mlp_few(x_RD, offsets_E, *weights, weights_R, typical)
     inputs = (x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
     return _expert_mlp(*(x.contiguous() for x in inputs))[0]
 

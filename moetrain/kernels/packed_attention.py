@@ -23,16 +23,18 @@ Legend: T tokens, H query heads, G key/value heads, d head width, N documents, S
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from moetrain.kernels import cudnn_attention
+from moetrain.kernels import cudnn_attention, exact_attention
 from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
-PackedBackend = Literal["auto", "cudnn", "flex", "reference"]
+PackedBackend = Literal["auto", "cudnn", "exact", "flex", "reference"]
 
 # On a GPU FlexAttention is only fast compiled; inside a compiled block this is inlined.
 _compiled_flex = torch.compile(flex_attention)
@@ -66,7 +68,8 @@ def attention_packed(
             as the row length, is best: under ``torch.compile`` a number that changes recompiles.
         window: each token sees this many tokens at most, itself included; None: all.
         backend: auto is cudnn where it runs (:func:`moetrain.kernels.cudnn_attention.runs`), flex
-            on other CUDA tensors and the plain formulas on a CPU; the others run or fail.
+            on other CUDA tensors and the plain formulas on a CPU; the others run or fail. exact
+            is the forward of :mod:`moetrain.kernels.exact_attention` with cudnn's backward.
         check: look at what ``cu_seqlens`` holds first. For debugging: it waits for a GPU, and
             without it wrong documents there read and write memory that is not theirs.
 
@@ -77,14 +80,16 @@ def attention_packed(
     _check(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
     if check:
         _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-    if backend == "cudnn":
+    exact = backend == "exact"
+    needs_cudnn = backend == "cudnn" or (exact and q_THd.is_cuda)
+    if needs_cudnn and not torch.compiler.is_compiling():  # which has looked already, uncompiled
         cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
     elif backend == "auto" and q_THd.is_cuda:
         runs = cudnn_attention.runs(q_THd.device, q_THd.dtype)
         backend = "cudnn" if runs else "flex"
-    if backend in ("auto", "cudnn"):  # the op: cuDNN on CUDA, the formulas on a CPU
+    if backend in ("auto", "cudnn", "exact"):  # the op: the formulas on a CPU
         q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGd))
-        return _attention_packed(q, k, v, cu_seqlens, max_seqlen, window)[0]
+        return _attention_packed(q, k, v, cu_seqlens, max_seqlen, window, exact)[0]
     if backend == "flex":
         return _flex_packed(q_THd, k_TGd, v_TGd, cu_seqlens, window)
     return attention_packed_reference(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window=window)
@@ -255,16 +260,19 @@ def _attention_packed(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
+    exact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o_THd`` and ``lse_HT``."""
     if not q_THd.is_cuda:
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
         return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
+    if exact:
+        return exact_attention.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window)
     return cudnn_attention.forward(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
 
 
 @_attention_packed.register_fake
-def _(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window):
+def _(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window, exact):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     return torch.empty_like(q_THd), q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=wide)
 
@@ -296,14 +304,14 @@ def _(do_THd, q_THd, k_TGd, v_TGd, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window = inputs
+    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window, _ = inputs
     ctx.save_for_backward(*qkv, *output, cu_seqlens)
 
 
 def _differentiate(ctx, do_THd: torch.Tensor, _):
     how = ctx.max_seqlen, ctx.window, torch.are_deterministic_algorithms_enabled()
     grads = _attention_packed_backward(do_THd.contiguous(), *ctx.saved_tensors, *how)
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
@@ -374,4 +382,12 @@ ATTENTION_PACKED = KernelSpec(
     },
 )
 
-SPECS = (ATTENTION_PACKED,)
+SPECS = (
+    ATTENTION_PACKED,
+    replace(
+        ATTENTION_PACKED,
+        name="attention_exact",
+        fast=partial(attention_packed, backend="exact"),
+        bad_inputs={},
+    ),
+)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
-from moetrain.kernels import attention
-from moetrain.models.layers import Context, Linear, RMSNorm
+from moetrain.kernels import Backend, attention, rotary
+from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.parts import FP32, AttentionPart, Share, Weight
-from moetrain.models.rope import rotate
+from moetrain.models.rope import Rotation, rotate
 from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 
 
@@ -42,7 +42,7 @@ class GroupedQueryAttention(AttentionPart):
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "Attention":
-        return Attention(self)
+        return Attention(self, kernels)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -122,25 +122,38 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, sizes: GroupedQueryAttention, core: AttentionCore = masked_attention
+        self,
+        sizes: GroupedQueryAttention,
+        kernels: KernelsSection,
+        core: AttentionCore = masked_attention,
     ) -> None:
         super().__init__()
-        self.core = core
+        self.core, self.exact = core, kernels.exact
+        self.backend: Backend = kernels.backend
         self.head_dim = sizes.head_dim
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
         self.wq = Linear(dim, q_dim, bias=sizes.qkv_bias)
         self.wk = Linear(dim, kv_dim, bias=sizes.qkv_bias)
         self.wv = Linear(dim, kv_dim, bias=sizes.qkv_bias)
         self.wo = Linear(q_dim, dim, bias=sizes.out_bias)
-        self.q_norm = RMSNorm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
-        self.k_norm = RMSNorm(sizes.head_dim, sizes.norm_eps) if sizes.qk_norm else None
+        self.q_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
+        self.k_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
         """Mixes tokens: [B, S, D] in ``x_BSD``'s dtype."""
         q_BSHd, k_BSGd, v_BSGd = (
-            w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+            x.unflatten(-1, (-1, self.head_dim))
+            for x in linears(x_BSD, (self.wq, self.wk, self.wv))
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSHd, k_BSGd = self.q_norm(q_BSHd), self.k_norm(k_BSGd)
-        q_BSHd, k_BSGd = rotate(q_BSHd, context.rotation), rotate(k_BSGd, context.rotation)
+        q_BSHd = self._turn(q_BSHd, self.q_norm, context.rotation)
+        k_BSGd = self._turn(k_BSGd, self.k_norm, context.rotation)
         return self.wo(self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
+
+    def _turn(self, x_BSHd: torch.Tensor, norm: RMSNorm | None, rotation: Rotation) -> torch.Tensor:
+        """Queries or keys, normalised where there is a norm, turned by their positions."""
+        if not self.exact:
+            return rotate(x_BSHd if norm is None else norm(x_BSHd), rotation)
+        cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in rotation)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        y_THd = rotary(x_BSHd.flatten(0, 1), cos_Sd, sin_Sd, weight, eps, self.backend)
+        return y_THd.unflatten(0, x_BSHd.shape[:2])

@@ -9,7 +9,7 @@ Left out on purpose: dropout, and initial values (:mod:`moetrain.models.init` ha
 Legend: B batch, S sequence, D model width, V vocabulary, F MLP width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -18,28 +18,42 @@ from torch import nn
 from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
-from moetrain.kernels import AttentionMask
+from moetrain.kernels import AttentionMask, Backend, add_rms_norm, few_rows, rms_norm, swiglu
+from moetrain.kernels.rms_norm import rms_norm_reference
 from moetrain.models.parts import Part, Share, Weight
 from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
 from moetrain.models.vocabulary import Vocabulary
+
+_KERNELS = KernelsSection()
 
 
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim (arXiv 1910.07467), normalised in fp32.
 
     The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does.
+
+    ``exact`` (here and elsewhere a plain attribute, which generation sets): run as an op, which the
+    compiler fuses with nothing, so that its bits are the same in every graph.
     """
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, kernels: KernelsSection = _KERNELS) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.exact = eps, kernels.exact
+        self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * wide.to(x.dtype)
+        if self.exact:
+            return rms_norm(x, self.weight, self.eps, self.backend)
+        return rms_norm_reference(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x + y``, and its norm."""
+        if self.exact:
+            return add_rms_norm(x, y, self.weight, self.eps, self.backend)
+        s = x + y
+        return s, self(s)
 
 
 class Linear(nn.Module):
@@ -51,8 +65,19 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linears(x, (self,))[0]
+
+
+def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
+    """What each of ``modules`` makes of ``x`` [..., in]: [..., out]."""
+    weights = [module.weight.to(x.dtype) for module in modules]
+    if all(module.bias is None for module in modules) and few_rows.serves(x):
+        rows = x.shape[:-1]
+        if rows.numel() <= few_rows.MAX_ROWS and few_rows.fit(weights):
+            made = few_rows.linears(x.reshape(-1, x.shape[-1]), weights)
+            return tuple(y.unflatten(0, rows) for y in made)
+    biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
+    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
 
 class Embedding(nn.Module):
@@ -87,7 +112,7 @@ class SwiGLU(Part):
     mlp_bias: bool = False
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "DenseMLP":
-        return DenseMLP(self)
+        return DenseMLP(self, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -117,8 +142,10 @@ class SwiGLU(Part):
 class DenseMLP(nn.Module):
     """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
 
-    def __init__(self, sizes: SwiGLU) -> None:
+    def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:
         super().__init__()
+        self.exact = kernels.exact
+        self.backend: Backend = kernels.backend
         dim, width, bias = sizes.hidden_size, sizes.intermediate_size, sizes.mlp_bias
         self.w_gate = Linear(dim, width, bias=bias)
         self.w_up = Linear(dim, width, bias=bias)
@@ -126,4 +153,10 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, None]:
         """[B, S, D]; None stands for "no routing"."""
-        return self.w_down(F.silu(self.w_gate(x_BSD)) * self.w_up(x_BSD)), None
+        gate, up = linears(x_BSD, (self.w_gate, self.w_up))
+        if self.exact:
+            both = torch.cat((gate, up), dim=-1)
+            y = swiglu(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
+        else:
+            y = F.silu(gate) * up
+        return self.w_down(y), None

@@ -176,6 +176,8 @@ class Dispatched(NamedTuple):
     """int32 cumulative end row of each local expert; rows past the last are unspecified."""
     ctx: tuple[torch.Tensor, ...]
     """What ``combine`` needs; opaque to everyone else."""
+    typical_rows: int
+    """Rows that would be used if all experts were chosen as often; a number that the host knows."""
     dropped: torch.Tensor | None = None
     """int32: rows that found no room; None: there is room for all."""
 
@@ -210,7 +212,7 @@ class LocalDispatcher:
     ) -> Dispatched:
         indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
         x_RD, weights_R = permute(x_TD, topk_weights_TK, indices, self.backend)
-        return Dispatched(x_RD, weights_R, indices.offsets_E, ctx=indices)
+        return Dispatched(x_RD, weights_R, indices.offsets_E, indices, topk_ids_TK.numel())
 
     def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return unpermute(y_RD, ExpertIndices(*ctx), self.backend)
@@ -301,7 +303,11 @@ class Experts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
 
     def forward(
-        self, x_RD: torch.Tensor, offsets_E: torch.Tensor, weights_R: torch.Tensor
+        self,
+        x_RD: torch.Tensor,
+        offsets_E: torch.Tensor,
+        weights_R: torch.Tensor,
+        typical_rows: int | None = None,
     ) -> torch.Tensor:
         """``y_RD``: each row through its expert, times its routing weight."""
         return expert_mlp(
@@ -311,6 +317,7 @@ class Experts(nn.Module):
             self.w_down.to(x_RD.dtype),
             weights_R,
             self.backend,
+            typical_rows=typical_rows,
         )
 
 
@@ -332,7 +339,7 @@ class MoE(nn.Module):
         is_pad_BS = context.is_pad_BS
         routed = self.router(x_TD, None if is_pad_BS is None else is_pad_BS.flatten())
         rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
-        y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R)
+        y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R, rows.typical_rows)
         y_TD = self.dispatcher.combine(y_RD, rows.ctx)
         stats = RouterStats(
             routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, rows.dropped

@@ -27,12 +27,15 @@ class RotaryEmbedding(nn.Module):
         # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
         # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
         self.inv_freq, self.scale = _rope_frequencies(arch, dim)
+        self._copies: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, positions_BS: torch.Tensor) -> Rotation:
         """Angles of integer ``positions_BS``; computed once per forward, used by every layer."""
-        # non_blocking: a copy from pageable memory would otherwise wait for the device.
-        inv_freq = self.inv_freq.to(positions_BS.device, non_blocking=True)
-        angles = (positions_BS[..., None].float() * inv_freq)[:, :, None]
+        device = positions_BS.device
+        if device not in self._copies:
+            # non_blocking: a copy from pageable memory would otherwise wait for the device.
+            self._copies[device] = self.inv_freq.to(device, non_blocking=True)
+        angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
         return Rotation(angles.cos() * self.scale, angles.sin() * self.scale)
 
 

@@ -42,9 +42,9 @@ class Block(nn.Module):
         super().__init__()
         attention, feed_forward = arch.attention(layer), arch.feed_forward(layer)
         self.parts = (attention.name, feed_forward.name)
-        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels)
         self.add_module(attention.name, attention.build(kernels, moe))
-        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels)
         self.add_module(feed_forward.name, feed_forward.build(kernels, moe))
 
     def forward(
@@ -52,8 +52,9 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, RouterStats | None]:
         """The residual stream after this block, and its routing (None: it has no experts)."""
         attention, feed_forward = self.parts
-        x_BSD = x_BSD + getattr(self, attention)(self.attn_norm(x_BSD), context)
-        y_BSD, stats = getattr(self, feed_forward)(self.mlp_norm(x_BSD), context)
+        mixed_BSD = getattr(self, attention)(self.attn_norm(x_BSD), context)
+        x_BSD, normed_BSD = self.mlp_norm.of_sum(x_BSD, mixed_BSD)
+        y_BSD, stats = getattr(self, feed_forward)(normed_BSD, context)
         return x_BSD + y_BSD, stats
 
 
@@ -135,7 +136,7 @@ class Transformer(nn.Module):
         self.windows = [mixer.window for mixer in mixers]
         self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, kernels)
         self.lm_head = None if arch.tie_embeddings else Linear(arch.hidden_size, arch.vocab_size)
 
     @property

@@ -94,7 +94,8 @@ class ExpertParallelDispatcher:
         dropped = None
         if arrived.may_drop:
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
-        return Dispatched(x_RD, weights_R, local.offsets_E, (*local, *arrived.handle), dropped)
+        ctx, typical_rows = (*local, *arrived.handle), topk_ids_TK.numel()
+        return Dispatched(x_RD, weights_R, local.offsets_E, ctx, typical_rows, dropped)
 
     def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """``y_TD``: the sum of each token's rows, wherever their experts are."""

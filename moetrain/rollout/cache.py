@@ -4,39 +4,38 @@ A :class:`PagedAttention` takes the place of an attention module's core: it stor
 values of the tokens that a step reads, then lets each of them see its own sequence as far as that
 was read, itself included. Rows of a step are sequences laid end to end, [1, T].
 
-Legend: T tokens of a step, P pages, Z tokens of a page, H query heads, G key/value heads, d width.
+On CUDA the kernels of :mod:`moetrain.kernels.exact_attention` do it, elsewhere torch, a
+sequence at a time.
+
+Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
+H query heads, G key/value heads, d width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from moetrain.kernels.exact_attention import paged_attention, store_in_pages
 from moetrain.models.layers import Context
 
 
-class Span(NamedTuple):
-    """The tokens of one sequence in a step."""
-
-    start: int
-    stop: int
-    """Where they lie among the T tokens."""
-    num_seen: int
-    """Tokens of the sequence that were read before them."""
-    pages: torch.Tensor
-    """int64: where its keys and values lie, in order."""
-
-
-@dataclass(frozen=True)
-class PagedRows:
+class PagedRows(NamedTuple):
     """What paged attention must know of a step; in place of a mask."""
 
-    spans: tuple[Span, ...]
     slots_T: torch.Tensor
-    """int64: where each token's key and value go, counted in tokens over all pages."""
+    """int32: where each token's key and value go, counted in tokens over all pages; -1: nowhere."""
+    ends_N: torch.Tensor
+    """int32 [N + 1]: the sequences' ends among the T tokens, from 0."""
+    seen_N: torch.Tensor
+    """int32: tokens of each sequence that were read before."""
+    pages_NM: torch.Tensor
+    """int32: where each sequence's keys and values lie, in order."""
+    num_single: int
+    """So many sequences come first, and read a single token each."""
 
 
 class PagedAttention:
@@ -62,15 +61,44 @@ class PagedAttention:
             # Zeros: what a page holds past its sequence gets a weight of 0, which 0 * inf is not.
             shape = (self.num_pages, self.page_size, *k_BSGd.shape[2:])
             self.keys_PZGd, self.values_PZGd = k_BSGd.new_zeros(shape), v_BSGd.new_zeros(shape)
-        self.keys_PZGd.flatten(0, 1)[rows.slots_T] = k_BSGd[0]
-        self.values_PZGd.flatten(0, 1)[rows.slots_T] = v_BSGd[0]
-        out_THd = torch.empty_like(q_BSHd[0])
-        for start, stop, num_seen, pages in rows.spans:
-            length = num_seen + stop - start
-            keys_LGd = self.keys_PZGd[pages].flatten(0, 1)[:length]
-            values_LGd = self.values_PZGd[pages].flatten(0, 1)[:length]
-            out_THd[start:stop] = self._attend(q_BSHd[0, start:stop], keys_LGd, values_LGd)
-        return out_THd[None]
+        cache = self.keys_PZGd, self.values_PZGd
+        if q_BSHd.is_cuda:
+            store_in_pages(*cache, k_BSGd[0], v_BSGd[0], rows.slots_T)
+            return self._by_kernels(q_BSHd[0], cache, rows)[None]
+        keep_T = rows.slots_T >= 0
+        slots_T = rows.slots_T[keep_T].long()
+        for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGd), strict=True):
+            pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
+        return self._by_sequences(q_BSHd[0], cache, rows)[None]
+
+    def _by_kernels(
+        self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
+    ) -> torch.Tensor:
+        single, parts = rows.num_single, []
+        if single:
+            ends, seen, pages = rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM
+            q = q_THd[:single]
+            args = (ends, seen, pages)
+            parts.append(paged_attention(q, *cache, *args, window=self.window, one_token=True))
+        if single < rows.seen_N.shape[0]:
+            ends, seen, pages = (x[single:] for x in (rows.ends_N, rows.seen_N, rows.pages_NM))
+            args = (ends - single, seen, pages)
+            parts.append(paged_attention(q_THd[single:], *cache, *args, window=self.window))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _by_sequences(
+        self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
+    ) -> torch.Tensor:
+        out_THd = torch.empty_like(q_THd)
+        spans = itertools.pairwise(rows.ends_N.tolist())
+        for (start, stop), seen, pages in zip(
+            spans, rows.seen_N.tolist(), rows.pages_NM.long(), strict=True
+        ):
+            length = seen + stop - start
+            pages = pages[: -(-length // self.page_size)]
+            keys_LGd, values_LGd = (x[pages].flatten(0, 1)[:length] for x in cache)
+            out_THd[start:stop] = self._attend(q_THd[start:stop], keys_LGd, values_LGd)
+        return out_THd
 
     def _attend(self, q_QHd: torch.Tensor, k_LGd: torch.Tensor, v_LGd: torch.Tensor):
         """The last Q of L tokens see themselves and what came before."""

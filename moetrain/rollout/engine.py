@@ -8,33 +8,31 @@ It is the trainer's own model: the same stages, with attention over a paged cach
 (:mod:`moetrain.rollout.cache`) put in place of its core. The log-probability that is reported for a
 token is computed by the function that the loss is made of.
 
-Left out so far: tensor parallelism, CUDA graphs, and the equality of bits between this and training
-(on one device in fp32 they agree to rounding).
+On Hopper in bf16 it has training's bits, where that runs with ``kernels.attention = "exact"``.
+Elsewhere (a CPU, other GPUs) the two agree to rounding.
+
+Left out so far: tensor parallelism.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.kernels.exact_attention import BLOCK
 from moetrain.models import Transformer
-from moetrain.models.attention import Attention, masked_attention
-from moetrain.models.layers import Context
-from moetrain.models.moe import Router
-from moetrain.models.transformer import Rows
-from moetrain.rollout.cache import PagedAttention, PagedRows, Span
 from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, FinishReason, Request, RequestError
-from moetrain.rollout.sampling import Draw, choose
+from moetrain.rollout.sampling import choose_filtered, has_filters, keys_of
 from moetrain.rollout.scheduler import Running, Scheduler
+from moetrain.rollout.steps import Planned, Step, Steps
 
-Planned = Sequence[tuple[Running, int]]
-"""Sequences of one step, and how many tokens of each it reads."""
+_CPU_TOKENS = 16_384
+_MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
 
 
 class Generator:
@@ -51,8 +49,8 @@ class Generator:
         model: Transformer,
         tokenizer: Tokenizer | None = None,
         *,
-        num_pages: int = 256,
-        page_size: int = 16,
+        num_pages: int | None = None,
+        page_size: int = 64,
         max_sequences: int = 64,
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
@@ -63,7 +61,8 @@ class Generator:
             tokenizer: for stop texts; requests that have none need none. Token ids that it does
                 not have are never chosen.
             num_pages, page_size: of the cache; all sequences that run share num_pages * page_size
-                tokens, and a single one cannot be longer than that.
+                tokens, and a single one cannot be longer than that. On CUDA pages are a multiple of
+                64 tokens. None: most of the device's free memory; on a CPU 16,384 tokens.
             max_sequences: that run at once; others wait.
             max_tokens: that one step reads; longer prompts are read in chunks.
             experts: which ranks share the experts of ``model``. All of them take every step, each
@@ -72,23 +71,17 @@ class Generator:
         Raises:
             ValueError: an attention of another kind than that which has a cache.
         """
+        if model.embed.weight.is_cuda and page_size % BLOCK:
+            raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
         self.experts = experts
         self.model, self.tokenizer = model, tokenizer
-        self.pages = Pages(num_pages, page_size)
+        self.pages = Pages(num_pages or _pages_that_fit(model, page_size), page_size)
+        known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
+        self.steps = Steps(model, self.pages, min(known, model.arch.vocab_size), experts)
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens)
         self.version, self.paused, self.is_asleep = 0, False, False
         self._live: dict[str, list[Running]] = {}
         """Every request's completions, until all of them are finished."""
-        self._caches: list[PagedAttention] = []
-        for window, block in zip(model.windows, model.layers, strict=True):
-            attention = getattr(block, "attn", None)
-            core = getattr(attention, "core", None)
-            if core is not masked_attention and not isinstance(core, PagedAttention):
-                raise ValueError(f"{model.arch.family} attends in a way that has no cache here")
-            assert isinstance(attention, Attention)
-            attention.core = PagedAttention(num_pages, page_size, window)
-            self._caches.append(attention.core)
-        self._routers = [m for m in model.modules() if isinstance(m, Router)]
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -100,7 +93,8 @@ class Generator:
         """
         self._check(request)
         self._live[request.id] = [
-            Running(request, Completion(request.id, index)) for index in range(request.params.n)
+            Running.of(request, index, self.steps.pages_per_sequence)
+            for index in range(request.params.n)
         ]
         for sequence in self._live[request.id]:
             self.scheduler.add(sequence)
@@ -129,17 +123,20 @@ class Generator:
             raise RuntimeError("the generator sleeps; call wake() first")
         if self.paused:
             return []
-        planned = self.scheduler.plan()
-        if not planned and self.experts is None:
+        # Those that read one token first.
+        planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
+        wants_routes = any(sequence.request.params.routes for sequence, _ in planned)
+        step = self.steps.run(planned, routes=wants_routes)
+        if step is None:
             return []
-        hidden_TD = self._read(planned)
-        ends = torch.tensor([number for _, number in planned]).cumsum(0).to(hidden_TD.device) - 1
         for sequence, number in planned:
             self.scheduler.was_read(sequence, number)
-        due = [i for i, (sequence, _) in enumerate(planned) if sequence.num_unread == 0]
+        if wants_routes and step.routes:
+            self._note_routes(planned, step)
+        due = [(i, sequence) for i, (sequence, _) in enumerate(planned) if sequence.num_unread == 0]
         if due:
-            self._continue([planned[i][0] for i in due], hidden_TD[ends[due]])
-        return [planned[i][0].completion for i in due]
+            self._continue(due, step)
+        return [sequence.completion for _, sequence in due]
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` and what is being served besides; each completion as it goes on."""
@@ -237,8 +234,7 @@ class Generator:
         """Give the cache's memory back; completions under way go on after :meth:`wake`."""
         self.scheduler.preempt_all()
         self.pages.forget()
-        for cache in self._caches:
-            cache.free()
+        self.steps.free()
         self.is_asleep = True
 
     def wake(self) -> None:
@@ -247,78 +243,61 @@ class Generator:
 
     # ---- a step --------------------------------------------------------------------------------
 
-    def _read(self, planned: Planned) -> torch.Tensor:
-        """Hidden states [T, D] of the planned tokens, whose keys and values lie in pages then."""
-        device = self.model.embed.weight.device
-        size, start = self.pages.page_size, 0
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans = []
-        for sequence, number in planned:
-            read = range(sequence.num_read, sequence.num_read + number)
-            tokens += sequence.tokens[read.start : read.stop]
-            positions += read
-            slots += [sequence.pages[i // size] * size + i % size for i in read]
-            pages = torch.tensor(sequence.pages[: -(-read.stop // size)], device=device)
-            spans.append(Span(start, start + number, read.start, pages))
-            start += number
-        model = self.model
-        rows = PagedRows(tuple(spans), torch.tensor(slots, dtype=torch.int64, device=device))
-        rotation = model.rope(torch.tensor([positions], dtype=torch.int64, device=device))
-        context = Context(rotation, rows)  # pyright: ignore[reportArgumentType]
-        contexts = Rows(1, start, dict.fromkeys(model.windows, context))
-        tokens_BS = torch.tensor([tokens], dtype=torch.int64, device=device)
-        with self._routes(planned):
-            x_BSD, _ = model.run(model.embed_tokens(tokens_BS), contexts)
-        return model.head(x_BSD, contexts)[0]
-
-    @contextmanager
-    def _routes(self, planned: Planned) -> Iterator[None]:
-        """Meanwhile the routers' choices are noted, for sequences that ask for them."""
-        if not any(sequence.request.params.routes for sequence, _ in planned):
-            yield
-            return
-        chosen: list[torch.Tensor] = []
-        hooks = [
-            router.register_forward_hook(lambda module, args, routed: chosen.append(routed.ids_TK))
-            for router in self._routers
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        routes_TLK = torch.stack(chosen, 1).cpu()  # waits; only where somebody asked for it
-        for (sequence, _), part in zip(
-            planned, routes_TLK.split([number for _, number in planned]), strict=True
-        ):
+    def _note_routes(self, planned: Planned, step: Step) -> None:
+        """What the routers chose, for sequences that ask for it. Waits for the device."""
+        routes_TLK = torch.stack(step.routes, 1).cpu()
+        parts = routes_TLK.split([number for _, number in planned])
+        for (sequence, _), part in zip(planned, parts, strict=True):
             if sequence.request.params.routes:
                 sequence.routes.append(part)
 
-    def _continue(self, sequences: Sequence[Running], hidden_ND: torch.Tensor) -> None:
-        """Choose the next token of each, from the hidden states of its last."""
-        model = self.model
-        logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
-        known = model.arch.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
-        allowed_NV = logits_NV[:, :known]
-        draws = [Draw(s.request.params, s.completion.index, s.num_read) for s in sequences]
-        chosen_N = choose(allowed_NV, draws)
-        losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
-        most = max(sequence.request.params.logprobs for sequence in sequences)
-        top = logits_NV.log_softmax(-1).topk(min(most, known)) if most else None
+    def _continue(self, due: Sequence[tuple[int, Running]], step: Step) -> None:
+        """Take the next token of each sequence that is due, at its place in the step."""
+        at, sequences = [i for i, _ in due], [sequence for _, sequence in due]
         # The host waits here, once a step: what is read next are these tokens.
-        logprobs = (-losses.loss_T).tolist()
-        for i, (sequence, token) in enumerate(zip(sequences, chosen_N.tolist(), strict=True)):
-            completion, number = sequence.completion, sequence.request.params.logprobs
+        tokens, logprobs = step.chosen_2N.cpu()[:, at].tolist()
+        special = [
+            i
+            for i, sequence in enumerate(sequences)
+            if has_filters(sequence.request.params) or sequence.request.params.logprobs
+        ]
+        if special:
+            hidden_ND = step.hidden_ND[[at[i] for i in special]]
+            found = self._consider_all([sequences[i] for i in special], hidden_ND)
+            for i, (token, logprob, top) in zip(special, found, strict=True):
+                tokens[i], logprobs[i] = token, logprob
+                if sequences[i].request.params.logprobs:
+                    sequences[i].completion.top_logprobs.append(top)
+        for sequence, number, logprob in zip(sequences, tokens, logprobs, strict=True):
+            completion, token = sequence.completion, int(number)
+            sequence.tokens.append(token)
             completion.tokens.append(token)
-            completion.logprobs.append(logprobs[i])
+            completion.logprobs.append(logprob)
             completion.versions.append(self.version)
-            if top is not None and number:
-                pairs = zip(top.indices[i].tolist(), top.values[i].tolist(), strict=True)
-                completion.top_logprobs.append(dict(list(pairs)[:number]))
             if (reason := self._reason(sequence)) is not None:
                 self._finish(sequence, reason)
+
+    def _consider_all(
+        self, sequences: Sequence[Running], hidden_ND: torch.Tensor
+    ) -> list[tuple[int, float, dict[int, float]]]:
+        """Of each sequence that needs all logits: token, log-probability, the likeliest ones'."""
+        model, params = self.model, [sequence.request.params for sequence in sequences]
+        logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
+        device, known = logits_NV.device, self.steps.known
+        streams_N = torch.tensor([sequence.stream for sequence in sequences], device=device)
+        positions_N = torch.tensor([sequence.num_read for sequence in sequences], device=device)
+        keys_N = keys_of(streams_N, positions_N)
+        chosen_N = choose_filtered(logits_NV[:, :known], params, keys_N)
+        losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
+        most = min(max(p.logprobs for p in params), known)
+        top = logits_NV.log_softmax(-1).topk(most)
+        ids, values = top.indices.tolist(), top.values.tolist()
+        tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
+        likeliest = [
+            dict(list(zip(*pair, strict=True))[: p.logprobs])
+            for p, *pair in zip(params, ids, values, strict=True)
+        ]
+        return list(zip(tokens, logprobs, likeliest, strict=True))
 
     def _reason(self, sequence: Running) -> FinishReason | None:
         params, tokens = sequence.request.params, sequence.completion.tokens
@@ -326,7 +305,9 @@ class Generator:
             return "stop"
         if params.stop:
             assert self.tokenizer is not None  # _check has seen to it
-            text = self.tokenizer.decode(tokens)
+            # A character takes four tokens at most, and one may be begun before.
+            longest = 4 * max(map(len, params.stop)) + 4
+            text = self.tokenizer.decode(tokens[-longest:])
             if any(stop in text for stop in params.stop):
                 return "stop"
         return "length" if len(tokens) == params.max_tokens else None
@@ -334,9 +315,26 @@ class Generator:
     def _finish(self, sequence: Running, reason: FinishReason) -> None:
         completion = sequence.completion
         completion.finish_reason = reason
-        if sequence.request.params.routes and self._routers:
+        if sequence.request.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]
         if all(other.completion.finish_reason is not None for other in others):
             del self._live[completion.request_id]
+
+
+def _pages_that_fit(model: Transformer, page_size: int) -> int:
+    """Pages for a share of the free memory, and no more than the model's longest text times 1024.
+
+    Raises:
+        ValueError: there is no room for one.
+    """
+    weight = model.embed.weight
+    if weight.device.type != "cuda":
+        return -(-_CPU_TOKENS // page_size)
+    keys = [block.get_parameter("attn.wk.weight").shape[0] for block in model.layers]  # numbers
+    free = torch.cuda.mem_get_info(weight.device)[0]
+    fitting = int(_MEMORY_SHARE * free) // (2 * sum(keys) * weight.element_size() * page_size)
+    if fitting < 1:
+        raise ValueError(f"num_pages: there is no room for one; {free} bytes are free")
+    return min(int(fitting), -(-1024 * model.arch.max_positions // page_size))

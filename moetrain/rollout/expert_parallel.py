@@ -9,6 +9,9 @@ Legend: W ranks, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +21,7 @@ from moetrain.models import Transformer, find_family
 from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.apply import set_dispatcher
+from moetrain.parallel.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.layout import chunk_of
 
@@ -42,11 +46,12 @@ class ExpertParallel:
         Raises:
             ValueError: the ranks cannot share the experts equally.
         """
-        self.group = group
+        self.group, self.top_k = group, model.arch.num_experts_per_token
         plan = find_family(model.arch).plan(model.arch)
         styles, rules = part_styles(plan, model), parameter_rules(plan, model)
         if transport is None:
             transport = AllToAll(model.arch.num_experts, group, backend)
+        self._transport = transport
         dispatcher = ExpertParallelDispatcher(model.arch.num_experts, transport, backend)
         set_dispatcher(model, styles, dispatcher)
         self._rows: dict[str, slice] = {}
@@ -62,6 +67,37 @@ class ExpertParallel:
     def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """What this rank has of ``weight``, the whole parameter ``name``."""
         return weight[self._rows[name]] if name in self._rows else weight
+
+    @property
+    def can_fix_sizes(self) -> bool:
+        """Whether :meth:`fixed_sizes` does anything; without it a step cannot be captured."""
+        return isinstance(self._transport, DeepEP)
+
+    @contextmanager
+    def fixed_sizes(self, most: int) -> Iterator[None]:
+        """Meanwhile no size depends on the routing: there is room for all that can arrive.
+
+        Args:
+            most: tokens that a rank reads, the same on all of them.
+        """
+        transport = self._transport
+        if not isinstance(transport, DeepEP):
+            yield
+            return
+        per_token = min(self.top_k, transport.num_experts // transport.num_ranks)
+        before = transport.static
+        transport.static = StaticSizes(most, transport.num_ranks * most * per_token)
+        try:
+            yield
+        finally:
+            transport.static = before
+
+    def agree(self, size: int, is_mixed: bool, device: torch.device) -> tuple[int, bool]:
+        """The largest size, and whether any is mixed, of all ranks. Collective; waits."""
+        numbers = torch.tensor([size, int(is_mixed)], device=device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        size, any_mixed = numbers.tolist()
+        return size, bool(any_mixed)
 
     def is_any(self, flag: bool, device: torch.device) -> bool:
         """Whether ``flag`` is set on any rank. Collective; waits for the device."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Self
 
+import numpy as np
 import torch
 
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
+from moetrain.rollout.sampling import inverse_temperature, stream_of
 
 
 @dataclass(eq=False)
@@ -23,21 +26,43 @@ class Running:
 
     request: Request
     completion: Completion
+    table: np.ndarray
+    """int32: where its keys and values lie; the first numbers are ``pages``."""
+    tokens: list[int]
+    """Prompt and completion."""
+    stream: int
+    """What its noise depends on (:func:`moetrain.rollout.sampling.stream_of`)."""
+    inverse: float
+    """1 / temperature, and 0 at temperature 0."""
     pages: list[int] = field(default_factory=list)
     num_read: int = 0
     """Tokens whose keys and values lie in ``pages``."""
+    is_running: bool = False
     routes: list[torch.Tensor] = field(default_factory=list)
     """[tokens, MoE layers, K] of what was read, chunk by chunk; if they are asked for."""
 
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and completion."""
-        return [*self.request.tokens, *self.completion.tokens]
+    @classmethod
+    def of(cls, request: Request, index: int, most_pages: int) -> Self:
+        """Completion ``index`` of ``request``, nothing of it read."""
+        params = request.params
+        return cls(
+            request,
+            Completion(request.id, index),
+            np.zeros(most_pages, np.int32),
+            list(request.tokens),
+            stream_of(params, index),
+            inverse_temperature(params),
+        )
 
     @property
     def num_unread(self) -> int:
         """Tokens that the model has still to read; the last of them gives the next one."""
-        return len(self.request.tokens) + len(self.completion.tokens) - self.num_read
+        return len(self.tokens) - self.num_read
+
+    def take(self, pages: list[int]) -> None:
+        """``pages`` more are its own."""
+        self.table[len(self.pages) : len(self.pages) + len(pages)] = pages
+        self.pages += pages
 
 
 class Scheduler:
@@ -65,9 +90,9 @@ class Scheduler:
         planned: list[tuple[Running, int]] = []
         left = self.max_tokens
         for sequence in list(self.running):
-            number = min(sequence.num_unread, left)
+            number = min(len(sequence.tokens) - sequence.num_read, left)
             # Those that give way for it are younger: they were not planned yet, and now are not.
-            if number and sequence in self.running and self._make_room(sequence, number):
+            if number and sequence.is_running and self._make_room(sequence, number):
                 planned.append((sequence, number))
                 left -= number
         while left and self.waiting and len(self.running) < self.max_sequences:
@@ -79,6 +104,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(sequence)
+            sequence.is_running = True
             planned.append((sequence, number))
             left -= number
         return planned
@@ -92,8 +118,9 @@ class Scheduler:
 
     def remove(self, sequence: Running) -> None:
         """``sequence`` is over."""
-        if sequence in self.running:
+        if sequence.is_running:
             self.running.remove(sequence)
+            sequence.is_running = False
         else:
             self.waiting.remove(sequence)
         self._give_back(sequence)
@@ -114,6 +141,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Running) -> None:
         self.running.remove(sequence)
+        sequence.is_running = False
         self._give_back(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
@@ -121,17 +149,19 @@ class Scheduler:
     def _begin(self, sequence: Running) -> None:
         """Share what others have read of the same tokens; the last is read in any case."""
         if not sequence.request.params.routes:  # which only reading tells
-            sequence.pages = self.pages.match(sequence.tokens[:-1])
+            sequence.take(self.pages.match(sequence.tokens[:-1]))
             sequence.num_read = len(sequence.pages) * self.pages.page_size
 
     def _grow(self, sequence: Running, number: int) -> bool:
         """Have pages for ``number`` more tokens than were read; False: there are not enough."""
         size = self.pages.page_size
-        missing = -(-(sequence.num_read + number) // size) - len(sequence.pages)
-        new = self.pages.allocate(max(0, missing))
+        missing = sequence.num_read + number - len(sequence.pages) * size
+        if missing <= 0:
+            return True
+        new = self.pages.allocate(-(-missing // size))
         if new is None:
             return False
-        sequence.pages += new
+        sequence.take(new)
         return True
 
     def _give_back(self, sequence: Running) -> None:

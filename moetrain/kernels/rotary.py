@@ -1,0 +1,176 @@
+"""Rotary positions of queries and keys, normalised first where a model does that: one op.
+
+    n = rms_norm(x), or x     y[i] = n[i] c - n[i + d/2] s     y[i + d/2] = n[i + d/2] c + n[i] s
+
+A head turns by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded once.
+One op so that its bits do not depend on what the compiler would fuse it with (see
+:mod:`moetrain.kernels.rms_norm`); the backward is plain torch, for the compiler to fuse.
+
+Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from typing import Any
+
+import torch
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.portable_triton import tl, triton
+from moetrain.kernels.rms_norm import norm_gradients, rms_norm_reference
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+
+_HEADS = 8  # heads of one token that a program turns
+
+
+def rotary(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None = None,
+    eps: float = 0.0,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """[T, H, d], contiguous, in ``x``'s dtype.
+
+    Args:
+        x_THd: each token's numbers lie together; tokens may lie apart.
+        cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
+        weight_d: of the norm; None: there is none.
+    """
+    if not use_fast(backend, x_THd):
+        return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+    return _rotary(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+
+
+def rotary_reference(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """:func:`rotary` in plain torch."""
+    n_THd = x_THd if weight_d is None else rms_norm_reference(x_THd, weight_d, eps)
+    return _turn(n_THd, cos_Sd, sin_Sd).to(x_THd.dtype)
+
+
+def _turn(x_THd: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor) -> torch.Tensor:
+    wide = x_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
+    x1, x2 = wide.unflatten(0, (-1, cos_Sd.shape[0])).chunk(2, dim=-1)
+    cos, sin = cos_Sd[:, None], sin_Sd[:, None]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(0, 1)
+
+
+@torch.library.custom_op("moetrain::rotary", mutates_args=())
+def _rotary(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    (T, H, d), heads = x_THd.shape, min(_HEADS, triton.next_power_of_2(x_THd.shape[1]))
+    if x_THd.stride()[1:] != (d, 1):
+        x_THd = x_THd.contiguous()
+    out_THd = x_THd.new_empty(T, H, d)
+    if T:
+        _rotary_kernel[(T, triton.cdiv(H, heads))](
+            x_THd, cos_Sd, sin_Sd, weight_d, out_THd, x_THd.stride(0), cos_Sd.shape[0], eps,
+            H=H, HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=1,
+        )  # fmt: skip
+    return out_THd
+
+
+@_rotary.register_fake
+def _(x_THd, cos_Sd, sin_Sd, weight_d, eps):
+    return x_THd.new_empty(x_THd.shape)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, stride, S, eps,
+    H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK)
+    mask = (head < H)[:, None] & (column < HALF)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    at = head[:, None] * (2 * HALF) + column[None, :]
+    x1 = tl.load(x_ptr + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + token * stride + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if w_ptr is not None:
+        r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
+        w1 = tl.load(w_ptr + column, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
+        w2 = tl.load(w_ptr + HALF + column, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
+        x1 = ((x1 * r).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
+        x2 = ((x2 * r).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
+    turn = token % S * HALF + column
+    cos = tl.load(cos_ptr + turn, mask=column < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + turn, mask=column < HALF, other=0.0)[None, :]
+    out = out_ptr + token * H * 2 * HALF + at
+    tl.store(out, x1 * cos - x2 * sin, mask=mask)
+    tl.store(out + HALF, x2 * cos + x1 * sin, mask=mask)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x_THd, cos_Sd, sin_Sd, weight_d, ctx.eps = inputs
+    ctx.has_weight = weight_d is not None
+    # What a norm is differentiated by; without one nothing but the angles is needed.
+    ctx.save_for_backward(cos_Sd, sin_Sd, *((x_THd, weight_d) if ctx.has_weight else ()))
+
+
+def _differentiate(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    cos_Sd, sin_Sd, *normed = ctx.saved_tensors
+    dn_THd = _turn(dy_THd, cos_Sd, -sin_Sd)  # back by the same angles
+    if not ctx.has_weight:
+        return dn_THd.to(dy_THd.dtype), None, None, None, None
+    dx_THd, dw_d = norm_gradients(dn_THd, *normed, ctx.eps)
+    return dx_THd.to(dy_THd.dtype), None, None, dw_d, None
+
+
+_rotary.register_autograd(_differentiate, setup_context=_save)
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    d = case["d"]
+    angles_Sd = 10 * normal(generator, case["S"], d // 2)
+    weight_d = 1 + normal(generator, d) / 10 if case["norm"] else None
+    return {
+        "x_THd": normal(generator, case["T"], case["H"], d).to(dtype),
+        "cos_Sd": angles_Sd.cos(),
+        "sin_Sd": angles_Sd.sin(),
+        "weight_d": None if weight_d is None else weight_d.to(dtype).float(),
+        "eps": 1e-6,
+    }
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    numbers = 2 * case["T"] * case["H"] * case["d"]
+    return Cost(bytes=2 * numbers), Cost(bytes=3 * numbers)
+
+
+SPECS = (
+    KernelSpec(
+        name="rotary",
+        fast=lambda **inputs: rotary(**inputs, backend="triton"),
+        reference=rotary_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"T": 14, "H": 3, "d": 24, "S": 7, "norm": True},
+            {"T": 5, "H": 9, "d": 16, "S": 5, "norm": False},
+            {"T": 1, "H": 1, "d": 2, "S": 1, "norm": True},
+            {"T": 0, "H": 2, "d": 8, "S": 1, "norm": True},
+        ),
+        benches=(
+            Bench(
+                {"T": 16384, "H": 32, "d": 128, "S": 16384, "norm": True}, {"forward_fraction": 0.7}
+            ),
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cost=_cost,
+        differentiable=("x_THd", "weight_d"),
+        ops=(_rotary,),
+    ),
+)

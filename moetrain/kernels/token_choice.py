@@ -1,0 +1,80 @@
+"""The choice of the next token: head, softmax and sampling in one, no logits stored.
+
+    chosen = argmax over v of  logit[v] / temperature + noise[v]     (no noise at temperature 0)
+
+With Gumbel noise that draws from the softmax exactly (the Gumbel-max trick). The noise is a hash of
+a key and the token id, ``-log(-log u)`` with uniform u of 24 bits, so it is nobody's state. The
+log-probability is that of the loss (:mod:`moetrain.kernels.linear_cross_entropy`) at temperature 1,
+with its bits on the same device.
+
+Legend: N rows, D width, V vocabulary.
+"""
+
+import torch
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.linear_cross_entropy import check_fast, linear_cross_entropy
+from moetrain.kernels.vocabulary_chunk import choose_tokens
+
+MASK = 2**32 - 1
+
+
+def choose_next(
+    h_ND: torch.Tensor,
+    w_VD: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
+    known: int,
+    backend: Backend = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's token (int64) and its log-probability at temperature 1 (fp32), without gradient.
+
+    Args:
+        keys_N: int32, any bits.
+        inverse_temperatures_N: fp32; 0 stands for temperature 0, the likeliest token.
+        known: tokens from this one on are never chosen.
+    """
+    if use_fast(backend, h_ND):
+        check_fast(h_ND, w_VD)
+        return choose_tokens(h_ND, w_VD, keys_N, inverse_temperatures_N, known)
+    return choose_next_reference(h_ND, w_VD, keys_N, inverse_temperatures_N, known)
+
+
+def choose_next_reference(
+    h_ND: torch.Tensor,
+    w_VD: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
+    known: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`choose_next` with the logits held whole."""
+    chosen_N = choose(
+        (h_ND @ w_VD.T).float()[:, :known], gumbel(keys_N, known), inverse_temperatures_N
+    )
+    return chosen_N, -linear_cross_entropy(h_ND, w_VD, chosen_N, backend="reference").loss_T.float()
+
+
+def choose(
+    logits_NV: torch.Tensor, noise_NV: torch.Tensor, inverse_temperatures_N: torch.Tensor
+) -> torch.Tensor:
+    """The largest score's token of each row."""
+    inverse_N1 = inverse_temperatures_N[:, None]
+    scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
+    return scores_NV.argmax(-1)
+
+
+def gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The noise [N, V], fp32."""
+    keys_N1 = (keys_N.long() & MASK)[:, None]
+    ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
+    bits_NV = mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1)
+    # 24 bits, so that fp32 has them exactly; never 0 or 1.
+    uniform_NV = ((bits_NV >> 8).float() + 0.5) / 2**24
+    return -(-uniform_NV.log()).log()
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """The finalizer of MurmurHash3 of int64 numbers of 32 bits; what products overflow is cut."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
+    return x ^ (x >> 16)

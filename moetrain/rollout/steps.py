@@ -1,0 +1,264 @@
+"""One step of the model over pages: the tokens of some sequences in, the next token of each out.
+
+Where every sequence reads one token (most steps, once prompts are read) shapes are fixed: on CUDA
+such a step is a graph, captured at the first use of its size, with the sequences in lanes of which
+some may be empty. All that a lane must be told is one row of numbers. Other steps run eagerly.
+
+Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 4 + M numbers
+of a lane, D model width, K experts a token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moetrain.kernels.token_choice import choose_next
+from moetrain.models import Transformer
+from moetrain.models.attention import Attention, masked_attention
+from moetrain.models.layers import Context
+from moetrain.models.moe import Router
+from moetrain.models.transformer import Rows
+from moetrain.rollout.cache import PagedAttention, PagedRows
+from moetrain.rollout.expert_parallel import ExpertParallel
+from moetrain.rollout.pages import Pages
+from moetrain.rollout.sampling import keys_of
+from moetrain.rollout.scheduler import Running
+
+Planned = Sequence[tuple[Running, int]]
+"""Sequences of one step and how many tokens of each it reads, those that read one first."""
+
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
+"""Lanes of a graph."""
+_TOKEN, _POSITION, _STREAM, _INVERSE, _PAGES = range(5)  # the columns of a lane
+
+
+class Step(NamedTuple):
+    """What came of one step; on the device, and valid until the next."""
+
+    hidden_ND: torch.Tensor
+    """Of each sequence's last token that was read, after the final norm."""
+    chosen_2N: torch.Tensor
+    """fp64: the next token of each and its log-probability. Filters have not been applied."""
+    routes: list[torch.Tensor]
+    """The experts [T, K] of every token, by MoE layer; where it was asked for."""
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    lanes_LC: torch.Tensor
+    step: Step
+
+
+class Steps:
+    """``model`` with a paged cache in place of what its attention would see."""
+
+    def __init__(
+        self, model: Transformer, pages: Pages, known: int, experts: ExpertParallel | None
+    ) -> None:
+        self.model, self.pages, self.known, self.experts = model, pages, known, experts
+        most = min(model.arch.max_positions, pages.num_pages * pages.page_size)
+        self.pages_per_sequence = -(-most // pages.page_size)
+        self.caches: list[PagedAttention] = []
+        for window, block in zip(model.windows, model.layers, strict=True):
+            attention = getattr(block, "attn", None)
+            core = getattr(attention, "core", None)
+            if core is not masked_attention and not isinstance(core, PagedAttention):
+                raise ValueError(f"{model.arch.family} attends in a way that has no cache here")
+            assert isinstance(attention, Attention)
+            attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
+            self.caches.append(attention.core)
+        if self.device.type == "cuda":
+            for module in model.modules():
+                if hasattr(module, "exact"):
+                    setattr(module, "exact", True)  # noqa: B010
+        self._routers = [m for m in model.modules() if isinstance(m, Router)]
+        self._graphs: dict[int, _Graph] = {}
+        self._no_pages = np.zeros(self.pages_per_sequence, np.int32)
+        self._lanes_LC = torch.zeros(0, _PAGES + self.pages_per_sequence, dtype=torch.int32)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
+
+    def free(self) -> None:
+        """Give the cache's memory back, and that of what knew its addresses."""
+        self._graphs.clear()
+        for cache in self.caches:
+            cache.free()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def run(self, planned: Planned, *, routes: bool) -> Step | None:
+        """The next step; None: there was nothing to do, on any rank that shares experts.
+
+        Collective over those ranks.
+        """
+        size, is_mixed = len(planned), any(number > 1 for _, number in planned)
+        if self.experts is not None:
+            size, is_mixed = self.experts.agree(size, is_mixed, self.device)
+        if size == 0:
+            return None
+        if is_mixed:
+            return self._read_chunks(planned, routes)
+        if self.device.type != "cuda" or size > SIZES[-1]:
+            return self._decode(self._fill(planned, len(planned)).to(self.device), routes)
+        size = SIZES[bisect_left(SIZES, size)]
+        if self.experts is not None and not self.experts.can_fix_sizes:
+            return _of(self._decode(self._fill(planned, size).to(self.device), routes), planned)
+        graph = self._graphs.get(size) or self._capture(size)
+        graph.lanes_LC.copy_(self._fill(planned, size), non_blocking=True)
+        graph.graph.replay()
+        return _of(graph.step, planned)
+
+    # ---- steps of any shape --------------------------------------------------------------------
+
+    def _read_chunks(self, planned: Planned, routes: bool) -> Step:
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[np.ndarray] = []
+        ends, size = [0], self.pages.page_size
+        for sequence, number in planned:
+            read = range(sequence.num_read, sequence.num_read + number)
+            tokens += sequence.tokens[read.start : read.stop]
+            positions += read
+            at = np.arange(read.start, read.stop, dtype=np.int32)
+            slots.append(sequence.table[at // size] * size + at % size)
+            ends.append(ends[-1] + number)
+        integers = [
+            np.array(tokens, np.int64),
+            np.array(positions, np.int64),
+            np.concatenate([np.zeros(0, np.int32), *slots]),
+            np.array(ends, np.int32),
+            np.array([sequence.num_read for sequence, _ in planned], np.int32),
+            np.array([sequence.stream for sequence, _ in planned], np.int32),
+            np.array([sequence.inverse for sequence, _ in planned], np.float32),
+            np.stack([self._no_pages, *(sequence.table for sequence, _ in planned)])[1:],
+        ]
+        tokens_T, positions_T, slots_T, ends_N, seen_N, streams_N, inverse_N, pages_NM = (
+            torch.from_numpy(x).to(self.device) for x in integers
+        )
+        rows = PagedRows(
+            slots_T,
+            ends_N,
+            seen_N,
+            pages_NM,
+            num_single=sum(number == 1 for _, number in planned),
+        )
+        with self._noted(routes) as chosen:
+            hidden_TD = self._read(tokens_T, positions_T, rows, None)
+        last_N = ends_N[1:].long() - 1
+        return self._choose(hidden_TD[last_N], streams_N, positions_T[last_N], inverse_N, chosen)
+
+    def _read(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        rows: PagedRows,
+        is_pad_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D], keys and values of the tokens being stored on the way."""
+        model, rotation = self.model, self.model.rope(positions_T[None])
+        is_pad_BS = None if is_pad_T is None else is_pad_T[None]
+        context = Context(rotation, rows, is_pad_BS=is_pad_BS)  # pyright: ignore[reportArgumentType]
+        contexts = Rows(1, tokens_T.shape[0], dict.fromkeys(model.windows, context))
+        x_BSD, _ = model.run(model.embed_tokens(tokens_T[None]), contexts)
+        return model.head(x_BSD, contexts)[0]
+
+    def _choose(
+        self,
+        hidden_ND: torch.Tensor,
+        streams_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        inverse_N: torch.Tensor,
+        routes: list[torch.Tensor],
+    ) -> Step:
+        keys_N, model = keys_of(streams_N, positions_N + 1), self.model
+        backend = model.kernels.backend
+        chosen = choose_next(hidden_ND, model.head_weight, keys_N, inverse_N, self.known, backend)
+        return Step(hidden_ND, torch.stack([x.double() for x in chosen]), routes)
+
+    @contextmanager
+    def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
+        """The routers' choices meanwhile, if they are wanted."""
+        chosen: list[torch.Tensor] = []
+        hooks = [
+            router.register_forward_hook(lambda module, args, routed: chosen.append(routed.ids_TK))
+            for router in (self._routers if wanted else ())
+        ]
+        try:
+            yield chosen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # ---- one token of each sequence ------------------------------------------------------------
+
+    def _fill(self, planned: Planned, size: int) -> torch.Tensor:
+        """The lanes [size, C] of ``planned``, in host memory; those behind are empty."""
+        if self._lanes_LC.shape[0] < size:
+            shape = (size, self._lanes_LC.shape[1])
+            pinned = self.device.type == "cuda"
+            self._lanes_LC = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        rows, used = self._lanes_LC.numpy(), len(planned)
+        sequences = [sequence for sequence, _ in planned]
+        rows[:used, _TOKEN] = [sequence.tokens[sequence.num_read] for sequence in sequences]
+        rows[:used, _POSITION] = [sequence.num_read for sequence in sequences]
+        rows[:used, _STREAM] = [sequence.stream for sequence in sequences]
+        inverse = np.array([sequence.inverse for sequence in sequences], np.float32)
+        rows[:used, _INVERSE] = inverse.view(np.int32)
+        for row, sequence in zip(rows, sequences, strict=False):
+            row[_PAGES:] = sequence.table
+        rows[used:size] = 0
+        rows[used:size, _POSITION] = -1
+        return self._lanes_LC[:size]
+
+    def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> Step:
+        """The step of a token a lane; nothing depends on what ``lanes_LC`` holds but values."""
+        tokens_L, positions_L, streams_L, inverse_L = lanes_LC[:, :_PAGES].unbind(1)
+        inverse_L = inverse_L.contiguous().view(torch.float32)
+        is_empty_L, size = positions_L < 0, self.pages.page_size
+        positions_L = positions_L.clamp(min=0)
+        pages_LM = lanes_LC[:, _PAGES:]
+        page_L = pages_LM.gather(1, (positions_L // size).long()[:, None])[:, 0]
+        slots_L = torch.where(is_empty_L, -1, page_L * size + positions_L % size)
+        lanes = lanes_LC.shape[0]
+        ends = torch.arange(lanes + 1, dtype=torch.int32, device=lanes_LC.device)
+        rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, num_single=lanes)
+        with self._noted(routes) as chosen:
+            hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L)
+        return self._choose(hidden_LD, streams_L, positions_L, inverse_L, chosen)
+
+    def _capture(self, size: int) -> _Graph:
+        """The graph of ``size`` lanes. Collective: the warm-up sends tokens, as all steps do."""
+        shape = (size, _PAGES + self.pages_per_sequence)
+        lanes_LC = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        lanes_LC[:, _POSITION] = -1
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        fixed = nullcontext if self.experts is None else partial(self.experts.fixed_sizes, size)
+        with torch.cuda.stream(stream), fixed():
+            self._decode(lanes_LC, True)  # compiles kernels, makes the cache
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool), fixed():
+            step = self._decode(lanes_LC, True)
+        self._graphs[size] = _Graph(graph, lanes_LC, step)
+        return self._graphs[size]
+
+
+def _of(step: Step, planned: Planned) -> Step:
+    """The part of ``step`` that is no empty lane's."""
+    used = len(planned)
+    return Step(
+        step.hidden_ND[:used], step.chosen_2N[:, :used], [ids[:used] for ids in step.routes]
+    )

@@ -1,0 +1,255 @@
+"""Time generation: decoding at given batch sizes, reading prompts, sleeping; a peer beside it.
+
+    python scripts/bench_generate.py [--preset qwen3-30b-a3b] [--layers N] [--batches 64,256]
+        [--context 1024] [--peer COMMAND] [--results FILE.jsonl]
+    torchrun --nproc-per-node 4 scripts/bench_generate.py ...      (expert parallel over all ranks)
+
+Weights are random, in bf16; batch sizes are a rank's. A decoding step is timed from the host, with
+all that a step takes: it plans, runs, waits for the tokens and keeps them; the median of 30 counts.
+The floor is what memory gives: every weight but the embedding's once (of experts those that some
+token may be expected to choose) and every key and value once, at the rate of a device's own copy.
+Reading prompts is set beside the trainer's compiled forward of as many packed tokens (one rank).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from bench_train import commit, device_name
+
+from moetrain.config import Config, launched_place
+from moetrain.models import Architecture, Transformer, build_model
+from moetrain.models.transformer import compile_blocks
+from moetrain.parallel.deepep import choose_transport
+from moetrain.parallel.world import World, join_world
+from moetrain.preflight import resolve_run
+from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.expert_parallel import ExpertParallel
+
+CHUNK = 16_384  # tokens that a step reads
+WARMUP, STEPS = 6, 30
+
+
+def main() -> int:
+    """Print a line a figure, on rank 0."""
+    parser = argparse.ArgumentParser(description="Time generation.", allow_abbrev=False)
+    parser.add_argument("--preset", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, help="default: the preset's")
+    parser.add_argument("--batches", default="64,256")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--peer", help="a shell command to run afterwards on the same device")
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    place = launched_place()
+    ranks = 1 if place is None else place.world_size
+    words = [f"model.preset={args.preset}", f"parallel.ep={ranks}", "kernels.attention=exact"]
+    words += ["data.source=synthetic", f"data.seq_len={args.context}"]
+    words += [f"train.global_batch_size={ranks}", "train.micro_batch_size=1"]
+    words += [f"model.num_layers={args.layers}"] if args.layers else []
+    config, arch = resolve_run(Config.load(None, words))
+    world = join_world(config, arch)
+    batches = [int(word) for word in args.batches.split(",")]
+    model, experts = make_model(config, arch, world)
+    generator = Generator(model, max_sequences=max(batches), max_tokens=CHUNK, experts=experts)
+    row: dict[str, Any] = {"preset": args.preset, "layers": arch.num_layers, "ranks": ranks}
+    row |= {"context": args.context, "commit": commit(), "device": device_name(world.device)}
+    bandwidth = copy_bandwidth(world.device)
+    for batch in batches:
+        say(world, row, f"decode_{batch}", decode(generator, world, batch, args.context, bandwidth))
+    say(world, row, "prompts", prompts(generator, world, args.context))
+    say(world, row, "sleep", sleep(generator, world))
+    if ranks == 1:
+        generator.sleep()
+        say(world, row, "trainer_forward", trainer_forward(config, model, args.context))
+    if args.results is not None and world.is_main:
+        with args.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    world.leave()
+    if args.peer and world.is_main:
+        del generator, model
+        torch.cuda.empty_cache()
+        return subprocess.run(args.peer, shell=True).returncode
+    return 0
+
+
+def say(world: World, row: dict[str, Any], name: str, found: dict[str, Any]) -> None:
+    """Keep and print a figure."""
+    row[name] = found
+    if world.is_main:
+        print(name, *(f"{key} {value:.6g}" for key, value in found.items()), sep="  ", flush=True)
+
+
+def make_model(
+    config: Config, arch: Architecture, world: World
+) -> tuple[Transformer, ExpertParallel | None]:
+    """This rank's part, random."""
+    with torch.device("meta"):
+        model = build_model(arch, kernels=config.kernels).to(torch.bfloat16)
+    experts = None
+    if world.dims.ep > 1:
+        group = world.meshes.expert_parameters.get_group("ep")
+        transport = choose_transport(config, arch, group, world.device, torch.bfloat16)
+        experts = ExpertParallel(model, group, config.kernels.backend, transport)
+    model.to_empty(device=world.device)
+    generator = torch.Generator(world.device)
+    for name, weight in model.named_parameters():
+        rank = world.rank if "experts" in name else 0
+        generator.manual_seed(crc32(f"{name} {rank}".encode()))
+        if weight.dim() == 1:
+            weight.data.fill_(1)
+        else:
+            weight.data.normal_(0, 0.02, generator=generator)
+    return model, experts
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes."""
+    x, y = (torch.empty(2**30, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(12):
+        begun = now(device)
+        y.copy_(x)
+        times.append(now(device) - begun)
+    return 2 * x.nbytes / statistics.median(times)
+
+
+def now(device: torch.device) -> float:
+    """Once everything is done."""
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def submit(generator: Generator, world: World, batch: int, context: int, steps: int) -> list[str]:
+    """``batch`` requests of random tokens."""
+    draw, vocabulary = random.Random(world.rank), generator.model.arch.vocab_size
+    names = [f"{batch}-{i}" for i in range(batch)]
+    for i, name in enumerate(names):
+        tokens = tuple(draw.randrange(vocabulary) for _ in range(context))
+        generator.submit(Request(name, tokens, SamplingParams(max_tokens=steps, seed=i)))
+    return names
+
+
+def decode(
+    generator: Generator, world: World, batch: int, context: int, bandwidth: float
+) -> dict[str, Any]:
+    """Tokens a second a rank with all of ``batch`` decoding, and the share of the floor."""
+    names = submit(generator, world, batch, context, steps=1000)
+    while generator.experts is None and any_unread(generator):
+        generator.step()
+    for _ in range(-(-batch * context // CHUNK) + 2):  # on every rank as many
+        generator.step()
+    for _ in range(WARMUP):
+        generator.step()
+    times = []
+    for _ in range(STEPS):
+        begun = now(world.device)
+        generator.step()
+        times.append(now(world.device) - begun)
+    seconds = slowest(statistics.median(times), world)
+    floor = bytes_of_step(generator, world, batch, context) / bandwidth
+    for name in names:
+        generator.abort(name)
+    return {
+        "tokens_per_second_per_device": batch / seconds,
+        "step_ms": 1e3 * seconds,
+        "of_the_floor": floor / seconds,
+        "bandwidth_tb": bandwidth / 1e12,
+    }
+
+
+def any_unread(generator: Generator) -> bool:
+    """Whether prompts are still to be read."""
+    scheduler = generator.scheduler
+    return bool(scheduler.waiting) or any(s.num_unread > 1 for s in scheduler.running)
+
+
+def slowest(seconds: float, world: World) -> float:
+    """Of all ranks."""
+    found = torch.tensor(seconds, device=world.device, dtype=torch.float64)
+    if world.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def bytes_of_step(generator: Generator, world: World, batch: int, context: int) -> float:
+    """Weights and cache that a step must read on a rank."""
+    model, arch = generator.model, generator.model.arch
+    total = 0.0
+    for name, weight in model.named_parameters():
+        share = 1.0
+        if "experts" in name:
+            chosen = arch.num_experts_per_token / arch.num_experts
+            share = 1 - (1 - chosen) ** (batch * world.size)
+        if not name.startswith("embed"):
+            total += share * weight.nbytes
+    for cache in generator.steps.caches:
+        assert cache.keys_PZGd is not None  # it has been used
+        total += 2 * batch * context * cache.keys_PZGd[0, 0].nbytes
+    return total
+
+
+def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
+    """Tokens a second a rank of steps that read prompts alone."""
+    times = []
+    for i in range(6):
+        names = submit(generator, world, CHUNK // context, context - i, steps=1)  # no prefix twice
+        begun = now(world.device)
+        generator.step()
+        times.append(now(world.device) - begun)
+        for name in names:
+            generator.abort(name)
+    seconds = slowest(statistics.median(times[2:]), world)
+    return {"tokens_per_second_per_device": CHUNK / seconds, "step_ms": 1e3 * seconds}
+
+
+def trainer_forward(config: Config, model: Transformer, context: int) -> dict[str, Any]:
+    """Tokens a second of the trainer's compiled forward, of packed rows, on the same weights."""
+    with torch.device("meta"):
+        trained = build_model(model.arch, kernels=config.kernels)
+    trained.load_state_dict(model.state_dict(), assign=True)
+    trained.compute_dtype = torch.bfloat16
+    compile_blocks(trained)
+    device = model.embed.weight.device
+    shape = (CHUNK // context, context)
+    tokens_BS = torch.randint(0, model.arch.vocab_size, shape, device=device)
+    positions_BS = torch.arange(context, device=device).expand(shape).contiguous()
+    ends = torch.arange(0, CHUNK + 1, context, dtype=torch.int32, device=device)
+    times = []
+    with torch.no_grad():
+        for _ in range(8):
+            begun = now(device)
+            trained.backbone(tokens_BS, positions_BS, ends)
+            times.append(now(device) - begun)
+    seconds = statistics.median(times[3:])
+    return {"tokens_per_second_per_device": CHUNK / seconds, "step_ms": 1e3 * seconds}
+
+
+def sleep(generator: Generator, world: World) -> dict[str, Any]:
+    """What sleeping gives back, and that it wakes with the same tokens."""
+    request = Request("sleep", tuple(range(100)), SamplingParams(max_tokens=20))
+    before = generator.generate([request])[0][0].tokens
+    caches = [c.keys_PZGd.nbytes for c in generator.steps.caches if c.keys_PZGd is not None]
+    free = torch.cuda.mem_get_info(world.device)[0]
+    begun = now(world.device)
+    generator.sleep()
+    seconds = now(world.device) - begun
+    freed = torch.cuda.mem_get_info(world.device)[0] - free
+    generator.wake()
+    same = generator.generate([request])[0][0].tokens == before
+    share = freed / (2 * sum(caches))
+    return {"seconds": seconds, "freed_share": share, "gib": freed / 2**30, "same": int(same)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Rows whose bits do not depend on what is beside them: attention, few-row products, the choice."""
+
+import itertools
+
+import pytest
+import torch
+
+from moetrain.config import KernelsSection
+from moetrain.kernels import few_rows, linear_cross_entropy
+from moetrain.kernels.exact_attention import BLOCK, forward, paged_attention, store_in_pages
+from moetrain.kernels.experts import expert_mlp, expert_mlp_reference
+from moetrain.kernels.packed_attention import attention_packed_reference
+from moetrain.kernels.portable_triton import INTERPRETED
+from moetrain.kernels.token_choice import choose_next, choose_next_reference
+from moetrain.models import build_model, init_weights
+from moetrain.rollout import Generator, Request, SamplingParams
+
+PLACES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def packed(lengths, heads, kv_heads, width, device, dtype):
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(sum(lengths), n, width) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return q, k, v, ends
+
+
+def in_pages(lengths, k, v, ends, page_size=BLOCK):
+    """Keys and values in shuffled pages, and where."""
+    needed = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).tolist()
+    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    slots, at = [], 0
+    for i, (length, number) in enumerate(zip(lengths, needed, strict=True)):
+        table[i, :number] = torch.tensor(order[at : at + number])
+        at += number
+        position = torch.arange(length)
+        slots.append(table[i, position // page_size] * page_size + position % page_size)
+    cache = [k.new_zeros(sum(needed), page_size, *k.shape[1:]) for _ in range(2)]
+    slots = torch.cat(slots).int().to(k.device)
+    slots[3] = -1  # kept nowhere, so put there by hand
+    store_in_pages(*cache, k, v, slots)
+    page, place = divmod(int(table[0, 3 // page_size]) * page_size + 3 % page_size, page_size)
+    assert not cache[0][page, place].any()
+    cache[0][page, place], cache[1][page, place] = k[3], v[3]
+    return *cache, table.to(k.device)
+
+
+SHAPES = [
+    ((100, 7, 150), 4, 2, 16, None),
+    ((90, 1, 64, 65), 6, 2, 24, None),
+    ((40, 130, 64, 5), 3, 1, 32, 16),
+    ((70,), 8, 1, 16, None),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "width", "window"), SHAPES)
+def test_packed_chunked_and_single_tokens_have_one_answer(
+    place, lengths, heads, kv_heads, width, window
+):
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
+    out, lse = forward(q, k, v, ends, window)
+    wide = [x.double() for x in (q, k, v)]
+    expected = attention_packed_reference(*wide, ends, max(lengths), window=window)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < (6e-3 if place == "cuda" else 2e-6)
+    assert lse.isfinite().all()
+    keys, values, table = in_pages(lengths, k, v, ends)
+    for most in (1, 37, 10**6):  # tokens of each sequence that are read now
+        now = [min(n, most) for n in lengths]
+        read = torch.cat(
+            [torch.arange(e - n, e) for n, e in zip(now, ends[1:].tolist(), strict=True)]
+        ).to(place)
+        starts = torch.tensor([0, *itertools.accumulate(now)], dtype=torch.int32, device=place)
+        seen = torch.tensor(lengths, dtype=torch.int32, device=place) - starts.diff()
+        for one_token in {False, most == 1}:
+            found = paged_attention(
+                q[read], keys, values, starts, seen, table, window=window, one_token=one_token
+            )
+            if place == "cuda":
+                assert torch.equal(found, out[read]), (most, one_token)
+            else:  # numpy's products have other bits for other shapes
+                torch.testing.assert_close(found, out[read], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_few_rows_are_those_of_many(place):
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    generator = torch.Generator(place).manual_seed(0)
+
+    def draw(*shape):
+        x = torch.randn(shape, generator=generator, device=place) * shape[-1] ** -0.5
+        return x.to(dtype)
+
+    many, sizes = (4096, [2048, 512]) if place == "cuda" else (40, [64, 32])
+    x, weights = draw(many, 160), [draw(n, 160) for n in sizes]
+    expected = [x @ w.T for w in weights]
+    for rows in (0, 1, 5, 16, 17, 33, 128):
+        for found, want in zip(few_rows.linears(x[:rows], weights), expected, strict=True):
+            if place == "cuda":
+                assert torch.equal(found, want[:rows])
+            else:
+                torch.testing.assert_close(found, want[:rows])
+    counts = [3, 0, 70, 1]
+    ends = torch.tensor(counts, device=place).cumsum(0).int()
+    x, w = draw(sum(counts) + 2, 64), torch.rand(sum(counts) + 2, device=place)
+    inputs = x, ends, draw(4, 2 * 96, 64), draw(4, 64, 96), w
+    with torch.enable_grad():
+        expected = (expert_mlp if place == "cuda" else expert_mlp_reference)(*inputs)
+    for typical in (1, 60, 1000):  # chooses the tiles
+        found = few_rows.expert_mlp_few(*inputs, typical)[:-2]
+        if place == "cuda":
+            assert torch.equal(found, expected[:-2])
+        else:
+            torch.testing.assert_close(found, expected[:-2])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
+    dtype = torch.bfloat16 if place == "cuda" else torch.float32
+    generator = torch.Generator(place).manual_seed(0)
+    h = torch.randn(70, 32, generator=generator, device=place).to(dtype)
+    w = torch.randn(300, 32, generator=generator, device=place).to(dtype) / 2
+    keys = torch.arange(70, device=place, dtype=torch.int32) * 7919 - 2**20
+    inverse = torch.tensor([0.0, 1.0, 0.5, 3.0, 0.0, 1.0, 1.0], device=place).repeat(10)
+    for known in (300, 250):
+        tokens, logprobs = choose_next(h, w, keys, inverse, known, "triton")
+        wanted, _ = choose_next_reference(h.float(), w.float(), keys, inverse, known)
+        assert torch.equal(tokens, wanted)
+        assert (tokens < known).all()
+        losses = linear_cross_entropy(h, w, tokens, backend="triton").loss_T
+        assert torch.equal(logprobs, -losses)
+
+
+@pytest.mark.gpu
+def test_generation_has_the_bits_of_the_compiled_forward():
+    from moetrain.models import PRESETS
+    from moetrain.models.transformer import compile_blocks
+
+    sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
+    sizes |= {"moe_intermediate_size": 128, "vocab_size": 3000}
+    arch = PRESETS["qwen3-30b-a3b"].model_copy(update=sizes)
+    kernels = KernelsSection(attention="exact")
+    with torch.device("meta"):
+        models = [build_model(arch, kernels=kernels) for _ in range(2)]
+    models[0].to(torch.bfloat16).to_empty(device="cuda")
+    init_weights(models[0], std=0.05, seed=0)
+    models[1].load_state_dict(models[0].state_dict(), assign=True)
+    models[1].compute_dtype = torch.bfloat16
+    compile_blocks(models[1])
+    generator = Generator(models[0], num_pages=30, max_sequences=20, max_tokens=150)
+    draw = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(0, 3000, (int(n),), generator=draw).tolist()
+        for n in torch.randint(1, 200, (40,), generator=draw)
+    ]
+    params = [SamplingParams(max_tokens=60, seed=i, temperature=i % 3 / 2) for i in range(40)]
+    requests = [Request(str(i), tuple(prompts[i]), params[i]) for i in range(40)]
+    found = [completions[0] for completions in generator.generate(requests)]
+    assert generator.scheduler.num_preempted  # there was not room for all
+    texts = [[*prompt, *c.tokens] for prompt, c in zip(prompts, found, strict=True)]
+    tokens = torch.tensor(list(itertools.chain(*texts)), device="cuda")
+    lengths = [len(text) for text in texts]
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        hidden, _ = models[1].backbone(tokens[None], positions[None], ends)
+        losses = linear_cross_entropy(hidden[0], models[1].head_weight, tokens.roll(-1)).loss_T
+    for prompt, completion, start in zip(prompts, found, ends.tolist(), strict=False):
+        first = start + len(prompt) - 1
+        expected = -losses[first : first + len(completion.tokens)].cpu()
+        assert torch.equal(torch.tensor(completion.logprobs), expected)
+
+
+@pytest.mark.gpu
+def test_sleeping_gives_the_cache_back_and_waking_goes_on():
+    from moetrain.models import PRESETS
+
+    arch = PRESETS["debug"]
+    with torch.device("meta"):
+        model = build_model(arch).to(torch.bfloat16)
+    model.to_empty(device="cuda")
+    init_weights(model, std=0.05, seed=0)
+    pages = 2**30 // (64 * 2 * 2 * model.layers[0].attn.wk.weight.shape[0])
+    generator = Generator(model, num_pages=pages)
+    request = Request("a", (1, 2, 3), SamplingParams(max_tokens=20))
+    before = generator.generate([request])[0][0]
+    cache = sum(2 * c.keys_PZGd.nbytes for c in generator.steps.caches)
+    free = torch.cuda.mem_get_info()[0]
+    generator.sleep()
+    assert torch.cuda.mem_get_info()[0] - free > 0.95 * cache
+    generator.wake()
+    after = generator.generate([request])[0][0]
+    assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
