@@ -220,7 +220,7 @@ def test_a_run_survives_its_environment(tmp_path):
         ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
         ({"rl.temperature": 0.5}, "rl.temperature: 0.5: "),
         ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 are more than train.steps 4"),
-        ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32 do not hold a row"),
+        ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32, in pages of 64, do not hold a row"),
         ({"rl.group_size": 1}, "rl.group_size: 1 contradicts rl.advantage 'dr_grpo'"),
         ({"rl.prompts": "x"}, "rl.prompts: 'x' contradicts rl.env 'sort'"),
         ({"data.seq_len": 12}, "data.seq_len: 12 is less than a demonstration of "),

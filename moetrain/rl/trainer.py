@@ -42,7 +42,7 @@ from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run import Run
 
-PAGE_SIZE = 16
+PAGE_SIZE = 64
 EVAL_SEED = 0
 """A constant, as tasks that are held out are: evaluations compare over a run, and over runs."""
 CURVES = (
@@ -101,19 +101,25 @@ class RlTrainer(Run[Learned]):
     def _build_generator(self) -> None:
         config, rl = self.config, self.config.rl
         longest = config.data.seq_len
+        if rl.cache_tokens is None:
+            num_pages = rl.max_sequences * -(-longest // PAGE_SIZE)
+        else:
+            num_pages = rl.cache_tokens // PAGE_SIZE
+        if num_pages * PAGE_SIZE < longest:
+            raise ConfigError(
+                "rl.cache_tokens",
+                f"{rl.cache_tokens}, in pages of {PAGE_SIZE}, do not hold a row of data.seq_len "
+                f"{longest}; raise it",
+            )
         model, experts = replica(self.engine)
         self.generator = Generator(
             model,
             self.tokenizer,
-            num_pages=-(-(rl.cache_tokens or rl.max_sequences * longest) // PAGE_SIZE),
+            num_pages=num_pages,
             page_size=PAGE_SIZE,
             max_sequences=rl.max_sequences,
             experts=experts,
         )
-        if self.generator.longest < longest:
-            raise ConfigError(
-                "rl.cache_tokens", f"{rl.cache_tokens} do not hold a row of data.seq_len {longest}"
-            )
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.collector = Collector(
             self.generator,
