@@ -1,6 +1,7 @@
 """Runs of reinforcement learning: what they learn, write, and go on from."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from moetrain.config import RL_RECIPES, Config, ConfigError
 from moetrain.metrics import read_metrics
 from moetrain.rl.__main__ import run
+from moetrain.rl.token_stats import score
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import main
 from moetrain.trainer import Trainer
@@ -127,8 +129,17 @@ def test_what_a_run_writes(even, tmp_path):
 
 CASES = {
     "synchronous": {},
-    "several updates": {"rl.updates_per_rollout": 2, "train.global_batch_size": 8},
-    "ahead": {"rl.max_staleness": 2, "rl.env": "calculator", "rl.max_tokens": 24},
+    "several updates": {
+        "rl.ratio": "proximal",
+        "rl.updates_per_rollout": 2,
+        "train.global_batch_size": 8,
+    },
+    "ahead": {
+        "rl.ratio": "proximal",
+        "rl.max_staleness": 2,
+        "rl.env": "calculator",
+        "rl.max_tokens": 24,
+    },
     "kl in the loss": {"rl.kl_coef": 0.1, "rl.resample": 1},
     "kl in the reward": {"rl.kl_coef": 0.1, "rl.kl_in": "reward"},
     "from nothing": {"rl.supervised_steps": 0, "rl.ratio": "rollout"},
@@ -183,6 +194,43 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     assert all(r[name] == 0 for r in rows for name in ("loss", "grad_norm"))
     # Without anything to learn nothing moves.
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
+
+
+def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, monkeypatch):
+    values = even | {"train.micro_batch_size": 1, "rl.supervised_steps": 0, "rl.ratio": "proximal"}
+    trainer = RlTrainer(config_of(tmp_path, **values))
+    trainer.sync_weights()
+    samples = trainer.roll_out().samples()
+    batches = trainer.learner.rows_of(samples)
+    assert len(batches) > 2
+    stats = score(trainer.engine, batches)
+    equal = [b._replace(logprobs_BS=s.logprob) for b, s in zip(batches, stats, strict=True)]
+    passes = []
+
+    def counted(engine, batches, temperature):
+        passes.append(len(batches))
+        return score(engine, batches, temperature)
+
+    monkeypatch.setattr("moetrain.rl.learn.score", counted)
+    scored, row = trainer.learner._scored(equal, version=0)
+    assert (passes, scored) == ([1], equal)
+    assert row == {"mismatch": 0, "mismatch_share": 0}
+    at = (equal[0].targets_BS >= 0).nonzero()[0].tolist()
+    other = equal[0].logprobs_BS.clone()
+    other[at[0], at[1]] -= 0.5
+    for changed, version in (([equal[0]._replace(logprobs_BS=other), *equal[1:]], 0), (equal, 1)):
+        passes.clear()
+        scored, row = trainer.learner._scored(changed, version)
+        assert passes == [1, len(batches) - 1]
+        for found, stat in zip(scored, stats, strict=True):
+            assert torch.equal(found.proximal_BS, stat.logprob)
+        number = sum(int((b.targets_BS >= 0).sum()) for b in batches)
+        if version == 0:
+            assert row["mismatch_share"] == 1 / number
+            assert row["mismatch"] == pytest.approx((math.exp(0.5) - 1.5) / number, rel=1e-5)
+            assert scored[0].weights_BS[at[0], at[1]] == pytest.approx(math.exp(0.5), rel=1e-5)
+        else:  # all of another version: nothing to compare
+            assert row == {}
 
 
 FAULTY = """
@@ -409,3 +457,19 @@ def test_the_toy_learns_from_its_reward(tmp_path):
     assert [row["step"] for row in rows] == list(range(19, 43))
     start, end = (sum(row["reward"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
     assert end > start + 0.1
+
+
+def test_from_a_checkpoint(even, tmp_path):
+    fitted(tmp_path / "first", **{"checkpoint.save_hf": "true", "train.steps": 2})
+    words = [f"model.path={tmp_path}/first/hf", f"output_dir={tmp_path}/out", "train.device=cpu"]
+    words += [f"rl.env={even['rl.env']}", "train.steps=2", "train.global_batch_size=8"]
+    words += ["rl.max_tokens=5", "data.seq_len=128", "rl.eval_tasks=3", "log.tensorboard=false"]
+    config = Config.load(None, words, environ={}, recipes=RL_RECIPES)
+    assert "recipe rl, as model.path is set" in config.describe()
+    assert config.rl.chat
+    RlTrainer(config).fit()
+    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (tmp_path / "out" / "hf" / "model.safetensors").exists()
+    said = (tmp_path / "out" / "completions" / "step-00000002.txt").read_text()
+    assert "user\n" in said

@@ -23,7 +23,7 @@ from moetrain.parallel.world import World
 from moetrain.rl.importance import corrected
 from moetrain.rl.losses import PolicyObjective, kl_estimate
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
-from moetrain.rl.token_stats import score
+from moetrain.rl.token_stats import TokenStats, score
 
 T = TypeVar("T")
 
@@ -120,26 +120,39 @@ class Learner:
     def _scored(
         self, batches: list[RolloutBatch], version: int
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
-        """``batches`` with the trainer's log-probabilities, where the loss needs them.
+        """``batches`` with the trainer's log-probabilities, where the loss needs others than
+        generation's; and how far the two are apart on tokens that these very weights have chosen.
 
-        And how far generation's are from those, on tokens that these very weights have chosen: of
-        all batches or, where nothing needs the trainer's, of the first alone.
+        The first batch of every rank is looked at in any case. Where all of its tokens have one set
+        of bits in training and in generation, and no batch has a token of earlier weights, so have
+        the others.
         """
         settings = self.config.rl
-        is_needed = settings.ratio == "proximal" or settings.importance_of != "none"
-        looked_at = batches if is_needed else batches[:1]
-        stats = score(self.engine, looked_at, settings.temperature)
+        stats = score(self.engine, batches[:1], settings.temperature)
+        seen = self._compare(batches[:1], stats, version)
+        old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
+        differs = self.world.sum_rows(seen + torch.tensor([0, old, 0], device=seen.device))[1] > 0
+        if differs and (settings.ratio == "proximal" or settings.importance_of != "none"):
+            rest = score(self.engine, batches[1:], settings.temperature)
+            seen += self._compare(batches[1:], rest, version)
+            proximal = [found.logprob for found in (*stats, *rest)]
+            batches = corrected(batches, proximal, settings)
+        apart, differing, number = self.world.sum_rows(seen).tolist()
+        return batches, (
+            {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
+        )
+
+    def _compare(
+        self, batches: Sequence[RolloutBatch], stats: Sequence[TokenStats], version: int
+    ) -> torch.Tensor:
+        """Of tokens of ``version``, fp64: the sum of k3, how many differ, how many there are."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch, found in zip(looked_at, stats, strict=True):
+        for batch, found in zip(batches, stats, strict=True):
             same_BS = (batch.targets_BS != IGNORE_INDEX) & (batch.versions_BS == version)
             mine, theirs = found.logprob[same_BS], batch.logprobs_BS[same_BS]
             apart = kl_estimate("k3", theirs.double(), mine.double()).sum()
             sums += torch.stack([apart, (mine != theirs).double().sum(), same_BS.double().sum()])
-        apart, differing, number = self.world.sum_rows(sums.to(self.world.device)).tolist()
-        row = {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
-        if is_needed:
-            batches = corrected(batches, [found.logprob for found in stats], settings)
-        return batches, row
+        return sums.to(self.world.device)
 
     # ---- the reference -------------------------------------------------------------------------
 
