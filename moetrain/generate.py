@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from moetrain.config import ConfigError
 
-PAGE_SIZE = 16
+PAGE_SIZE = 64
 
 
 class Parser(argparse.ArgumentParser):

@@ -303,6 +303,39 @@ def test_bias_moves_the_choice_and_not_the_weights():
     torch.testing.assert_close(biased.prob_sum_E, plain.prob_sum_E)
 
 
+def test_tokens_are_sent_again_where_they_were_sent():
+    model = build_model(ARCH)
+    init_weights(model, std=0.3, seed=0)
+    tokens_BS = torch.arange(24).view(2, 12) % ARCH.vocab_size
+    chosen = []
+    routers = [m for m in model.modules() if isinstance(m, Router)]
+    for router in routers:
+        router.register_forward_hook(lambda module, args, routed: chosen.append(routed))
+    hidden_BSD, stats = model.backbone(tokens_BS)
+    free = list(chosen)
+    routes_BSLK = torch.stack([r.ids_TK.view(2, 12, -1) for r in chosen], 2)
+    chosen.clear()
+    again_BSD, again = model.backbone(tokens_BS, routes_BSLK=routes_BSLK)
+    torch.testing.assert_close(again_BSD, hidden_BSD)
+    assert torch.equal(again.counts_LE, stats.counts_LE)
+    # Elsewhere than the router would: by weights that follow its scores, and have gradients.
+    moved_BSLK = (routes_BSLK + 1) % ARCH.num_experts
+    moved_BSLK[1, 5:] = -1  # as the router chooses
+    chosen.clear()
+    moved_BSD, stats = model.backbone(tokens_BS, routes_BSLK=moved_BSLK)
+    moved_BSD.square().sum().backward()
+    for layer, routed in enumerate(chosen):
+        ids = routed.ids_TK.view(2, 12, -1)
+        assert torch.equal(ids[0], moved_BSLK[0, :, layer])
+        assert torch.equal(ids[1, :5], moved_BSLK[1, :5, layer])
+        assert (ids[1, 5:] >= 0).all()
+        torch.testing.assert_close(routed.weights_TK.sum(1), torch.ones(24))
+    first = free[0].ids_TK.view(2, 12, -1)[1, 5:]
+    assert torch.equal(chosen[0].ids_TK.view(2, 12, -1)[1, 5:], first)
+    assert stats.counts_LE.sum() == 24 * 2 * len(chosen)
+    assert all(router.weight.grad.abs().sum() > 0 for router in routers)
+
+
 def test_update_router_bias():
     model = build_model(ARCH, moe=MoeSection(bias_update_rate=0.5))
     init_weights(model, std=0.1, seed=0)

@@ -100,6 +100,9 @@ class Context(NamedTuple):
     """int32 [documents + 1]: their ends over the B * S tokens, from 0; None: not known, or rows."""
     is_pad_BS: torch.Tensor | None = None
     """bool, tokens that only fill up a row; None: there are none."""
+    routes_BSK: torch.Tensor | None = None
+    """int32, the experts of this layer that are to be taken again, -1: as the router chooses; None:
+    all are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,8 +239,16 @@ class Router(nn.Module):
             "bias", torch.zeros(sizes.num_experts) if moe.bias_update_rate > 0 else None
         )
 
-    def forward(self, x_TD: torch.Tensor, is_pad_T: torch.Tensor | None = None) -> Routed:
-        """The routing of ``x_TD`` (any float dtype); pads have no expert and count nowhere."""
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        is_pad_T: torch.Tensor | None = None,
+        ids_TK: torch.Tensor | None = None,
+    ) -> Routed:
+        """The routing of ``x_TD`` (any float dtype); pads have no expert and count nowhere.
+
+        ``ids_TK`` are experts to be taken whatever the scores, -1: where there are none to take.
+        """
         logits_TE = router_logits(x_TD, self.weight, self.backend)
         routed = router_topk(
             logits_TE,
@@ -250,31 +258,36 @@ class Router(nn.Module):
             is_pad_T=is_pad_T,
             backend=self.backend,
         )
-        if self.balanced_stride is None:
+        if self.balanced_stride is not None:
+            # A round-robin: counts of two experts differ by one at most. The router has run all the
+            # same, so that its cost is in what is measured.
+            slots_R = torch.arange(logits_TE.shape[0] * self.top_k, device=logits_TE.device)
+            ids_R = slots_R * self.balanced_stride % logits_TE.shape[1]
+            return self._sent_to(ids_R.view(-1, self.top_k), routed, logits_TE, is_pad_T)
+        if ids_TK is None:
             return routed
-        return self._force_balanced(routed, logits_TE, is_pad_T, self.balanced_stride)
+        ids_TK = torch.where(ids_TK >= 0, ids_TK, routed.ids_TK)
+        return self._sent_to(ids_TK, routed, logits_TE, is_pad_T)
 
-    def _force_balanced(
-        self, routed: Routed, logits_TE: torch.Tensor, is_pad_T: torch.Tensor | None, stride: int
+    def _sent_to(
+        self,
+        ids_TK: torch.Tensor,
+        routed: Routed,
+        logits_TE: torch.Tensor,
+        is_pad_T: torch.Tensor | None,
     ) -> Routed:
-        """``routed`` with its choice replaced by a round-robin over the experts.
-
-        Counts of two experts differ by one at most. The router has run all the same, so that its
-        cost is in what is measured, and the weights still follow its scores.
-        """
-        num_tokens, num_experts = logits_TE.shape
-        slots_R = torch.arange(num_tokens * self.top_k, device=logits_TE.device)
-        ids_R = slots_R * stride % num_experts
-        ids_TK = ids_R.view(num_tokens, self.top_k)
-        weights_TK = logits_TE.softmax(-1).gather(1, ids_TK)
+        """``routed`` with this choice for its own; weights follow the scores as they are."""
+        at_TK = ids_TK.clamp(min=0).long()
+        weights_TK = logits_TE.softmax(-1).gather(1, at_TK)
         if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        ones_TK = torch.ones_like(ids_TK, dtype=torch.int32)
+        ones_TK = torch.ones_like(at_TK, dtype=torch.int32)
         if is_pad_T is not None:
             ones_TK = ones_TK.masked_fill(is_pad_T[:, None], 0)
             weights_TK = weights_TK.masked_fill(is_pad_T[:, None], 0)
-        counts_E = torch.zeros_like(routed.counts_E).index_add(0, ids_R, ones_TK.flatten())
-        ids_TK = torch.where(ones_TK > 0, ids_TK, -1)
+        counts_E = torch.zeros_like(routed.counts_E)
+        counts_E = counts_E.index_add(0, at_TK.flatten(), ones_TK.flatten())
+        ids_TK = torch.where(ones_TK > 0, at_TK, -1)
         return routed._replace(ids_TK=ids_TK.int(), weights_TK=weights_TK, counts_E=counts_E)
 
 
@@ -336,8 +349,12 @@ class MoE(nn.Module):
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
-        is_pad_BS = context.is_pad_BS
-        routed = self.router(x_TD, None if is_pad_BS is None else is_pad_BS.flatten())
+        is_pad_BS, routes_BSK = context.is_pad_BS, context.routes_BSK
+        routed = self.router(
+            x_TD,
+            None if is_pad_BS is None else is_pad_BS.flatten(),
+            None if routes_BSK is None else routes_BSK.reshape(-1, routes_BSK.shape[-1]),
+        )
         rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
         y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R, rows.typical_rows)
         y_TD = self.dispatcher.combine(y_RD, rows.ctx)

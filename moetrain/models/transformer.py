@@ -73,6 +73,10 @@ class Inputs(NamedTuple):
     """bool, tokens that only fill up a row, behind its documents or each of them: no expert sees
     them and no statistics count them. Attention takes them for the end of the document before. They
     should have no targets. None: there are none."""
+    routes_BSLK: torch.Tensor | None = None
+    """int32, by MoE layer, the experts that each token was sent to before, and is sent to again,
+    with weights from the router's scores as they are now (arXiv 2507.18071, 2510.11370); -1: as the
+    router chooses now. None: it chooses for all."""
 
 
 class Rows(NamedTuple):
@@ -82,6 +86,8 @@ class Rows(NamedTuple):
     seq_len: int
     contexts: dict[int | None, Context]
     """By attention window."""
+    routes_BSLK: torch.Tensor | None = None
+    """As in :class:`Inputs`."""
 
 
 CallBlock = Callable[..., Any]
@@ -157,18 +163,19 @@ class Transformer(nn.Module):
         positions_BS: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         is_pad_BS: torch.Tensor | None = None,
+        routes_BSLK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """All stages: hidden states [B, S, D] after the final norm, and routing statistics.
 
         Arguments as in :class:`Inputs`; None for statistics: there is no MoE layer.
         """
-        rows = self.prepare(Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS))
+        rows = self.prepare(Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK))
         x_BSD, layer_stats = self.run(self.embed_tokens(tokens_BS), rows)
         return self.head(x_BSD, rows), self.routing(layer_stats)
 
     def prepare(self, inputs: Inputs) -> Rows:
         """What every block will need to know of the rows; no parameters are touched."""
-        tokens_BS, positions_BS, cu_seqlens, is_pad_BS = inputs
+        tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK = inputs
         batch, seq_len = tokens_BS.shape
         if positions_BS is None:
             cu_seqlens = None
@@ -189,7 +196,7 @@ class Transformer(nn.Module):
             positions_BS = torch.arange(seq_len, device=tokens_BS.device)[None]
         rotation = self.rope(positions_BS)
         contexts = {w: Context(rotation, mask, cu_seqlens, is_pad_BS) for w, mask in masks.items()}
-        return Rows(batch, seq_len, contexts)
+        return Rows(batch, seq_len, contexts, routes_BSLK)
 
     def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """The residual stream [B, S, D] before the first block, in the compute dtype."""
@@ -204,6 +211,9 @@ class Transformer(nn.Module):
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
             context = rows.contexts[self.windows[i]]
+            if rows.routes_BSLK is not None and i in self.arch.moe_layer_indices:
+                layer = self.arch.moe_layer_indices.index(i)
+                context = context._replace(routes_BSK=rows.routes_BSLK[:, :, layer])
             x_BSD, stats = self.sharding.run(self.call_block, self.layers[i], x_BSD, context)
             if stats is not None:
                 layer_stats.append(stats)

@@ -46,8 +46,8 @@ class TokenParts:
         return cls(group.size(), group.rank(), group.group_name)
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's part [N] of what every rank has of all tokens."""
-        return x_T.view(self.ranks, -1)[self.rank]
+        """This rank's part [N, ...] of what every rank has of all tokens."""
+        return x_T.view(self.ranks, -1, *x_T.shape[1:])[self.rank]
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         """All tokens, from every rank's; leading dims of any kind become one of 1."""
@@ -67,7 +67,7 @@ def share_tokens(part: nn.Module, style: PartStyle, parts: TokenParts) -> None:
         "own": (None, None),
         "vocabulary": (None, None),
         "all": (_gather_input, _scatter_output),
-        "routed": (_cut_pads, None),
+        "routed": (_cut_context, None),
         "gather": (None, _gather_output),
     }
     before, after = hooks[style]
@@ -86,11 +86,13 @@ def _scatter_output(parts: TokenParts, part: nn.Module, args: tuple[Any, ...], y
     return (parts.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else parts.scatter(y)
 
 
-def _cut_pads(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cut_context(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x_ND, context = args
-    if context.is_pad_BS is None:
-        return args
-    return x_ND, context._replace(is_pad_BS=parts.part(context.is_pad_BS.flatten()))
+    if context.is_pad_BS is not None:
+        context = context._replace(is_pad_BS=parts.part(context.is_pad_BS.flatten()))
+    if context.routes_BSK is not None:
+        context = context._replace(routes_BSK=parts.part(context.routes_BSK.flatten(0, 1)))
+    return x_ND, context
 
 
 def _gather_output(
