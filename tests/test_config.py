@@ -136,7 +136,9 @@ def test_dry_run_prints_json_that_loads_again(capsys):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_loads(name):
-    needed = [] if name not in ("sft", "continue") else ["model.path=x", "data.path=y"]
+    path = ["model.path=x"]
+    needed = {"rl": path, "sft": [*path, "data.path=y"], "continue": [*path, "data.path=y"]}
+    needed = needed.get(name, [])
     config = load(*needed, source=name)
     assert (config.model.path if needed else config.model.preset) is not None
 
