@@ -131,8 +131,7 @@ def test_what_does_not_fit_is_cut_off_or_dropped():
         assert t.is_overlong
     _, groups, _ = played(Counting(turns=9), max_tokens=90, max_turns=2)
     assert {len(t.actions) for group in groups for t in group} <= {1, 2}
-    _, groups, collector = played(Counting(), longest=3)
-    assert collector.faults == {"too_long": 15}
+    _, groups, _ = played(Counting(), longest=3)
     assert {t.fault for group in groups for t in group} == {"too_long"}
 
 
@@ -182,7 +181,6 @@ def test_a_fault_costs_its_own_trajectory(what, when):
     assert [fault for i, group in enumerate(faults) for fault in group if i != 2] == [None] * 12
     expected = what.split()[0]
     assert faults[2] == [expected] * 3
-    assert collector.faults == {expected: 3}
     for i in (0, 1, 3, 4):
         assert [t[0] for t in found[i]] == [t[0] for t in sound[i]]
     assert not collector.generator.is_busy

@@ -19,7 +19,6 @@ import logging
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +52,8 @@ class Collector:
     """All trajectories under way on this rank.
 
     Attributes:
-        generated: tokens that were generated, since somebody set it to 0.
+        generated: tokens that were generated since :meth:`reset_counts`.
         seconds: what that took, and what was waited for environments meanwhile.
-        faults: why trajectories failed, how often.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Collector:
 
     def reset_counts(self) -> None:
         """Count from here on."""
-        self.generated, self.faults = 0, Counter[str]()
+        self.generated = 0
         self.seconds = {"generate": 0.0, "environment": 0.0}
 
     # ---- what is under way ---------------------------------------------------------------------
@@ -100,7 +98,7 @@ class Collector:
         warm = self.settings.temperature if temperature is None else temperature
         for member in range(size):
             own = random.Random(f"{seed}/{group}/{member}").getrandbits(63)
-            self.resume(Trajectory(group, member, task, own, warm, begun=self.generator.version))
+            self.resume(Trajectory(group, member, task, own, warm))
 
     def resume(self, trajectory: Trajectory) -> None:
         """Take ``trajectory`` up where it is: from its task, from a checkpoint, or over."""
@@ -209,7 +207,6 @@ class Collector:
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed
         trajectory.fault = reason
-        self.faults[reason] += 1
         if reason not in self._said:  # each kind once: a bad environment has one at every call
             self._said.add(reason)
             logger.warning(

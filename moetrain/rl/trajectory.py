@@ -28,8 +28,6 @@ class Trajectory:
     seed: int
     """Of its sampling."""
     temperature: float
-    begun: int = 0
-    """The version of the weights when it was put under way."""
     reward: float = 0.0
     answers: int = 0
     """How often the environment has answered, the prompt among them."""
