@@ -81,8 +81,8 @@ class RlSection(Section):
 
     env: str = "sort"
     """What is learned. yes_no_maybe, sort, arithmetic, calculator: made up as they are asked for;
-    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, called with what
-    moetrain.rl.envs.Prompts is and rl.env_args."""
+    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, called with a
+    moetrain.rl.envs.Prompts and the arguments of rl.env_args: an Environment."""
     env_args: str | None = None
     """Arguments of the environment, as a JSON object: {"most": 6}."""
     prompts: str | None = None

@@ -125,7 +125,7 @@ def test_asynchronous_environments_change_nothing(turns):
 
 
 def test_what_does_not_fit_is_cut_off_or_dropped():
-    _, groups, collector = played(Counting(turns=9), max_tokens=90, longest=20)
+    _, groups, _ = played(Counting(turns=9), max_tokens=90, longest=20)
     for t in (t for group in groups for t in group):
         assert len(t.tokens) <= 20 + 2  # the environment's last words are not read any more
         assert t.is_overlong
