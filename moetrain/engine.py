@@ -14,7 +14,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -34,6 +34,7 @@ from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
+    HostMoments,
     build_optimizer,
     guarded_step,
     load_whole_optimizer_state,
@@ -107,6 +108,7 @@ class Engine:
         self.model, self.fsdp = place_model(config, arch, world)
         self.optimizer = build_optimizer(self.fsdp.members, config.optim)
         self.static = static_transport(self.model)
+        self._moments = HostMoments(self.optimizer)
         self.retried_steps = 0
         self._since_step: list[Totals] = []
 
@@ -159,6 +161,7 @@ class Engine:
         Raises:
             ValueError: there was no :meth:`forward_backward` since the last step.
         """
+        self._check_moments()
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
         norm = self.fsdp.gradient_norm()
@@ -181,6 +184,20 @@ class Engine:
         Each method enters it by itself; around several it saves gathering parameters anew.
         """
         return self.fsdp.work()
+
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Meanwhile moments, and parameters gathered, take no device memory; no step, no state."""
+        self.fsdp.release()
+        self._moments.leave()
+        try:
+            yield
+        finally:
+            self._moments.come_back()
+
+    def _check_moments(self) -> None:
+        if self._moments.away:
+            raise RuntimeError("a step or a state within Engine.offloaded()")
 
     def exact_sizes(self) -> AbstractContextManager[None]:
         """Whatever the routing, no row is dropped meanwhile."""
@@ -219,6 +236,7 @@ class Engine:
 
         Empty where ``keep`` is not set. Gradients are no part of it.
         """
+        self._check_moments()
         optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members)
         return {"model": _kept(self.weights(), keep), "optim": _kept(optimizer, keep)}
 
@@ -231,6 +249,7 @@ class Engine:
             ConfigError: tensors of other names, shapes, dtypes.
         """
         self.fsdp.check_idle()
+        self._check_moments()
         self._forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, groups["model"])

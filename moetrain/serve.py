@@ -57,6 +57,7 @@ def _run(argv: Sequence[str] | None) -> None:
         max_sequences=args.max_sequences,
         max_tokens=args.max_step_tokens,
     )
+    generator.warm_up()
     app = make_app(generator, args.name or args.path)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 

@@ -62,6 +62,7 @@ def main() -> int:
     batches = [int(word) for word in args.batches.split(",")]
     model, experts = make_model(config, arch, world)
     generator = Generator(model, max_sequences=max(batches), max_tokens=CHUNK, experts=experts)
+    generator.warm_up()
     row: dict[str, Any] = {"preset": args.preset, "layers": arch.num_layers, "ranks": ranks}
     row |= {"context": args.context, "commit": commit(), "device": device_name(world.device)}
     bandwidth = copy_bandwidth(world.device)

@@ -1,5 +1,6 @@
 """The engine alone: no data, no folder, no trainer; on tensors made here."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,7 @@ from moetrain.models import (
     router_z_loss,
 )
 from moetrain.models.rules import parameter_rules
+from moetrain.optim import MOMENTS
 from moetrain.parallel.world import join_world
 from moetrain.preflight import resolve_run
 
@@ -332,6 +334,38 @@ def test_training_follows_a_forward_in_inference_mode(dtype):
     with torch.inference_mode():
         first.forward(make_batches(0), CrossEntropy())
     assert train(first, range(2)) == train(second, range(2))
+
+
+def test_moments_leave_for_the_host_and_come_back():
+    weights = []
+    for leaves in (False, True):
+        engine = make_engine()
+        objective = objective_of(engine)
+        addresses = [member.local.data_ptr() for member in engine.fsdp.members.values()]
+        for step in range(4):
+            if leaves:
+                moments = [s[k] for s in engine.optimizer.state.values() for k in MOMENTS]
+                storages = [moment.untyped_storage() for moment in moments]
+                with engine.offloaded():
+                    assert all(storage.nbytes() == 0 for storage in storages)
+                    assert bool(moments) == (step > 0)
+                    engine.forward(make_batches(step), objective)
+                    if moments:
+                        for call in (engine.state, partial(engine.load_state, {})):
+                            with pytest.raises(RuntimeError, match="offloaded"):
+                                call()
+                for moment, storage in zip(moments, storages, strict=True):
+                    assert moment.untyped_storage().nbytes() == storage.nbytes() > 0
+            before = dict(engine.weights())
+            before = {name: weight.clone() for name, weight in before.items()}
+            engine.forward_backward(make_batches(step), objective)
+            engine.step(1e-2)
+            changed = dict(engine.weights())
+            assert all((changed[name] != weight).any() for name, weight in before.items())
+        assert addresses == [member.local.data_ptr() for member in engine.fsdp.members.values()]
+        weights.append({name: weight.clone() for name, weight in engine.weights()})
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
 
 
 def test_released_memory_comes_back():

@@ -31,16 +31,20 @@ from moetrain.kernels.spec import (
 )
 
 # Files of moetrain/kernels that offer no kernel of their own: the rules, what ops say of them,
-# wrappers of torch's and cuDNN's operators, and parts of other files' kernels.
+# wrappers of torch's and cuDNN's operators, parts of other files' kernels; and what generation
+# alone uses, neither differentiated nor compiled (tests/test_exact.py).
 NOT_KERNELS = {
     "attention",
     "backend",
     "cudnn_attention",
+    "exact_attention",
+    "few_rows",
     "grouped_mm",
     "portable_triton",
     "router_kernels",
     "saving",
     "spec",
+    "token_choice",
     "vocabulary_chunk",
 }
 

@@ -388,6 +388,6 @@ SPECS = (
         ATTENTION_PACKED,
         name="attention_exact",
         fast=partial(attention_packed, backend="exact"),
-        bad_inputs={},
+        bad_inputs={"window=0 were given": lambda x: x | {"window": 0}},
     ),
 )

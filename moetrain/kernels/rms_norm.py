@@ -24,7 +24,12 @@ from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 def rms_norm(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """``x`` [..., D] normalised in fp32, rounded to its dtype, times ``weight`` in its dtype."""
+    """``x`` [..., D] normalised in fp32, rounded to its dtype, times ``weight`` in its dtype.
+
+    Raises:
+        ValueError: a weight of another width.
+    """
+    _check("rms_norm", x, x, weight_D)
     if not use_fast(backend, x):
         return rms_norm_reference(x, weight_D, eps)
     return _rms_norm(x.contiguous(), weight_D, eps)
@@ -40,7 +45,12 @@ def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
 def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype."""
+    """``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype.
+
+    Raises:
+        ValueError: they have not, or a weight of another width.
+    """
+    _check("add_rms_norm", x, y, weight_D)
     if not use_fast(backend, x):
         return add_rms_norm_reference(x, y, weight_D, eps)
     return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps)
@@ -52,6 +62,14 @@ def add_rms_norm_reference(
     """:func:`add_rms_norm` in plain torch."""
     s = x + y
     return s, rms_norm_reference(s, weight_D, eps)
+
+
+def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
+    if weight_D.shape != x.shape[-1:] or x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            f"{kernel}: was given {x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)} and a "
+            f"weight {tuple(weight_D.shape)}; it takes [..., D] of one shape and dtype, and [D]"
+        )
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
@@ -189,6 +207,7 @@ SPECS = (
         cost=_cost(2),
         differentiable=("x", "weight_D"),
         ops=(_rms_norm,),
+        bad_inputs={r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]}},
     ),
     KernelSpec(
         name="add_rms_norm",
@@ -201,5 +220,10 @@ SPECS = (
         cost=_cost(4),
         differentiable=("x", "y", "weight_D"),
         ops=(_add_rms_norm,),
+        bad_inputs={
+            r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
+            "of one shape": lambda i: i | {"y": i["y"][1:]},
+            "float64": lambda i: i | {"y": i["y"].double()},
+        },
     ),
 )

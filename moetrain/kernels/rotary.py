@@ -37,7 +37,18 @@ def rotary(
         x_THd: each token's numbers lie together; tokens may lie apart.
         cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
         weight_d: of the norm; None: there is none.
+
+    Raises:
+        ValueError: shapes other than these.
     """
+    (T, _, d), half = x_THd.shape, (cos_Sd.shape[0], x_THd.shape[-1] // 2)
+    if d % 2 or T % max(1, half[0]) or cos_Sd.shape != half or sin_Sd.shape != half:
+        raise ValueError(
+            f"rotary: was given x {tuple(x_THd.shape)}, cos {tuple(cos_Sd.shape)} and sin "
+            f"{tuple(sin_Sd.shape)}; it takes [T, H, d] and [S, d/2] of which S divides T"
+        )
+    if weight_d is not None and weight_d.shape != (d,):
+        raise ValueError(f"rotary: was given a weight {tuple(weight_d.shape)} for heads of {d}")
     if not use_fast(backend, x_THd):
         return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
     return _rotary(x_THd, cos_Sd, sin_Sd, weight_d, eps)
@@ -172,5 +183,10 @@ SPECS = (
         cost=_cost,
         differentiable=("x_THd", "weight_d"),
         ops=(_rotary,),
+        bad_inputs={
+            "S divides T": lambda i: i | {"x_THd": i["x_THd"][1:]},
+            r"sin \(7, 11\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:, 1:]},
+            r"a weight \(23,\) for heads of 24": lambda i: i | {"weight_d": i["weight_d"][1:]},
+        },
     ),
 )

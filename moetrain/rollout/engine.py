@@ -83,6 +83,10 @@ class Generator:
         self._live: dict[str, list[Running]] = {}
         """Every request's completions, until all of them are finished."""
 
+    def warm_up(self) -> None:
+        """Do now what the first steps would otherwise wait for: on CUDA, kernels and graphs."""
+        self.steps.warm_up(self.scheduler.max_sequences)
+
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:

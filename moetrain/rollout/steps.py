@@ -97,6 +97,14 @@ class Steps:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
+    def warm_up(self, most: int) -> None:
+        """Capture now what up to ``most`` sequences need. Collective over ranks of experts."""
+        if self.device.type == "cuda" and (self.experts is None or self.experts.can_fix_sizes):
+            for size in reversed(SIZES[: bisect_left(SIZES, most) + 1]):  # later ones fit into it
+                if size not in self._graphs:
+                    self._capture(size)
+
+    @torch.no_grad()
     def run(self, planned: Planned, *, routes: bool) -> Step | None:
         """The next step; None: there was nothing to do, on any rank that shares experts.
 
