@@ -115,6 +115,12 @@ class RlSection(Section):
     """Tasks held out, on which the policy is evaluated every train.eval_interval steps."""
     eval_temperature: float = Field(default=0.0, ge=0)
     """Of sampling in evaluations; 0: the likeliest token, always."""
+    offload: bool = False
+    """Keep the optimizer's moments in host memory while trajectories are generated: 8 bytes for
+    every parameter of a device's share, for the time that copying them takes."""
+    routing_replay: bool = False
+    """Train with the experts that generation chose for each token (arXiv 2510.11370), weighted by
+    the router's scores as they are: for generation whose bits are not the trainer's."""
     max_sequences: int = Field(default=64, gt=0)
     """Trajectories that one rank generates at once; others wait."""
     cache_tokens: int | None = Field(default=None, gt=0)

@@ -237,6 +237,7 @@ class Collector:
             temperature=trajectory.temperature,
             seed=trajectory.seed,
             stop_ids=self.stop_ids,
+            routes=self.settings.routing_replay,
         )
         self.generator.submit(Request(name, tuple(trajectory.tokens), params))
         part.is_speaking = True
@@ -250,6 +251,8 @@ class Collector:
         self._take_in(part)
         part.is_speaking = False
         trajectory = part.trajectory
+        # Of all that was read so far, earlier turns too: the newest are those that count.
+        trajectory.routes = None if completion.routes is None else completion.routes.numpy()
         trajectory.is_overlong = completion.finish_reason == "length"
         start = trajectory.turn_start
         trajectory.actions.append((start, len(trajectory.tokens)))

@@ -125,7 +125,9 @@ class RolloutBatch(NamedTuple):
     @property
     def inputs(self) -> Inputs:
         """What the model sees of it."""
-        return Inputs(self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS)
+        return Inputs(
+            self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS, self.routes_BSLK
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +209,8 @@ class RlTrainer(Run[Learned]):
 
     def _reinforce(self) -> Learned:
         """Trajectories, and updates on them."""
-        rollout = self.roll_out()
+        with self.engine.offloaded() if self.config.rl.offload else nullcontext():
+            rollout = self.roll_out()
         self.rollout_row, samples = rollout.row, rollout.samples()
         if not samples:  # nothing to learn: neither momentum nor decay moves the weights
             skipped = torch.zeros((), dtype=torch.bool, device=self.device)

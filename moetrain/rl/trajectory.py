@@ -43,6 +43,9 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    routes: np.ndarray | None = None
+    """int32 [tokens read in the last turn, MoE layers, K]; None: not asked for."""
+
     def read(self, tokens: Sequence[int]) -> None:
         """Add what the environment says."""
         self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
@@ -88,7 +91,15 @@ class Trajectory:
             np.array(self.versions, np.int64),
             advantage,
             self.group,
+            self._routes(),
         )
+
+    def _routes(self) -> np.ndarray | None:
+        """Of every token but the last; what came after the last turn has none."""
+        if self.routes is None:
+            return None
+        missing = len(self.tokens) - 1 - len(self.routes)
+        return np.pad(self.routes, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
 
 
 _TENSORS = {
@@ -104,7 +115,11 @@ def to_state(
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """What a checkpoint keeps of them: fields as JSON, and everything that is per token."""
     rows = [asdict(t) for t in trajectories]
+    routes = [row.pop("routes") for row in rows]
     tensors = {
+        f"routes.{i}": torch.from_numpy(read) for i, read in enumerate(routes) if read is not None
+    }
+    tensors |= {
         name: torch.tensor([value for row in rows for value in row[name]], dtype=dtype)
         for name, dtype in _TENSORS.items()
     }
@@ -120,8 +135,10 @@ def from_state(
 ) -> list[Trajectory]:
     """Inverse of :func:`to_state`."""
     found, start = [], 0
-    for row in rows:
+    for i, row in enumerate(rows):
         fields: dict[str, Any] = dict(row)
+        if f"routes.{i}" in tensors:
+            fields["routes"] = tensors[f"routes.{i}"].numpy()
         stop = start + fields.pop("length")
         fields["actions"] = [tuple(action) for action in fields["actions"]]
         fields |= {name: tensors[name][start:stop].tolist() for name in _TENSORS}
