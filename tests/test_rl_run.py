@@ -346,11 +346,16 @@ def first_steps(folder, values):
     return lines_of(trainer.folder), {k: v.cpu() for k, v in trainer.engine.weights()}
 
 
-@pytest.mark.parametrize("degrees", [{"parallel.ep": 2}, {"parallel.tp": 2}, {}])
-def test_ranks_learn_what_one_process_does(degrees, even, tmp_path):
+@pytest.mark.parametrize(
+    ("degrees", "replay"), [({"parallel.ep": 2}, True), ({"parallel.tp": 2}, True), ({}, False)]
+)
+def test_ranks_learn_what_one_process_does(degrees, replay, even, tmp_path):
     # With its own epsilon AdamW makes of a rounding error near 0 a step of full length.
     values = even | {"train.micro_batch_size": 2, "optim.eps": 1e-3, "rl.max_staleness": 1}
-    values |= {"moe.aux_loss_scope": "global_batch"}  # which rows lie together is nobody's business
+    values |= {
+        "rl.routing_replay": replay,
+        "moe.aux_loss_scope": "global_batch",
+    }  # which rows lie together is nobody's business
     expected, weights = first_steps(tmp_path / "one", values)
     answers = spawn(2, first_steps, tmp_path / "two", values | degrees, timeout=120)
     found, _ = answers[0]
