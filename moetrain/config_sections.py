@@ -288,7 +288,8 @@ class KernelsSection(Section):
     backend: Literal["auto", "triton", "reference"] = "auto"
     """auto: the fast kernels on CUDA, plain torch elsewhere; triton or reference: that one."""
     attention: Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"] = "auto"
-    """auto: sdpa (cuDNN first) for unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
+    """auto: in reinforcement learning exact, where it can run; elsewhere sdpa (cuDNN first) for
+    unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
     ragged attention if nvidia-cudnn-frontend is installed and the GPU is Hopper or newer, else
     flex. exact: on Hopper in bfloat16, a forward whose every token has the same bits whatever it is
     computed beside, so that what generation reports is what training computes: attention with

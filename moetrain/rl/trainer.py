@@ -22,13 +22,15 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint import Checkpoint
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.engine import Engine
+from moetrain.kernels import cudnn_attention
 from moetrain.loss import Pretraining
 from moetrain.metrics import plot_curves, routing_health
 from moetrain.models import Architecture
 from moetrain.optim import learning_rate
+from moetrain.parallel.apply import compute_dtype
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Tasks, Window
 from moetrain.rl.collect import Collector
@@ -72,7 +74,8 @@ class RlTrainer(Run[Learned]):
 
     def build(self, arch: Architecture) -> None:
         """Tasks, engine, and a generator beside it."""
-        config, rl = self.config, self.config.rl
+        self.config = config = with_training_bits(self.config, self.device)
+        rl = config.rl
         self.total_steps = self._check()
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         if self.tokenizer.vocab_size > arch.vocab_size:
@@ -391,6 +394,16 @@ class RlTrainer(Run[Learned]):
         for trajectory in from_state(found.state["under_way"], tensors):
             if self._mine([trajectory.group]):
                 self.collector.resume(trajectory)
+
+
+def with_training_bits(config: Config, device: torch.device) -> Config:
+    """``config``, in which ``kernels.attention`` auto is exact where that can run."""
+    kernels = config.kernels
+    runs = cudnn_attention.runs(device, compute_dtype(config, device))
+    if kernels.attention != "auto" or not runs:
+        return config
+    exact = kernels.model_copy(update={"attention": "exact"})
+    return config.model_copy(update={"kernels": exact})
 
 
 def worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
