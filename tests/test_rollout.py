@@ -204,6 +204,17 @@ def test_what_begins_alike_is_read_once():
     generator.generate([Request("b", (*prompt, 50), replace(greedy, n=3))])
     # Forty tokens are there; each of three reads the new one, and then its first.
     assert sum(number for step in read for _, number in step) == 6
+    read.clear()
+    first = Request("c", tuple(range(100, 141)), replace(greedy, n=3))
+    behind = Request("d", (1, 2), greedy)
+    assert len(generator.generate([first, behind])[0]) == 3
+    # The first of three reads the prompt, the others its last token; then each its own.
+    assert sum(n for step in read for s, n in step if s.request is first) == 41 + 2 + 3
+    assert behind in [sequence.request for sequence, _ in read[0]]  # it does not wait for that
+    read.clear()
+    apart = replace(first, params=replace(first.params, routes=True))
+    generator.generate([apart])
+    assert sum(number for step in read for _, number in step) == 3 * 42
 
 
 def test_other_weights_answer_for_themselves():
