@@ -117,6 +117,8 @@ def test_completions_are_the_generators():
         return await serving.complete(request)
 
     for found, wanted in zip(run_to_end(serve(work)), expected, strict=True):
+        assert found.routes is not None
+        assert wanted.routes is not None
         assert torch.equal(found.routes, wanted.routes)
         assert replace(found, routes=None) == replace(wanted, routes=None)
 
