@@ -378,6 +378,21 @@ def test_who_looks_at_log_probabilities_has_the_same_tokens():
     assert len(looked_at.top_logprobs) == 30
 
 
+def test_of_equal_tokens_the_first_are_reported_whoever_asks_for_more():
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight[132:] = model.lm_head.weight[:132]
+    generator = Generator(model)
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=3)
+    request = Request("a", (1, 2, 3), params)
+    more = Request("b", (1, 2, 3), replace(params, logprobs=60))
+    alone, beside = (generator.generate(r)[0][0] for r in ([request], [request, more]))
+    assert [list(top) for top in beside.top_logprobs] == [list(top) for top in alone.top_logprobs]
+    for first, second, third in map(list, alone.top_logprobs):
+        assert second == first + 132
+        assert third < 132
+
+
 def test_without_filters_nothing_is_ruled_out():
     logits = torch.tensor([[30.0, *[0.0] * 9]])  # shares whose sum is 1 from the first on
     assert _kept(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()

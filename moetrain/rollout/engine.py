@@ -309,8 +309,9 @@ class Generator:
         chosen_N = choose_filtered(logits_NV[:, :known], params, keys_N)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = min(max(p.logprobs for p in params), known)
-        top = logits_NV.log_softmax(-1).topk(most)
-        ids, values = top.indices.tolist(), top.values.tolist()
+        # Stable: which of equals topk takes depends on how many others ask for.
+        top = logits_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
         tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
         likeliest = [
             dict(list(zip(*pair, strict=True))[: p.logprobs])
