@@ -55,6 +55,7 @@ SHAPES = [
     ((90, 1, 64, 65), 6, 2, 24, None),
     ((40, 130, 64, 5), 3, 1, 32, 16),
     ((70,), 8, 1, 16, None),
+    ((5, 70, 4), 33, 1, 16, None),  # a tile has room for one token's heads
 ]
 
 

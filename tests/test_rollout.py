@@ -10,14 +10,16 @@ import torch
 from test_models import CASES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.generate import main
+from moetrain.kernels.portable_triton import INTERPRETED
 from moetrain.kernels.token_choice import gumbel
 from moetrain.models import build_model, init_weights, load_hf, make_architecture, save_hf
 from moetrain.rollout import Generator, Request, RequestError, SamplingParams
 from moetrain.rollout.pages import Pages
-from moetrain.rollout.sampling import choose_filtered, keys_of, stream_of
+from moetrain.rollout.sampling import _kept, choose_filtered, keys_of, stream_of
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -202,6 +204,17 @@ def test_what_begins_alike_is_read_once():
     generator.generate([Request("b", (*prompt, 50), replace(greedy, n=3))])
     # Forty tokens are there; each of three reads the new one, and then its first.
     assert sum(number for step in read for _, number in step) == 6
+    read.clear()
+    first = Request("c", tuple(range(100, 141)), replace(greedy, n=3))
+    behind = Request("d", (1, 2), greedy)
+    assert len(generator.generate([first, behind])[0]) == 3
+    # The first of three reads the prompt, the others its last token; then each its own.
+    assert sum(n for step in read for s, n in step if s.request is first) == 41 + 2 + 3
+    assert behind in [sequence.request for sequence, _ in read[0]]  # it does not wait for that
+    read.clear()
+    apart = replace(first, params=replace(first.params, routes=True))
+    generator.generate([apart])
+    assert sum(number for step in read for _, number in step) == 3 * 42
 
 
 def test_other_weights_answer_for_themselves():
@@ -231,6 +244,17 @@ def test_other_weights_answer_for_themselves():
         generator.update_weights([])
 
 
+def test_a_cache_does_not_outlive_weights_that_were_taken_in_part():
+    request = Request("a", tuple(range(20)), SamplingParams(max_tokens=10, temperature=0))
+    generator, other = make_generator(page_size=4), make_model(seed=1)
+    generator.generate([request])
+    with pytest.raises(ValueError, match="no 'odd'"):
+        generator.update_weights([*other.named_parameters(), ("odd", torch.zeros(1))])
+    found = generator.generate([request])[0][0]
+    assert found.tokens == Generator(other, ByteTokenizer()).generate([request])[0][0].tokens
+    assert set(found.versions) == {1}
+
+
 def test_sleep_pause_and_abort():
     request = Request("a", tuple(range(20)), SamplingParams(max_tokens=30, seed=3))
     expected = alone(request)[0]
@@ -244,8 +268,11 @@ def test_sleep_pause_and_abort():
     with pytest.raises(RuntimeError, match="paused"):
         generator.generate([replace(request, id="b")])
     generator.paused = False
-    generator.abort("b")
+    assert generator.abort("b") == []  # it is not being served
     generator.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        generator.generate([replace(request, id="b")])
+    assert list(generator._live) == ["a"]
     assert all(cache.keys_PZGd is None for cache in generator.steps.caches)
     with pytest.raises(RuntimeError, match="wake"):
         generator.step()
@@ -298,12 +325,77 @@ def test_what_can_never_be_served_says_so(problem):
         ("min_p", 1.5),
         ("n", 0),
         ("stop", ("",)),
+        ("stop", "END"),
+        ("stop", (5,)),
+        ("stop_ids", ("x",)),
         ("seed", -1),
     ],
 )
 def test_impossible_parameters_are_named(name, value):
     with pytest.raises(ValueError, match=f"^{name} .*out of range"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "n", "logprobs"])
+def test_numbers_that_are_not_whole_are_named(name):
+    with pytest.raises(TypeError, match=f"^{name} 2.5 is no whole number"):
+        SamplingParams(**{name: 2.5})
+
+
+@pytest.mark.parametrize("name", ["num_pages", "page_size", "max_sequences", "max_tokens"])
+def test_a_generator_that_could_never_step_is_none(name):
+    with pytest.raises(ValueError, match=f"{name} 0 is not positive"):
+        make_generator(**{name: 0})
+
+
+def test_extreme_parameters_do_what_they_say():
+    def tokens(**params):
+        return alone(Request("a", (5, 6, 7), SamplingParams(max_tokens=12, **params)))[0]
+
+    greedy = tokens(temperature=0)
+    assert tokens(temperature=1e-300) == greedy
+    assert tokens(temperature=1e-40, top_p=0.9) == greedy
+    assert tokens(temperature=1e300) == tokens(temperature=1e20) != greedy
+    assert tokens(top_k=10**30) == tokens()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+def test_who_looks_at_log_probabilities_has_the_same_tokens():
+    model = make_model().bfloat16()
+    with torch.no_grad():  # pairs of tokens whose logits are the same once rounded
+        half = model.lm_head.weight[:132].clone()
+        half[:, 0] *= 1 + 2**-7
+        model.lm_head.weight[132:] = half
+    model.kernels = KernelsSection(backend="triton")  # of the choice alone
+    generator = Generator(model)
+    params = SamplingParams(max_tokens=30, temperature=0)
+    plain = generator.generate([Request("a", (1, 2, 3), params)])[0][0]
+    asked = Request("a", (1, 2, 3), replace(params, logprobs=2))
+    beside = Request("b", (1, 2, 3), replace(params, top_k=2))
+    looked_at = generator.generate([asked, beside])[0][0]
+    assert looked_at.tokens == plain.tokens
+    assert looked_at.logprobs == plain.logprobs
+    assert len(looked_at.top_logprobs) == 30
+
+
+def test_of_equal_tokens_the_first_are_reported_whoever_asks_for_more():
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight[132:] = model.lm_head.weight[:132]
+    generator = Generator(model)
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=3)
+    request = Request("a", (1, 2, 3), params)
+    more = Request("b", (1, 2, 3), replace(params, logprobs=60))
+    alone, beside = (generator.generate(r)[0][0] for r in ([request], [request, more]))
+    assert [list(top) for top in beside.top_logprobs] == [list(top) for top in alone.top_logprobs]
+    for first, second, third in map(list, alone.top_logprobs):
+        assert second == first + 132
+        assert third < 132
+
+
+def test_without_filters_nothing_is_ruled_out():
+    logits = torch.tensor([[30.0, *[0.0] * 9]])  # shares whose sum is 1 from the first on
+    assert _kept(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
 
 
 def test_a_stop_text_ends_a_completion():

@@ -172,6 +172,8 @@ def wait_until(is_so, seconds):
         ({"prompt": [300]}, "not all of 0 to 263"),
         ({"prompt": "A", "temperature": -1}, "temperature -1"),
         ({"prompt": "A", "max_tokens": "x"}, "wrong type"),
+        ({"prompt": "A", "max_tokens": 2.5}, "wrong type: max_tokens 2.5"),
+        ({"prompt": "A", "stop": [5]}, "stop"),
         ({"prompt": "A", "best_of": 3}, "'best_of' is not supported"),
         ({"prompt": "A", "max_tokens": 500, "stream": True}, "more than the model's positions"),
     ],

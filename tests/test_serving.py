@@ -1,8 +1,11 @@
 """Asynchronous generation: the synchronous one's tokens, whoever listens, hangs up or fails."""
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import pytest
+import torch
 from test_rollout import alone, draw_request, make_generator
 
 from moetrain.rollout import Request, RequestError, SamplingParams
@@ -57,6 +60,67 @@ def test_who_hangs_up_aborts_and_disturbs_nobody():
         return completions[0].tokens
 
     assert run_to_end(serve(work)) == alone(other)[0]
+
+
+def test_who_is_cancelled_before_it_is_served_is_served_no_further():
+    request = Request("a", (1,), SamplingParams(max_tokens=100))
+
+    async def work(serving):
+        started, go_on = threading.Event(), threading.Event()
+        submit = serving.generator.submit
+
+        def slowly(request):
+            started.set()
+            go_on.wait(30)
+            submit(request)
+
+        serving.generator.submit = slowly
+        waiting = asyncio.create_task(serving.complete(request))
+        assert await asyncio.to_thread(started.wait, 30)
+        behind = asyncio.create_task(serving.complete(replace(request, id="b")))
+        await asyncio.sleep(0)  # it is in the thread's queue
+        for task in (waiting, behind):
+            task.cancel()
+        await asyncio.gather(waiting, behind, return_exceptions=True)
+        go_on.set()
+        assert await serving.call(lambda: list(serving.generator._live)) == []
+
+    run_to_end(serve(work))
+
+
+def test_closing_is_an_error_to_who_listens():
+    request = Request("a", (1,), SamplingParams(max_tokens=100))
+
+    async def work(serving):
+        seen = []
+
+        async def listen():
+            async for update in serving.stream(request):
+                seen.append(update)
+
+        listening = asyncio.create_task(listen())
+        while not seen:
+            await asyncio.sleep(0.001)
+        await serving.close()
+        with pytest.raises(RuntimeError, match="'a': generation was closed"):
+            await asyncio.wait_for(listening, 30)
+
+    run_to_end(serve(work))
+
+
+def test_completions_are_the_generators():
+    request = draw_request(0)
+    request = replace(request, params=replace(request.params, routes=True, logprobs=2))
+    (expected,) = make_generator().generate([request])
+
+    async def work(serving):
+        return await serving.complete(request)
+
+    for found, wanted in zip(run_to_end(serve(work)), expected, strict=True):
+        assert found.routes is not None
+        assert wanted.routes is not None
+        assert torch.equal(found.routes, wanted.routes)
+        assert replace(found, routes=None) == replace(wanted, routes=None)
 
 
 def test_errors_reach_whom_they_concern():

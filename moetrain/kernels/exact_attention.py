@@ -59,7 +59,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs; not an op, checks nothing."""
     tile = _tile(q_THd.shape[1] // k_TGd.shape[1], one_token=False)
-    return _launch(tile, q_THd, k_TGd, v_TGd, cu_seqlens, None, None, window)
+    return _launch(tile, q_THd, k_TGd, v_TGd, cu_seqlens, None, None, window, one_token=False)
 
 
 def paged_attention(
@@ -88,7 +88,8 @@ def paged_attention(
     tile = _tile(q_THd.shape[1] // keys_PZGd.shape[2], one_token)
     keys, values = keys_PZGd.flatten(0, 1), values_PZGd.flatten(0, 1)
     paged = (seen_N, pages_NM)
-    return _launch(tile, q_THd, keys, values, cu_seqlens, paged, keys_PZGd.shape[1], window)[0]
+    size = keys_PZGd.shape[1]
+    return _launch(tile, q_THd, keys, values, cu_seqlens, paged, size, window, one_token)[0]
 
 
 def store_in_pages(
@@ -134,6 +135,7 @@ def _launch(
     paged: tuple[torch.Tensor, torch.Tensor] | None,
     page_size: int | None,
     window: int | None,
+    one_token: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (tokens, heads, width), kv_heads = q_THd.shape, k_LGd.shape[1]
     o_THd = torch.empty_like(q_THd)
@@ -150,7 +152,7 @@ def _launch(
         width**-0.5 * _LOG2_E, 0 if window is None else window,
         H=heads, G=kv_heads, D=width, DP=padded_width, Z=page_size,
         ROWS=tile.rows, TOKENS=tile.tokens, BN=BLOCK,
-        SEQUENCES=1024, HAS_WINDOW=window is not None, WIDEN=INTERPRETED,
+        SEQUENCES=1024, ONE_TOKEN=one_token, HAS_WINDOW=window is not None, WIDEN=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return o_THd, lse_HT
@@ -195,11 +197,11 @@ def _attend_kernel(
     T, N, pages_stride, scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Z: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SEQUENCES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A tile's tokens for one key head, over each of the documents that they belong to."""
     HEADS: tl.constexpr = H // G
-    PADDED: tl.constexpr = ROWS // TOKENS if TOKENS > 1 else ROWS
+    PADDED: tl.constexpr = ROWS // TOKENS
     # The last tokens of a document see the most: begin with them.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
     g = tl.program_id(1)
@@ -215,7 +217,7 @@ def _attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
     document = first
-    if TOKENS > 1:  # how many end at or before the first token
+    if not ONE_TOKEN:  # how many end at or before the first token
         document = 0
         for i in range(0, N, SEQUENCES):
             index = i + tl.arange(0, SEQUENCES)

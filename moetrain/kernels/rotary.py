@@ -67,6 +67,8 @@ def rotary_reference(
 
 
 def _turn(x_THd: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor) -> torch.Tensor:
+    if not x_THd.shape[0]:  # T and S may both be 0
+        return x_THd
     wide = x_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
     x1, x2 = wide.unflatten(0, (-1, cos_Sd.shape[0])).chunk(2, dim=-1)
     cos, sin = cos_Sd[:, None], sin_Sd[:, None]
@@ -173,6 +175,7 @@ SPECS = (
             {"T": 5, "H": 9, "d": 16, "S": 5, "norm": False},
             {"T": 1, "H": 1, "d": 2, "S": 1, "norm": True},
             {"T": 0, "H": 2, "d": 8, "S": 1, "norm": True},
+            {"T": 0, "H": 2, "d": 8, "S": 0, "norm": False},
         ),
         benches=(
             Bench(

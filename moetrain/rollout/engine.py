@@ -69,8 +69,14 @@ class Generator:
                 with requests of its own or none; None: this rank has all experts.
 
         Raises:
-            ValueError: an attention of another kind than that which has a cache.
+            ValueError: an attention of another kind than that which has a cache; a number that is
+                not positive.
         """
+        sizes = {"num_pages": num_pages, "page_size": page_size}
+        sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} {size} is not positive")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
         self.experts = experts
@@ -154,7 +160,10 @@ class Generator:
 
         Raises:
             RequestError: as :meth:`submit`; then none of ``requests`` is served.
+            RuntimeError: the generator is paused or asleep; none is served either.
         """
+        if self.paused or self.is_asleep:
+            raise RuntimeError("the generator is paused or asleep: generate() would never end")
         for name, times in Counter(request.id for request in requests).items():
             if times > 1:
                 raise RequestError(name, f"{times} requests have this id; give each its own")
@@ -163,8 +172,6 @@ class Generator:
         for request in requests:
             self.submit(request)
         mine = [self._live[request.id] for request in requests]
-        if self.paused:
-            raise RuntimeError("the generator is paused: generate() would never end")
         served = [sequence.completion for sequences in mine for sequence in sequences]
         while self.goes_on(any(completion.finish_reason is None for completion in served)):
             self.step()
@@ -207,26 +214,32 @@ class Generator:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take other weights, in place: every parameter whole by its name, in any dtype.
+        """Take other weights, in place: every parameter and buffer, whole, by its name.
+
+        They may be of any dtype.
 
         What the cache holds is forgotten. Completions under way go on from where they are: what
         they have is read anew, and ``Completion.versions`` says which weights chose what.
 
         Raises:
-            ValueError: a name or shape that the model does not have, or parameters left out.
+            ValueError: a name or shape that the model does not have, or some left out. What came
+                before has been taken then.
         """
         parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         missing = set(parameters)
-        for name, weight in weights:
-            if self.experts is not None:
-                weight = self.experts.part(name, weight)
-            if name not in parameters or parameters[name].shape != weight.shape:
-                raise ValueError(f"update_weights: the model has no {name!r} {list(weight.shape)}")
-            parameters[name].copy_(weight)
-            missing.discard(name)
+        try:
+            for name, weight in weights:
+                if self.experts is not None:
+                    weight = self.experts.part(name, weight)
+                if name not in parameters or parameters[name].shape != weight.shape:
+                    shape = list(weight.shape)
+                    raise ValueError(f"update_weights: the model has no {name!r} {shape}")
+                parameters[name].copy_(weight)
+                missing.discard(name)
+        finally:  # some may have changed where this fails
+            self.weights_changed()
         if missing:
             raise ValueError(f"update_weights: not given: {', '.join(sorted(missing)[:3])}")
-        self.weights_changed()
 
     def weights_changed(self) -> None:
         """What :meth:`update_weights` does beside copying; for who has copied them in place."""
@@ -269,8 +282,10 @@ class Generator:
             hidden_ND = step.hidden_ND[[at[i] for i in special]]
             found = self._consider_all([sequences[i] for i in special], hidden_ND)
             for i, (token, logprob, top) in zip(special, found, strict=True):
-                tokens[i], logprobs[i] = token, logprob
-                if sequences[i].request.params.logprobs:
+                params = sequences[i].request.params
+                if has_filters(params):  # whoever only looks at logits, has what it would have had
+                    tokens[i], logprobs[i] = token, logprob
+                if params.logprobs:
                     sequences[i].completion.top_logprobs.append(top)
         for sequence, number, logprob in zip(sequences, tokens, logprobs, strict=True):
             completion, token = sequence.completion, int(number)
@@ -294,8 +309,9 @@ class Generator:
         chosen_N = choose_filtered(logits_NV[:, :known], params, keys_N)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = min(max(p.logprobs for p in params), known)
-        top = logits_NV.log_softmax(-1).topk(most)
-        ids, values = top.indices.tolist(), top.values.tolist()
+        # Stable: which of equals topk takes depends on how many others ask for.
+        top = logits_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
         tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
         likeliest = [
             dict(list(zip(*pair, strict=True))[: p.logprobs])

@@ -21,7 +21,10 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Impossible values are a ValueError that names them.
+    """How one request's tokens are chosen.
+
+    Impossible values are a ValueError that names them, numbers that are not whole a TypeError: a
+    step would fail over them, and with it all that is served beside them.
 
     The filters act one after the other on the probabilities at ``temperature``: ``top_k``, then
     ``top_p`` (the fewest tokens that have so much together, arXiv 1904.09751), then ``min_p`` (what
@@ -49,6 +52,9 @@ class SamplingParams:
     """Whether to report which experts each token was sent to."""
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name} {getattr(self, name)!r} is no whole number")
         good = {
             "max_tokens": self.max_tokens >= 1,
             "temperature": self.temperature >= 0 and math.isfinite(self.temperature),
@@ -57,7 +63,10 @@ class SamplingParams:
             "min_p": 0 <= self.min_p <= 1,
             "seed": 0 <= self.seed < 2**63,
             "n": self.n >= 1,
-            "stop": all(self.stop),
+            "stop_ids": all(isinstance(token, int) for token in self.stop_ids),
+            # A text alone would be taken for its characters.
+            "stop": not isinstance(self.stop, str)
+            and all(text and isinstance(text, str) for text in self.stop),
             "logprobs": self.logprobs >= 0,
         }
         for name, is_good in good.items():

@@ -9,6 +9,7 @@ Legend: N sequences, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,8 +29,8 @@ def stream_of(params: SamplingParams, completion: int) -> int:
 
 
 def inverse_temperature(params: SamplingParams) -> float:
-    """0 for the likeliest token."""
-    return 1 / params.temperature if params.temperature > 0 else 0.0
+    """0 for the likeliest token. Clamped: times logits it is finite in fp32."""
+    return min(max(1 / params.temperature, 1e-30), 1e30) if params.temperature > 0 else 0.0
 
 
 def keys_of(streams_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
@@ -62,10 +63,11 @@ def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
 
     ranked_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocabulary, device=scores_NV.device)
-    kept_NV = rank_V < column([p.top_k or vocabulary for p in params])
+    kept_NV = rank_V < column([min(p.top_k or vocabulary, vocabulary) for p in params])
     shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
     before_NV = shares_NV.cumsum(-1) - shares_NV
-    kept_NV &= before_NV < column([p.top_p for p in params])
+    # A sum of shares is rounded, maybe to 1: no filter is one that keeps everything.
+    kept_NV &= before_NV < column([p.top_p if p.top_p < 1 else math.inf for p in params])
     kept_NV &= shares_NV >= column([p.min_p for p in params]) * shares_NV[:, :1]
     kept_NV[:, 0] = True
     return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)

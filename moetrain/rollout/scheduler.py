@@ -1,7 +1,8 @@
 """Which tokens the model reads next: continuous batching with chunked prefill and preemption.
 
 Every step reads some tokens of every running sequence: of one that is being continued its last, of
-a prompt a chunk. Sequences are served in the order they came. When pages run short the youngest
+a prompt a chunk. Sequences are served in the order they came, but for those of one request: the
+first reads the prompt, then the others share its pages. When pages run short the youngest
 running one gives its pages back and is read again later (what it had published may still be there);
 so the oldest always gets on, and nothing waits for ever.
 """
@@ -78,7 +79,7 @@ class Scheduler:
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        """The oldest first."""
+        """In the order in which they began."""
         self.num_preempted = 0
 
     def add(self, sequence: Running) -> None:
@@ -95,19 +96,30 @@ class Scheduler:
             if number and sequence.is_running and self._make_room(sequence, number):
                 planned.append((sequence, number))
                 left -= number
-        while left and self.waiting and len(self.running) < self.max_sequences:
-            sequence = self.waiting[0]
+        return planned + self._begin_some(left)
+
+    def _begin_some(self, left: int) -> list[tuple[Running, int]]:
+        """Those that wait and now run, and how many of ``left`` tokens each of them reads."""
+        begun: list[tuple[Running, int]] = []
+        reading = {sequence.request.id for sequence in self.running if sequence.num_unread > 1}
+        for sequence in list(self.waiting):
+            if not left or len(self.running) >= self.max_sequences:
+                break
+            if sequence.request.id in reading and self._can_share(sequence):
+                continue  # once another completion of its request has read the prompt
             self._begin(sequence)
             number = min(sequence.num_unread, left)
             if not self._grow(sequence, number):
                 self._give_back(sequence)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self.running.append(sequence)
             sequence.is_running = True
-            planned.append((sequence, number))
+            begun.append((sequence, number))
             left -= number
-        return planned
+            if sequence.num_unread > 1:
+                reading.add(sequence.request.id)
+        return begun
 
     def was_read(self, sequence: Running, number: int) -> None:
         """``number`` more tokens of ``sequence`` lie in its pages."""
@@ -146,9 +158,14 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
 
+    def _can_share(self, sequence: Running) -> bool:
+        """Whether its prompt fills pages that others can use; routes only reading tells."""
+        request = sequence.request
+        return not request.params.routes and len(request.tokens) > self.pages.page_size
+
     def _begin(self, sequence: Running) -> None:
         """Share what others have read of the same tokens; the last is read in any case."""
-        if not sequence.request.params.routes:  # which only reading tells
+        if not sequence.request.params.routes:
             sequence.take(self.pages.match(sequence.tokens[:-1]))
             sequence.num_read = len(sequence.pages) * self.pages.page_size
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from moetrain.rollout.engine import Generator
@@ -30,6 +30,8 @@ class Update(NamedTuple):
     """As many of the likeliest tokens as were asked for."""
     finish_reason: FinishReason | None
     """None: more will come."""
+    result: Completion | None
+    """All of it, once it is finished."""
 
 
 class Serving:
@@ -40,14 +42,21 @@ class Serving:
         self._thread = ThreadPoolExecutor(1, "generator")
         self._listeners: dict[str, asyncio.Queue[Update | Exception]] = {}
         self._driver: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     async def stream(self, request: Request) -> AsyncIterator[Update]:
         """The tokens of ``request`` as they come, of all its completions.
 
         Raises:
             RequestError: it can never be served, or one of its id is being served.
+            RuntimeError: :meth:`close` came first.
         """
-        await self.call(self.generator.submit, request)
+        submitted = self._thread.submit(self.generator.submit, request)
+        try:
+            await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:  # it may be served all the same
+            self._thread.submit(self._abort_if_there, request.id, submitted)
+            raise
         queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._listeners[request.id] = queue
         open_completions = request.params.n
@@ -62,7 +71,7 @@ class Serving:
                 yield update
         finally:
             del self._listeners[request.id]
-            if open_completions:
+            if open_completions and not self._is_closed:
                 # Not awaited: a task that is being cancelled may not be.
                 self._thread.submit(self.generator.abort, request.id)
 
@@ -70,14 +79,8 @@ class Serving:
         """The finished completions of ``request``; raises as :meth:`stream`."""
         found: dict[int, Completion] = {}
         async for update in self.stream(request):
-            completion = found.setdefault(
-                update.completion, Completion(request.id, update.completion)
-            )
-            completion.tokens.append(update.token)
-            completion.logprobs.append(update.logprob)
-            if request.params.logprobs:
-                completion.top_logprobs.append(update.top_logprobs)
-            completion.finish_reason = update.finish_reason
+            if update.result is not None:
+                found[update.completion] = update.result
         return [found[index] for index in range(request.params.n)]
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
@@ -85,12 +88,19 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def close(self) -> None:
-        """Abort what is being served, and end the thread."""
+        """Abort what is being served, which is an error to who listens, and end the thread."""
+        self._is_closed = True
         if self._driver is not None:
             self._driver.cancel()
-        for name in list(self._listeners):
+        for name, queue in list(self._listeners.items()):
             await self.call(self.generator.abort, name)
+            queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
         self._thread.shutdown()
+
+    def _abort_if_there(self, request_id: str, submitted: Future[None]) -> None:
+        """On the thread, after what ``submitted`` stands for."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self.generator.abort(request_id)
 
     async def _drive(self) -> None:
         """Steps, as long as anybody listens."""
@@ -112,7 +122,8 @@ class Serving:
 
 def _last_of(c: Completion) -> Update:
     top = c.top_logprobs[-1] if c.top_logprobs else {}
-    return Update(c.index, c.tokens[-1], c.logprobs[-1], top, c.finish_reason)
+    result = None if c.finish_reason is None else c
+    return Update(c.index, c.tokens[-1], c.logprobs[-1], top, c.finish_reason, result)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
