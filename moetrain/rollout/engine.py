@@ -9,7 +9,7 @@ It is the trainer's own model: the same stages, with attention over a paged cach
 token is computed by the function that the loss is made of.
 
 On Hopper in bf16 it has training's bits, where that runs with ``kernels.attention = "exact"``.
-Elsewhere (a CPU, other GPUs) the two agree to rounding.
+Elsewhere (a CPU, other GPUs), and where projections have biases, the two agree to rounding.
 
 Left out so far: tensor parallelism.
 """
@@ -40,7 +40,8 @@ class Generator:
 
     Attributes:
         version: how often the weights have been updated.
-        paused: while it is set, :meth:`step` does nothing; requests stay as they are.
+        paused: while it is set, :meth:`step` does nothing; requests stay as they are. Of ranks that
+            share experts all or none.
         pages, scheduler: who has which part of the cache, and who is next.
     """
 

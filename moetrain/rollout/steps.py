@@ -65,6 +65,8 @@ class Steps:
         self.model, self.pages, self.known, self.experts = model, pages, known, experts
         most = min(model.arch.max_positions, pages.num_pages * pages.page_size)
         self.pages_per_sequence = -(-most // pages.page_size)
+        if self.device.type == "cuda" and model.kernels.backend == "reference":
+            raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[PagedAttention] = []
         for window, block in zip(model.windows, model.layers, strict=True):
             attention = getattr(block, "attn", None)
@@ -123,7 +125,7 @@ class Steps:
         if self.experts is not None and not self.experts.can_fix_sizes:
             return _of(self._decode(self._fill(planned, size).to(self.device), routes), planned)
         graph = self._graphs.get(size) or self._capture(size)
-        graph.lanes_LC.copy_(self._fill(planned, size), non_blocking=True)
+        graph.lanes_LC.copy_(self._fill(planned, size))  # waits: the next step fills it anew
         graph.graph.replay()
         return _of(graph.step, planned)
 
