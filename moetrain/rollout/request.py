@@ -100,7 +100,6 @@ class Completion:
     routes: torch.Tensor | None = None
     """int32 [tokens that were read, MoE layers, K]: the experts of every token of the prompt and of
     the completion but its last, which nothing has read; None: not asked for, or not finished. What
-    was read again (after a
-    preemption, an update of the weights) has those of the last time."""
+    was read again (after a preemption or an update of the weights) has those of the last time."""
     finish_reason: FinishReason | None = None
     """None: it goes on. stop: by a stop token or text; length: by ``max_tokens``; abort."""
