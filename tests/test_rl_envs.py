@@ -178,6 +178,11 @@ def test_rewards_of_a_user(lines):
         ({"env": "jsonl", "prompts": "P", "reward": "F:none"}, "rl.reward: cannot load .*none"),
         ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
         ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .* line 2: "),
+        ({"env": "sort", "env_args": '{"most": 11}'}, "rl.env_args: least 4, most 11: "),
+        ({"env": "sort", "env_args": '{"most": "9"}'}, "rl.env_args: .* '<='"),
+        ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),
+        ({"env": "arithmetic", "env_args": '{"operations": "/"}'}, "rl.env_args: operations '/'"),
+        ({"env": "calculator", "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),
         ({"env": "E:x"}, "rl.env: cannot load .*: SystemExit"),
     ],
 )

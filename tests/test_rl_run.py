@@ -324,6 +324,37 @@ def test_a_checkpoint_of_another_kind(tiny, tmp_path):
         RlTrainer(config)
 
 
+def test_a_checkpoint_of_reinforcement_learning_is_none_to_pretrain_on(even, tmp_path):
+    fitted(tmp_path / "rl", **even, **{"train.steps": 3})
+    found = tmp_path / "rl" / "checkpoints" / "step-00000003"
+    own = {k: v for k, v in TINY.items() if not k.startswith("rl.")}
+    words = [f"{k}={v}" for k, v in own.items()]
+    config = Config.load(None, [*words, f"checkpoint.resume={found}", f"output_dir={tmp_path}/out"])
+    with pytest.raises(ConfigError, match=r"is of reinforcement learning; to begin from its"):
+        Trainer(config)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_kl_that_is_asked_for_when_resuming(even, steps, tmp_path):
+    """Its reference is where the policy began: known before the first trajectory, then lost."""
+    fitted(tmp_path, **even, **{"train.steps": steps})
+    values = even | {"train.steps": 5, "rl.kl_coef": 0.1}
+    if steps == 2:
+        fitted(tmp_path, **values, **{"rl.supervised_steps": 1})  # fewer than there were to be
+        assert all(row["kl"] >= 0 for row in lines_of(tmp_path) if "reward" in row)
+    else:
+        with pytest.raises(ConfigError, match=r"rl.kl_coef: 0.1, but .* is of a run without"):
+            RlTrainer(config_of(tmp_path, **values))
+
+
+def test_the_mismatch_is_of_generation_whatever_the_updates_move(even, tmp_path):
+    values = {"rl.updates_per_rollout": 2, "train.global_batch_size": 8, "rl.ratio": "rollout"}
+    fitted(tmp_path, **even, **values, **{"optim.lr": 0.01, "optim.warmup_steps": 0})
+    rows = [row for row in lines_of(tmp_path) if "reward" in row]
+    assert all(0 <= row["mismatch"] < 1e-9 for row in rows)
+    assert any(row["moved"] > 1e-6 if "moved" in row else row["kl"] > 1e-6 for row in rows)
+
+
 def test_help_and_dry_run(capsys):
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
