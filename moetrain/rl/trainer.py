@@ -390,8 +390,8 @@ class RlTrainer(Run[Learned]):
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(
                 "rl.kl_coef",
-                f"{self.config.rl.kl_coef}, but {str(found.folder)!r} is of a run without, and holds "
-                "no reference; set 0, or begin again from its export",
+                f"{self.config.rl.kl_coef}, but {str(found.folder)!r} is of a run without, and "
+                "holds no reference; set 0, or begin again from its export",
             )
         self.window.taken, self.window.begun = found.state["sample_index"], found.state["begun"]
         if self.config.rl.kl_coef and has_reference:
