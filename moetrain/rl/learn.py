@@ -109,8 +109,9 @@ class Learner:
             start += len(update)
             done.append(self.update(mine, self.policy, lr))
         rows = [learned.row for learned in done]
-        # An update's own mismatch holds what the updates before it have moved, and staleness.
-        row = {name: sum(r[name] for r in rows) / len(rows) for name in rows[0]} | row
+        # An update's own holds what updates have moved, earlier ones of this step or of others.
+        names = [name for name in rows[0] if name != "mismatch"]
+        row |= {name: sum(r[name] for r in rows) / len(rows) for name in names}
         routings = [learned.routing for learned in done if learned.routing is not None]
         return Learned(
             torch.stack([learned.skipped for learned in done]).any(),
