@@ -292,6 +292,7 @@ def test_a_run_survives_its_environment(tmp_path):
     [
         ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
         ({"rl.temperature": 0.5}, "rl.temperature: 0.5: "),
+        ({"rl.step_timeout": 1e12}, "rl.step_timeout: "),
         ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 are more than train.steps 4"),
         ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32, in pages of 64, do not hold a row"),
         ({"rl.group_size": 1}, "rl.group_size: 1 contradicts rl.advantage 'dr_grpo'"),
