@@ -92,7 +92,7 @@ class RlSection(Section):
     math-verify); or FILE.py:FUNCTION, called with the line and the text of the answer."""
     chat: bool = False
     """Give prompts as a user's turn, by the tokenizer's chat template."""
-    step_timeout: float = Field(default=60.0, gt=0)
+    step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere
     """Seconds in which an environment must answer; else its trajectory is dropped."""
     max_turns: int = Field(default=8, gt=0)
     """Turns of the policy in one trajectory."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint import Checkpoint
+from moetrain.config import ConfigError
 from moetrain.data import Loader, build_data
 from moetrain.engine import Engine
 from moetrain.evaluate import held_out_loss
@@ -127,4 +128,10 @@ class Trainer(Run[StepResult]):
         return {"sample_index": self.loader.sample_index}
 
     def take_up(self, found: Checkpoint) -> None:
+        if "under_way" in found.state:
+            raise ConfigError(
+                "checkpoint.resume",
+                f"{str(found.folder)!r} is of reinforcement learning; to begin from its weights "
+                "give its export (checkpoint.save_hf) as model.path",
+            )
         self.loader.sample_index = found.state["sample_index"]

@@ -92,6 +92,9 @@ def test_a_group_that_tells_nothing_is_counted_and_changes_nothing(name):
 def test_nothing_at_all_to_learn():
     found = advantages([Outcome(0, 1.0), Outcome(0, 1.0)], RlSection(advantage="reinforce_pp"))
     assert found.values == [0.0, 0.0]
+    # Of which the mean is another in its last bit.
+    found = advantages([Outcome(i, 0.1) for i in range(7)], RlSection(advantage="reinforce_pp"))
+    assert found.values == pytest.approx([0.0] * 7, abs=1e-15)
     assert advantages([], RlSection()).values == []
     assert advantages([Outcome(0, 1.0, fault="raised")], RlSection()).spread == 0
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
 import torch
 from test_rollout import make_generator, make_model
@@ -127,7 +128,7 @@ def test_asynchronous_environments_change_nothing(turns):
 def test_what_does_not_fit_is_cut_off_or_dropped():
     _, groups, _ = played(Counting(turns=9), max_tokens=90, longest=20)
     for t in (t for group in groups for t in group):
-        assert len(t.tokens) <= 20 + 2  # the environment's last words are not read any more
+        assert len(t.tokens) <= 20  # the environment's last words are not read any more
         assert t.is_overlong
     _, groups, _ = played(Counting(turns=9), max_tokens=90, max_turns=2)
     assert {len(t.actions) for group in groups for t in group} <= {1, 2}
@@ -153,6 +154,8 @@ FAULTS = {
     "nonsense  tokens that are none": lambda: Turn((1, 264)),
     "nonsense  tokens that are text": lambda: Turn("abc"),
     "nonsense  below 0": lambda: Turn((-1,)),
+    "nonsense  beyond every float": lambda: Turn((1,), reward=10**400),
+    "nonsense  an end that is none": lambda: Turn((1,), done=np.array([True, False])),
 }
 
 
@@ -184,6 +187,21 @@ def test_a_fault_costs_its_own_trajectory(what, when):
     for i in (0, 1, 3, 4):
         assert [t[0] for t in found[i]] == [t[0] for t in sound[i]]
     assert not collector.generator.is_busy
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.bool_, torch.tensor, bool])
+def test_rewards_are_numbers_of_any_library(number):
+    class Other(CountingEpisode):
+        def step(self, action):
+            return Turn(reward=number(1), done=number(1))
+
+    class Environment(Counting):
+        def episode(self, task):
+            return Other(self, task)
+
+    _, groups, _ = played(Environment(), groups=2)
+    for t in (t for group in groups for t in group):
+        assert (t.fault, t.reward, type(t.reward)) == (None, 1.0, float)
 
 
 def test_trajectories_go_on_over_new_weights():

@@ -107,6 +107,16 @@ def test_the_calculator_answers_as_often_as_it_may():
 
 
 REWARDS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Settings:  # dataclasses look for the module that they are in
+    power: int = 1
+
+def takes(line, answer):
+    return line.pop("most")
+
 async def later(line, answer):
     return len(answer) / line["most"]
 
@@ -148,6 +158,9 @@ def test_rewards_of_a_user(lines):
     assert [environment.episode(i).step(ids("")).reward for i in (0, 1)] == [1, 0]
     environment = opened("jsonl", prompts=lines, reward=f"{file}:later")
     assert asyncio.run(environment.episode(0).step(ids("abc"))) == Turn(reward=0.75, done=True)
+    environment = opened("jsonl", prompts=lines, reward=f"{file}:takes")
+    scores = [environment.episode(0).step(ids("")).reward for _ in range(2)]
+    assert scores == [4, 4]  # what one call does to its line, the next does not see
     own = opened(f"{file}:Mine", env_args='{"power": 3}')
     assert (own.num_tasks, own.power) == (3, 3)
 
@@ -165,13 +178,31 @@ def test_rewards_of_a_user(lines):
         ({"env": "jsonl", "prompts": "P", "reward": "F:none"}, "rl.reward: cannot load .*none"),
         ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
         ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .* line 2: "),
+        ({"env": "sort", "env_args": '{"most": 11}'}, "rl.env_args: least 4, most 11: "),
+        ({"env": "sort", "env_args": '{"most": "9"}'}, "rl.env_args: .* '<='"),
+        ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),
+        ({"env": "arithmetic", "env_args": '{"operations": "/"}'}, "rl.env_args: operations '/'"),
+        ({"env": "calculator", "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),
+        ({"env": "E:x"}, "rl.env: cannot load .*: SystemExit"),
     ],
 )
 def test_wrong_settings_are_one_line(values, message, lines):
-    names = {"P": str(lines), "F": str(lines.with_name("rewards.py"))}
-    values = {k: names.get(v, v).replace("F:", f"{names['F']}:") for k, v in values.items()}
+    exits = lines.with_name("exits.py")
+    exits.write_text("raise SystemExit(2)")
+    names = {"P": str(lines), "F": str(lines.with_name("rewards.py")), "E": str(exits)}
+    starts = {f"{name}:": f"{names[name]}:" for name in "FE"}
+    values = {k: names.get(v, v) for k, v in values.items()}
+    values = {k: starts.get(v[:2], v[:2]) + v[2:] for k, v in values.items()}
     with pytest.raises(ConfigError, match=message):
         opened(values.pop("env"), **values)
+
+
+def test_a_line_ends_where_json_says(lines):
+    """Not at what else Unicode calls a line end, which JSON allows within a text."""
+    row = {"prompt": "a\u2028b\x85c", "answer": 1}
+    lines.write_text(json.dumps(row, ensure_ascii=False) + "\r\n" + json.dumps(row), "utf-8")
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    assert environment.lines == [row, row]
 
 
 def test_a_line_without_answer(lines):
@@ -239,6 +270,19 @@ def test_calls_that_fail_do_not_touch_the_others():
     def ends():
         raise SystemExit(3)
 
+    async def ends_later():
+        raise SystemExit(3)
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def fails_twice():
+        raise Unprintable
+
     calls = Calls(limit=0.4)
     calls.start("now", lambda: 1)
     calls.start("raises", lambda: 1 / 0)
@@ -246,17 +290,17 @@ def test_calls_that_fail_do_not_touch_the_others():
     calls.start("hangs", time.sleep, 3600)
     calls.start("later", later, 2)
     calls.start("never", never)
+    calls.start("ends later", ends_later)
+    calls.start("cancelled", cancelled)
+    calls.start("fails twice", fails_twice)
     started = time.monotonic()
     found = all_of(calls)
     assert time.monotonic() - started < 5
     assert (found["now"], found["later"]) == (1, 2)
-    reasons = {key: found[key].reason for key in ("raises", "ends", "hangs", "never")}
-    assert reasons == {
-        "raises": "raised",
-        "ends": "raised",
-        "hangs": "timeout",
-        "never": "timeout",
-    }
+    reasons = {"hangs": "timeout", "never": "timeout"} | dict.fromkeys(
+        ("raises", "ends", "ends later", "cancelled", "fails twice"), "raised"
+    )
+    assert {key: found[key].reason for key in reasons} == reasons
     assert "ZeroDivisionError" in found["raises"].detail
     calls.start("blocks", blocks)
     assert all_of(calls)["blocks"] == Failed("timeout", "no answer within rl.step_timeout")

@@ -292,6 +292,7 @@ def test_a_run_survives_its_environment(tmp_path):
     [
         ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
         ({"rl.temperature": 0.5}, "rl.temperature: 0.5: "),
+        ({"rl.step_timeout": 1e12}, "rl.step_timeout: "),
         ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 are more than train.steps 4"),
         ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32, in pages of 64, do not hold a row"),
         ({"rl.group_size": 1}, "rl.group_size: 1 contradicts rl.advantage 'dr_grpo'"),
@@ -322,6 +323,39 @@ def test_a_checkpoint_of_another_kind(tiny, tmp_path):
     config = tiny("checkpoint.resume=" + str(found), f"output_dir={tmp_path}/rl", "rl.group_size=4")
     with pytest.raises(ConfigError, match=r"of a run that generated nothing; to begin from"):
         RlTrainer(config)
+
+
+def test_a_checkpoint_of_reinforcement_learning_is_none_to_pretrain_on(even, tmp_path):
+    fitted(tmp_path / "rl", **even, **{"train.steps": 3})
+    found = tmp_path / "rl" / "checkpoints" / "step-00000003"
+    own = {k: v for k, v in TINY.items() if not k.startswith("rl.")}
+    words = [f"{k}={v}" for k, v in own.items()]
+    config = Config.load(None, [*words, f"checkpoint.resume={found}", f"output_dir={tmp_path}/out"])
+    with pytest.raises(ConfigError, match=r"is of reinforcement learning; to begin from its"):
+        Trainer(config)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_kl_that_is_asked_for_when_resuming(even, steps, tmp_path):
+    """Its reference is where the policy began: known before the first trajectory, then lost."""
+    fitted(tmp_path, **even, **{"train.steps": steps})
+    values = even | {"train.steps": 5, "rl.kl_coef": 0.1}
+    if steps == 2:
+        fitted(tmp_path, **values, **{"rl.supervised_steps": 1})  # fewer than there were to be
+        assert all(row["kl"] >= 0 for row in lines_of(tmp_path) if "reward" in row)
+    else:
+        with pytest.raises(ConfigError, match=r"rl.kl_coef: 0.1, but .* is of a run without"):
+            RlTrainer(config_of(tmp_path, **values))
+
+
+def test_the_mismatch_is_of_generation_whatever_the_updates_move(even, tmp_path):
+    values = {"rl.updates_per_rollout": 2, "train.global_batch_size": 8, "rl.ratio": "rollout"}
+    values |= {"optim.lr": 0.01, "optim.warmup_steps": 0, "rl.max_staleness": 1}
+    fitted(tmp_path, **even, **values)
+    rows = [row for row in lines_of(tmp_path) if "reward" in row]
+    assert max(row["kl"] for row in rows) > 1e-6
+    assert [row["mismatch"] is None for row in rows] == [False, True]  # all are of older weights
+    assert 0 <= rows[0]["mismatch"] < 1e-9
 
 
 def test_help_and_dry_run(capsys):

@@ -94,8 +94,8 @@ def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
                 reasons[i] = "overlong"
     trained = np.flatnonzero([reason is None for reason in reasons])
     if baseline.over_batch and len(trained):
-        centred = values[trained] - values[trained].mean()
-        values[trained] = centred / (_spread(values[trained]) or 1.0)
+        spread = 1.0 if _is_flat(values[trained]) else _spread(values[trained])
+        values[trained] = (values[trained] - values[trained].mean()) / spread
     return Advantages(
         [float(v) if r is None else None for v, r in zip(values, reasons, strict=True)],
         Counter(reason for reason in reasons if reason is not None),
@@ -124,8 +124,11 @@ def _groups(outcomes: Sequence[Outcome], reasons: Sequence[str | None]) -> list[
 def _nothing_to_learn(rewards: np.ndarray) -> str | None:
     if len(rewards) == 1:
         return "alone"
-    is_flat = np.ptp(rewards) <= EQUAL * np.abs(rewards).max()
-    return "no_variance" if is_flat else None
+    return "no_variance" if _is_flat(rewards) else None
+
+
+def _is_flat(values: np.ndarray) -> bool:
+    return bool(np.ptp(values) <= EQUAL * np.abs(values).max())
 
 
 def _spread(values: np.ndarray) -> float:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -103,7 +104,18 @@ class _Call(NamedTuple):
 
 
 async def _limited(result: Awaitable[Any], seconds: float) -> Any:
-    return await asyncio.wait_for(result, seconds)
+    try:
+        return await asyncio.wait_for(_contained(result), seconds)
+    except asyncio.CancelledError as error:  # the environment's own: nobody here cancels a call
+        return _failed(error)
+
+
+async def _contained(result: Awaitable[Any]) -> Any:
+    """``result``, without what would end the loop, and with it everybody's calls."""
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:
+        return _failed(error)
 
 
 def _result(future: Future[Any], seconds: float) -> Any:
@@ -113,5 +125,10 @@ def _result(future: Future[Any], seconds: float) -> Any:
     error = future.exception()
     if error is None:
         return future.result()
+    return _failed(error)
+
+
+def _failed(error: BaseException) -> Failed:
+    """Of ``error``, whose text may raise too."""
     reason = "timeout" if isinstance(error, TimeoutError) else "raised"
-    return Failed(reason, f"{type(error).__name__}: {error}")
+    return Failed(reason, " ".join("".join(traceback.format_exception_only(error)).split()))

@@ -21,7 +21,7 @@ import random
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 from moetrain.config_rl import RlSection
 from moetrain.rl.calls import Calls, Failed
@@ -174,16 +174,17 @@ class Collector:
         if isinstance(answer, Failed):
             return self._fail(name, answer)
         trajectory.answers += 1
-        trajectory.reward += float(answer.reward)
+        trajectory.reward += answer.reward
         if answer.done or trajectory.is_overlong:
             return self._end(name)
-        trajectory.read(answer.tokens)
-        if self._room(trajectory) < 1 or len(trajectory.actions) >= self.settings.max_turns:
+        has_room = self._room(trajectory, len(answer.tokens)) > 0
+        if not has_room or len(trajectory.actions) >= self.settings.max_turns:
             if not trajectory.actions:
                 problem = f"a prompt of {len(answer.tokens)} tokens leaves no room in a row"
                 return self._fail(name, Failed("too_long", f"{problem} (data.seq_len)"))
             trajectory.is_overlong = True
             return self._end(name)
+        trajectory.read(answer.tokens)
         self._speak(name, part)
 
     def _checked(self, trajectory: Trajectory, answer: Any) -> Turn | Failed:
@@ -192,17 +193,19 @@ class Collector:
             return answer
         if not isinstance(answer, Turn):
             return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
-        tokens, reward, done = answer
+        tokens, (reward, done) = answer.tokens, map(_number, answer[1:])
         vocabulary = self.generator.model.arch.vocab_size
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            return Failed("nonsense", f"its reward is {reward!r}")
+        if reward is None or done is None:
+            name, value = ("reward", answer.reward) if reward is None else ("done", answer.done)
+            return Failed("nonsense", f"its {name}, a {type(value).__name__}, is no finite number")
         if not isinstance(tokens, tuple) or not all(
             type(token) is int and 0 <= token < vocabulary for token in tokens
         ):
-            return Failed("nonsense", f"its tokens are not all of 0 to {vocabulary - 1}")
+            problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
+            return Failed("nonsense", problem)
         if not trajectory.answers and (done or not tokens):
             return Failed("nonsense", "its prompt is empty or over")
-        return answer
+        return Turn(tokens, reward, bool(done))
 
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed
@@ -222,11 +225,11 @@ class Collector:
 
     # ---- the policy's side ---------------------------------------------------------------------
 
-    def _room(self, trajectory: Trajectory) -> int:
-        """Tokens that the policy may still write."""
+    def _room(self, trajectory: Trajectory, unread: int = 0) -> int:
+        """Tokens that the policy may still write, once it has read ``unread`` more."""
         return min(
             self.settings.max_tokens - trajectory.num_written,
-            self.longest - len(trajectory.tokens),
+            self.longest - len(trajectory.tokens) - unread,
         )
 
     def _speak(self, name: str, part: _Active) -> None:
@@ -265,6 +268,17 @@ class Collector:
         completion, part.completion = part.completion, None
         if completion is not None:
             part.trajectory.write(completion.tokens, completion.logprobs, completion.versions)
+
+
+def _number(value: object) -> float | None:
+    """``value`` as a float, be it Python's, NumPy's or torch's; None: it is no finite number."""
+    if isinstance(value, str | bytes):  # which float() would read
+        return None
+    try:
+        number = float(cast("SupportsFloat", value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's is the last
+        return None
+    return number if math.isfinite(number) else None
 
 
 async def _both(episode: Episode, answer: Awaitable[Turn]) -> tuple[Episode, Turn]:

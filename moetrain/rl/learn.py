@@ -109,7 +109,9 @@ class Learner:
             start += len(update)
             done.append(self.update(mine, self.policy, lr))
         rows = [learned.row for learned in done]
-        row |= {name: sum(r[name] for r in rows) / len(rows) for name in rows[0]}
+        # An update's own holds what updates have moved, earlier ones of this step or of others.
+        names = [name for name in rows[0] if name != "mismatch"]
+        row |= {name: sum(r[name] for r in rows) / len(rows) for name in names}
         routings = [learned.routing for learned in done if learned.routing is not None]
         return Learned(
             torch.stack([learned.skipped for learned in done]).any(),
@@ -193,7 +195,8 @@ class Learner:
     def reference_state(self) -> dict[str, torch.Tensor]:
         """The reference whole, on the main rank; empty on others. Collective."""
         with self.at_reference():
-            return self.engine.state(keep=self.world.is_main)["model"]
+            weights, keep = self.engine.weights(), self.world.is_main
+            return {name: weight.to("cpu", copy=True) for name, weight in weights if keep}
 
     def load_reference(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of :meth:`reference_state`; the engine's weights stay as they are."""

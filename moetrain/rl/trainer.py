@@ -180,7 +180,7 @@ class RlTrainer(Run[Learned]):
             learned, self.rollout_row = self._imitate(), {}
         else:
             done = self.step - rl.supervised_steps
-            if done == 0:
+            if self.window.taken == 0:
                 self._begin()
             self.sync_weights()
             self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
@@ -386,8 +386,15 @@ class RlTrainer(Run[Learned]):
                 f"{str(found.folder)!r} is of a run that generated nothing; to begin from its "
                 "weights give its export (checkpoint.save_hf) as model.path",
             )
+        has_reference = "reference" in found.state["groups"]
+        if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
+            raise ConfigError(
+                "rl.kl_coef",
+                f"{self.config.rl.kl_coef}, but {str(found.folder)!r} is of a run without, and "
+                "holds no reference; set 0, or begin again from its export",
+            )
         self.window.taken, self.window.begun = found.state["sample_index"], found.state["begun"]
-        if self.config.rl.kl_coef and "reference" in found.state["groups"]:
+        if self.config.rl.kl_coef and has_reference:
             self.learner.load_reference(found.tensors("reference"))
         self.sync_weights()
         tensors = found.tensors("rollouts")

@@ -91,15 +91,8 @@ class Trajectory:
             np.array(self.versions, np.int64),
             advantage,
             self.group,
-            self._routes(),
+            self.routes,
         )
-
-    def _routes(self) -> np.ndarray | None:
-        """Of every token but the last; what came after the last turn has none."""
-        if self.routes is None:
-            return None
-        missing = len(self.tokens) - 1 - len(self.routes)
-        return np.pad(self.routes, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
 
 
 _TENSORS = {

@@ -8,8 +8,11 @@ from __future__ import annotations
 import random
 from itertools import permutations, takewhile
 
+from moetrain.config import ConfigError
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
 
+MOST_DIGITS = 20
+"""Of a number in a sum: a policy may ask for any, and products grow."""
 _WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
 
@@ -34,6 +37,9 @@ class Sort(SolvedEnvironment):
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
         super().__init__(prompts)
+        if not 1 <= least <= most <= 10:
+            problem = f"least {least}, most {most}: there are 10 digits; 1 <= least <= most <= 10"
+            raise ConfigError("rl.env_args", problem)
         self.least, self.most = least, most
 
     def problem(self, task: int) -> Problem:
@@ -56,6 +62,9 @@ class Arithmetic(SolvedEnvironment):
         self, prompts: Prompts, digits: int = 2, terms: int = 2, operations: str = "+-*"
     ) -> None:
         super().__init__(prompts)
+        check_sum(digits, terms)
+        if not operations or set(operations) - set("+-*"):
+            raise ConfigError("rl.env_args", f"operations {operations!r}: some of + - *")
         self.digits, self.terms, self.operations = digits, terms, operations
 
     def problem(self, task: int) -> Problem:
@@ -69,6 +78,14 @@ class Arithmetic(SolvedEnvironment):
         return float(answer.strip() == problem.answer)
 
 
+def check_sum(digits: int, terms: int) -> None:
+    """Raise ConfigError for sizes that no sum has, or none that :func:`evaluate` takes."""
+    if not 1 <= digits <= MOST_DIGITS:
+        raise ConfigError("rl.env_args", f"digits {digits}: 1 to {MOST_DIGITS}")
+    if terms < 1:
+        raise ConfigError("rl.env_args", f"terms {terms}: 1 or more")
+
+
 def evaluate(text: str) -> int:
     """The value of whole numbers with ``+``, ``-`` and ``*`` between them, as school has it.
 
@@ -80,7 +97,7 @@ def evaluate(text: str) -> int:
         product = 1
         for factor in term.split("*"):
             digits = factor.removeprefix("-")
-            if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
+            if not (digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS):
                 raise ValueError(f"{text!r} is no sum or product of whole numbers")
             product *= int(factor)
         total += product

@@ -9,9 +9,11 @@ the reward function wants to know: ``answer``, for those that are shipped.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ class Jsonl(TextEnvironment):
         return Problem(line["prompt"] if "prompt" in line else line["messages"], facts=line)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
-        return self.reward(problem.facts, answer)
+        return self.reward(copy.deepcopy(problem.facts), answer)  # theirs to change
 
 
 def find_reward(name: str) -> Reward:
@@ -89,14 +91,15 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     path = Path(os.path.expanduser(file))
     if not key or not path.is_file():
         raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"moetrain_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses, and pickle, look for it
     try:
         spec.loader.exec_module(module)
         found = getattr(module, key)
-    except Exception as error:  # a user's file, whatever it raises
+    except (Exception, SystemExit) as error:  # a user's file, whatever it raises
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
         raise ConfigError(field, problem) from error
     if not callable(found):
@@ -106,7 +109,7 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        texts = path.read_text("utf-8").splitlines()
+        texts = path.read_text("utf-8").split("\n")  # text may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("rl.prompts", f"cannot read {str(path)!r}: {error}") from None
     lines = []
