@@ -98,7 +98,7 @@ def main() -> int:
     check = Shared(config, arch, world) if args.shared else Trained(config, arch, world)
     if args.train_steps:
         check.train(args.train_steps)
-    counts, total, number = Counts(), 0, 0
+    counts, total, differ, rerouted, number = Counts(), 0, 0, 0, 0
     while total < args.tokens:
         check.round(number * ranks + world.rank, counts)
         number += 1
@@ -106,7 +106,7 @@ def main() -> int:
         sums = torch.tensor(numbers, device=world.device)
         if ranks > 1:
             dist.all_reduce(sums)
-        total, differ, routed, rerouted = sums.tolist()
+        total, differ, routed, rerouted = (int(number) for number in sums)
         if world.is_main:
             rate = counts.tokens / counts.seconds["generation"]
             print(
