@@ -61,8 +61,8 @@ class Rerouted(nn.Module):
         self.router = router
         self.register_buffer("table_E", torch.tensor(NATURAL, dtype=torch.int32))
 
-    def forward(self, x_TD: torch.Tensor, is_pad_T: torch.Tensor | None) -> Routed:
-        routed = self.router(x_TD, is_pad_T)
+    def forward(self, x_TD: torch.Tensor, *others: torch.Tensor | None) -> Routed:
+        routed = self.router(x_TD, *others)
         return routed._replace(ids_TK=self.table_E[routed.ids_TK.long()])
 
 

@@ -207,7 +207,7 @@ def continue_over_an_update():
     completions = [generator.step()[0] for _ in range(5)]
     train(engine, [1], rows_of_engine(engine))
     update()
-    while generator._goes_on(generator.is_busy):
+    while generator.goes_on(generator.is_busy):
         generator.step()
     fresh = Generator(whole_model(engine))
     completion = completions[0]
