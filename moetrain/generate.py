@@ -13,8 +13,6 @@ from typing import NoReturn
 
 from moetrain.config import ConfigError
 
-PAGE_SIZE = 64
-
 
 class Parser(argparse.ArgumentParser):
     """Options whose errors are ConfigErrors: one line."""
@@ -65,6 +63,7 @@ def _run(argv: Sequence[str] | None) -> None:
     args = _parse(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
     from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+    from moetrain.rollout.pages import PAGE_SIZE
     from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
 
     model, tokenizer = load_model(args.path, args.device, args.dtype)
@@ -86,7 +85,7 @@ def _run(argv: Sequence[str] | None) -> None:
         name, _, problem = str(error).partition(" ")
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // PAGE_SIZE)
-    generator = Generator(model, tokenizer, num_pages=pages, page_size=PAGE_SIZE)
+    generator = Generator(model, tokenizer, num_pages=pages)
     text = TextStream(tokenizer, params.stop)
     try:
         for completion in generator.stream([Request("prompt", ids, params)]):

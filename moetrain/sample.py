@@ -19,11 +19,11 @@ from moetrain.data import Data
 from moetrain.engine import Engine
 from moetrain.metrics import MetricsLog
 from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 
 PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 TEMPERATURE = 0.7
-PAGE_SIZE = 64
 SPARE = 3 * 2**30
 """Bytes on a GPU beside the generator's weights: a sequence's cache, two units that travel."""
 
@@ -79,9 +79,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
     model, experts = replica(engine)
     num_pages = -(-seq_len // PAGE_SIZE)
     try:
-        generator = Generator(
-            model, data.tokenizer, num_pages=num_pages, page_size=PAGE_SIZE, experts=experts
-        )
+        generator = Generator(model, data.tokenizer, num_pages=num_pages, experts=experts)
     except ValueError as error:
         raise SampleError(str(error)) from None
     WeightUpdate(engine, generator)()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from moetrain.config import ConfigError
-from moetrain.generate import PAGE_SIZE, Parser, run_command
+from moetrain.generate import Parser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +45,7 @@ def _run(argv: Sequence[str] | None) -> None:
     import uvicorn
 
     from moetrain.rollout import Generator
+    from moetrain.rollout.pages import PAGE_SIZE
     from moetrain.rollout.server import make_app
     from moetrain.rollout.text import load_model
 
@@ -53,7 +54,6 @@ def _run(argv: Sequence[str] | None) -> None:
         model,
         tokenizer,
         num_pages=-(-args.cache_tokens // PAGE_SIZE),
-        page_size=PAGE_SIZE,
         max_sequences=args.max_sequences,
         max_tokens=args.max_step_tokens,
     )

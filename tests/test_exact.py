@@ -14,6 +14,7 @@ from moetrain.kernels.portable_triton import INTERPRETED
 from moetrain.kernels.token_choice import choose_next, choose_next_reference
 from moetrain.models import build_model, init_weights
 from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.cache import PagedAttention, PagedRows
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
@@ -88,6 +89,17 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
                 assert torch.equal(found, out[read]), (most, one_token)
             else:  # numpy's products have other bits for other shapes
                 torch.testing.assert_close(found, out[read], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_of_nothing_gives_nothing(place):  # of a rank that only helps the others
+    core = PagedAttention(2, BLOCK, None)
+    none = torch.zeros(0, dtype=torch.int32, device=place)
+    rows = PagedRows(none, torch.zeros(1, dtype=torch.int32, device=place), none, none[:, None], 0)
+    q, k = (torch.zeros(0, n, 16, device=place) for n in (4, 2))
+    cache = (torch.zeros(2, BLOCK, 2, 16, device=place),) * 2
+    assert core._by_kernels(q, cache, rows).shape == q.shape
+    store_in_pages(*cache, k, k, none)
 
 
 @pytest.mark.parametrize("place", PLACES)

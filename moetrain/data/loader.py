@@ -11,9 +11,9 @@ Shapes: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +40,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """The batch on ``device``, without waiting for the copy."""
-        tensors = {k: v for k, v in self._asdict().items() if isinstance(v, torch.Tensor)}
-        if device.type == "cuda":
-            tensors = {k: v.pin_memory() for k, v in tensors.items()}
-        return self._replace(**{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
+        return self._replace(**tensors_on(device, self._asdict()))
 
     @property
     def inputs(self) -> Inputs:
@@ -54,6 +51,14 @@ class Batch(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens that are no pads. Waits for the device, once the batch is there."""
         return self.tokens_BS.numel() - int(0 if self.is_pad_BS is None else self.is_pad_BS.sum())
+
+
+def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of ``fields`` on ``device``, by name, without waiting for the copies."""
+    tensors = {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
+    if device.type == "cuda":
+        tensors = {name: x.pin_memory() for name, x in tensors.items()}
+    return {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
 
 
 @dataclass

@@ -26,7 +26,7 @@ token, S tokens received, R rows of the local experts, D width.
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from math import ceil
 from typing import Literal, NamedTuple
@@ -119,14 +119,18 @@ class DeepEP:
         other.static = None
         return other
 
-    @contextmanager
-    def exactly(self) -> Iterator[None]:
+    def exactly(self) -> AbstractContextManager[None]:
         """The exact mode meanwhile."""
-        static, self.static = self.static, None
+        return self.sized(None)
+
+    @contextmanager
+    def sized(self, static: StaticSizes | None) -> Iterator[None]:
+        """These sizes meanwhile; None: the exact mode."""
+        before, self.static = self.static, static
         try:
             yield
         finally:
-            self.static = static
+            self.static = before
 
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor

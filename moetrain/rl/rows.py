@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from moetrain.data.loader import tensors_on
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.whole import best_fit
 from moetrain.models import Inputs
@@ -117,10 +118,7 @@ class RolloutBatch(NamedTuple):
 
     def to(self, device: torch.device) -> RolloutBatch:
         """The batch on ``device``, without waiting for the copy."""
-        tensors = {k: v for k, v in self._asdict().items() if isinstance(v, torch.Tensor)}
-        if device.type == "cuda":
-            tensors = {k: v.pin_memory() for k, v in tensors.items()}
-        return self._replace(**{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
+        return self._replace(**tensors_on(device, self._asdict()))
 
     @property
     def inputs(self) -> Inputs:

@@ -40,11 +40,11 @@ from moetrain.rl.learn import Learned, Learner, gather
 from moetrain.rl.rows import Sample
 from moetrain.rl.trajectory import Trajectory, from_state, to_state
 from moetrain.rollout import Generator
+from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run import Run
 
-PAGE_SIZE = 64
 EVAL_SEED = 0
 """A constant, as tasks that are held out are: evaluations compare over a run, and over runs."""
 CURVES = (
@@ -119,7 +119,6 @@ class RlTrainer(Run[Learned]):
             model,
             self.tokenizer,
             num_pages=num_pages,
-            page_size=PAGE_SIZE,
             max_sequences=rl.max_sequences,
             experts=experts,
         )

@@ -84,7 +84,9 @@ class PagedAttention:
             ends, seen, pages = (x[single:] for x in (rows.ends_N, rows.seen_N, rows.pages_NM))
             args = (ends - single, seen, pages)
             parts.append(paged_attention(q_THd[single:], *cache, *args, window=self.window))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty_like(q_THd)  # a rank that only helps
 
     def _by_sequences(
         self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows

@@ -25,7 +25,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.exact_attention import BLOCK
 from moetrain.models import Transformer
 from moetrain.rollout.expert_parallel import ExpertParallel
-from moetrain.rollout.pages import Pages
+from moetrain.rollout.pages import PAGE_SIZE, Pages
 from moetrain.rollout.request import Completion, FinishReason, Request, RequestError
 from moetrain.rollout.sampling import choose_filtered, has_filters, keys_of
 from moetrain.rollout.scheduler import Running, Scheduler
@@ -51,7 +51,7 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         *,
         num_pages: int | None = None,
-        page_size: int = 64,
+        page_size: int = PAGE_SIZE,
         max_sequences: int = 64,
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
@@ -182,7 +182,7 @@ class Generator:
         """Whether another step must be taken, for this rank or for one that shares experts."""
         if self.experts is None:
             return is_busy
-        return self.experts.is_any(is_busy, self.model.embed.weight.device)
+        return self.experts.agree(0, is_busy, self.model.embed.weight.device)[1]
 
     @property
     def longest(self) -> int:

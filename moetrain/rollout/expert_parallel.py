@@ -9,8 +9,7 @@ Legend: W ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -73,8 +72,7 @@ class ExpertParallel:
         """Whether :meth:`fixed_sizes` does anything; without it a step cannot be captured."""
         return isinstance(self._transport, DeepEP)
 
-    @contextmanager
-    def fixed_sizes(self, most: int) -> Iterator[None]:
+    def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
         """Meanwhile no size depends on the routing: there is room for all that can arrive.
 
         Args:
@@ -82,25 +80,16 @@ class ExpertParallel:
         """
         transport = self._transport
         if not isinstance(transport, DeepEP):
-            yield
-            return
+            return nullcontext()
         per_token = min(self.top_k, transport.num_experts // transport.num_ranks)
-        before = transport.static
-        transport.static = StaticSizes(most, transport.num_ranks * most * per_token)
-        try:
-            yield
-        finally:
-            transport.static = before
+        return transport.sized(StaticSizes(most, transport.num_ranks * most * per_token))
 
-    def agree(self, size: int, is_mixed: bool, device: torch.device) -> tuple[int, bool]:
-        """The largest size, and whether any is mixed, of all ranks. Collective; waits."""
-        numbers = torch.tensor([size, int(is_mixed)], device=device)
+    def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
+        """The largest size, and whether any flag is set, of all ranks.
+
+        Collective; waits for the device: what a rank runs next must be what the others run.
+        """
+        numbers = torch.tensor([size, int(flag)], device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
-        size, any_mixed = numbers.tolist()
-        return size, bool(any_mixed)
-
-    def is_any(self, flag: bool, device: torch.device) -> bool:
-        """Whether ``flag`` is set on any rank. Collective; waits for the device."""
-        count = torch.tensor([int(flag)], device=device)
-        dist.all_reduce(count, group=self.group)
-        return bool(count.item())
+        size, is_any = numbers.tolist()
+        return size, bool(is_any)

@@ -17,6 +17,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import count
 
+PAGE_SIZE = 64
+"""Tokens, where nobody says otherwise: what the kernels on CUDA read at once."""
+
 Key = tuple[int, tuple[int, ...]]
 """The serial number of the published page before (0: none), and a page's tokens."""
 
