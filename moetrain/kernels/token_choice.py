@@ -10,6 +10,8 @@ with its bits on the same device.
 Legend: N rows, D width, V vocabulary.
 """
 
+from typing import TypeVar
+
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
@@ -17,6 +19,7 @@ from moetrain.kernels.linear_cross_entropy import check_fast, linear_cross_entro
 from moetrain.kernels.vocabulary_chunk import choose_tokens
 
 MASK = 2**32 - 1
+Words = TypeVar("Words", int, torch.Tensor)
 
 
 def choose_next(
@@ -73,8 +76,8 @@ def gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return -(-uniform_NV.log()).log()
 
 
-def mix(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3 of int64 numbers of 32 bits; what products overflow is cut."""
+def mix(x: Words) -> Words:
+    """The finalizer of MurmurHash3 of (int64) numbers of 32 bits; what products overflow is cut."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
     return x ^ (x >> 16)

@@ -22,10 +22,10 @@ _SALT = 0x9E3779B9
 
 def stream_of(params: SamplingParams, completion: int) -> int:
     """32 bits, as a signed number, of all that a completion's noise depends on but the position."""
-    stream = torch.zeros((), dtype=torch.int64)
+    stream = 0
     for word in (params.seed & MASK, params.seed >> 32, completion):
-        stream = mix(stream ^ mix(torch.tensor((word + _SALT) & MASK)))
-    return int(stream.int())
+        stream = mix(stream ^ mix((word + _SALT) & MASK))
+    return stream - (stream >> 31 << 32)
 
 
 def inverse_temperature(params: SamplingParams) -> float:
