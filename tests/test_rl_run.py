@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from moetrain.config import RL_RECIPES, Config, ConfigError
 from moetrain.metrics import read_metrics
 from moetrain.rl.__main__ import run
+from moetrain.rl.timing import PARTS
 from moetrain.rl.token_stats import score
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import main
@@ -88,7 +90,7 @@ def lines_of(folder):
     ]
 
 
-def test_what_a_run_writes(even, tmp_path):
+def test_what_a_run_writes(even, tmp_path, capsys):
     assert run(words_of(tmp_path / "out", **even, **{"checkpoint.save_hf": "true"})) == 0
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     supervised, learned = (
@@ -115,8 +117,11 @@ def test_what_a_run_writes(even, tmp_path):
         assert row["generated_tokens_per_second"] > 0
         for name in ("clip_share", "advantage_spread", "length", "overlong", "useful_groups"):
             assert name in row
-        parts = [row[f"seconds/{p}"] for p in ("generate", "environment", "train")]
-        assert sum(parts) <= row["step_seconds"] + 1e-6
+        parts = [row[f"seconds/{part}"] for part in PARTS]
+        assert all(seconds >= 0 for seconds in parts)
+        assert sum(parts) == pytest.approx(row["step_seconds"])
+        assert row["seconds/generate"] > row["seconds/offload"]
+        assert row["seconds/train"] > 0
     folder = tmp_path / "out"
     assert (folder / "reward.png").stat().st_size > 1000
     assert (folder / "hf" / "model.safetensors").exists()
@@ -125,6 +130,17 @@ def test_what_a_run_writes(even, tmp_path):
     assert text.count("--- task ") == 5
     assert text.count("[[") == 5
     assert " even [[" in text
+    said = capsys.readouterr().out
+    assert len(re.findall(r"(?m)^  time [0-9.]+ s: .*generate .*%\)", said)) == 2
+    table = said[said.index("time of 4 steps: ") :].splitlines()
+    assert [line.split()[0] for line in table[1 : len(PARTS) + 1]] == list(PARTS)
+    shares = [float(line.split()[-1].rstrip("%")) for line in table[1 : len(PARTS) + 1]]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert re.match(r"tokens/s per device: generation [0-9,]+, training [0-9,]+", table[-2])
+    compared, differing = re.findall(r"[0-9,]+\b", table[-1].split(":")[1])
+    written = sum(row["length"] * 16 for row in learned)
+    assert 0 <= int(differing) <= int(compared) <= written
+    assert int(compared) > 0
 
 
 CASES = {
@@ -140,7 +156,7 @@ CASES = {
         "rl.env": "calculator",
         "rl.max_tokens": 24,
     },
-    "offloaded": {"rl.offload": "true"},
+    "offloaded": {"rl.offload": "true", "rl.sleep": "all", "rl.temperature": 0.7},
     "routes": {"rl.routing_replay": "true", "rl.max_staleness": 1},
     "kl in the loss": {"rl.kl_coef": 0.1, "rl.resample": 1},
     "kl in the reward": {"rl.kl_coef": 0.1, "rl.kl_in": "reward"},
@@ -291,7 +307,6 @@ def test_a_run_survives_its_environment(tmp_path):
     ("values", "message"),
     [
         ({"rl.group_size": 3}, "rl.group_size: 3 does not divide the 16 trajectories"),
-        ({"rl.temperature": 0.5}, "rl.temperature: 0.5: "),
         ({"rl.step_timeout": 1e12}, "rl.step_timeout: "),
         ({"rl.supervised_steps": 9}, "rl.supervised_steps: 9 are more than train.steps 4"),
         ({"rl.cache_tokens": 32}, "rl.cache_tokens: 32, in pages of 64, do not hold a row"),
