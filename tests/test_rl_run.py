@@ -503,14 +503,20 @@ class Deadly(Sort):
     def score(self, problem, answer):
         self.scored += 1
         mark = Path(__file__).with_name("killed")
-        if os.environ["RANK"] == "1" and self.scored == 20 and not mark.exists():
+        if os.environ.get("RANK") == "1" and self.scored == 20 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().score(problem, answer)
 """
 
 
-def test_a_rank_killed_while_it_generates(tmp_path):
+def go_on_and_begin_anew(folder, values):
+    """The run in ``out``, and a whole one beside it."""
+    for name in ("out", "whole"):
+        fitted(folder / name, **values)
+
+
+def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY)
     values = {"rl.env": f"{tmp_path}/deadly.py:Deadly", "launch.nproc": 2, "train.steps": 6}
     values |= {"checkpoint.interval": 1, "parallel.ep": 2, "rl.supervised_steps": 1}
@@ -519,14 +525,17 @@ def test_a_rank_killed_while_it_generates(tmp_path):
     killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert killed.returncode == 1, killed.stderr
     assert "rank 1 was killed by signal 9" in killed.stderr
-    before = len(lines_of(tmp_path / "out"))
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stderr
-    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
-    assert before > 1
-    assert [row["step"] for row in rows] == [2, 3, 4, 5, 6]
-    assert {row["prompts"] for row in rows} == {4}
+    assert 1 < len(lines_of(tmp_path / "out")) < 6
+    spawn(2, go_on_and_begin_anew, tmp_path, values, timeout=240)
+    rows, expected = (lines_of(tmp_path / name) for name in ("out", "whole"))
+    assert rows == expected
+    assert [row["step"] for row in rows if "reward" in row] == [2, 3, 4, 5, 6]
+    assert {row["prompts"] for row in rows if "reward" in row} == {4}
+    found, whole = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000006" / "model.safetensors")
+        for name in ("out", "whole")
+    )
+    assert all(torch.equal(whole[name], weight) for name, weight in found.items())
 
 
 def test_the_toy_learns_from_its_reward(tmp_path):

@@ -1,4 +1,4 @@
-"""What is refused before a run of reinforcement learning begins, what it takes and what it is of."""
+"""What is refused before a run of reinforcement learning begins, what it takes, what it is of."""
 
 import re
 import shutil
