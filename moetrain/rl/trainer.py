@@ -15,12 +15,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from moetrain.checkpoint import Checkpoint
 from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config_rl import SleepName
 from moetrain.config_sources import shortened
 from moetrain.engine import Engine
 from moetrain.kernels import cudnn_attention
@@ -76,7 +77,9 @@ class RlTrainer(Run[Learned]):
     def estimate(self, arch: Architecture) -> MemoryEstimate:
         """With the generator; settles what ``rl.sleep`` means on these devices."""
         sizes = self.config, arch, self.world.dims, compute_dtype(self.config, self.device)
-        self.sleep = least_sleep(*sizes, device_capacity(self.device))
+        mine = least_sleep(*sizes, device_capacity(self.device))
+        # One for all: graphs that are captured anew send tokens to other ranks.
+        self.sleep = cast("SleepName", self.world.share(mine))
         return estimate_memory(*sizes, self.sleep)
 
     def build(self, arch: Architecture) -> None:
