@@ -220,3 +220,14 @@ def test_sleeping_gives_the_cache_back_and_waking_goes_on():
     generator.wake()
     after = generator.generate([request])[0][0]
     assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    weights = [(name, tensor.detach().clone()) for name, tensor in tensors]
+    generator.sleep()
+    there = torch.cuda.memory_allocated()
+    generator.sleep(weights=True)
+    own = sum(parameter.numel() for parameter in model.parameters()) * 2
+    assert there - torch.cuda.memory_allocated() >= own
+    generator.wake()
+    generator.update_weights(weights)
+    after = generator.generate([request])[0][0]
+    assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)

@@ -295,6 +295,12 @@ def test_sleep_pause_and_abort():
     with pytest.raises(RuntimeError, match="wake"):
         generator.step()
     generator.wake()
+    for _ in range(5):
+        generator.step()
+    generator.sleep(weights=True)
+    assert all(p.untyped_storage().nbytes() == 0 for p in generator.model.parameters())
+    generator.wake()
+    generator.update_weights(make_model().named_parameters())
     while generator.is_busy:
         generator.step()
     assert completion.tokens == expected
