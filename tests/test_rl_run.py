@@ -434,6 +434,8 @@ WORDS = {
     "parallel.ep": 2,
     "checkpoint.interval": 40,
     "checkpoint.keep": 9,
+    "rl.offload": "true",
+    "rl.sleep": "all",
 }
 
 
@@ -518,21 +520,21 @@ def go_on_and_begin_anew(folder, values):
 
 def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY)
-    values = {"rl.env": f"{tmp_path}/deadly.py:Deadly", "launch.nproc": 2, "train.steps": 6}
+    values = {"rl.env": f"{tmp_path}/deadly.py:Deadly", "launch.nproc": 2, "train.steps": 4}
     values |= {"checkpoint.interval": 1, "parallel.ep": 2, "rl.supervised_steps": 1}
     values["train.micro_batch_size"] = 2
     command = [sys.executable, "-m", "moetrain.rl", *words_of(tmp_path / "out", **values)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert killed.returncode == 1, killed.stderr
     assert "rank 1 was killed by signal 9" in killed.stderr
-    assert 1 < len(lines_of(tmp_path / "out")) < 6
+    assert 1 < len(lines_of(tmp_path / "out")) < 5
     spawn(2, go_on_and_begin_anew, tmp_path, values, timeout=240)
     rows, expected = (lines_of(tmp_path / name) for name in ("out", "whole"))
     assert rows == expected
-    assert [row["step"] for row in rows if "reward" in row] == [2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "reward" in row] == [2, 3, 4]
     assert {row["prompts"] for row in rows if "reward" in row} == {4}
     found, whole = (
-        load_file(tmp_path / name / "checkpoints" / "step-00000006" / "model.safetensors")
+        load_file(tmp_path / name / "checkpoints" / "step-00000004" / "model.safetensors")
         for name in ("out", "whole")
     )
     assert all(torch.equal(whole[name], weight) for name, weight in found.items())

@@ -57,7 +57,7 @@ class TimeSplit:
 
 
 def line_of(seconds: Mapping[PartName, float]) -> str:
-    """One line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``, parts of 1% and more."""
+    """Of a step, one line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``; parts from 1%."""
     whole = max(sum(seconds.values()), 1e-9)
     parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
     return f"  time {whole:.2f} s: {'  '.join(parts)}"

@@ -307,8 +307,8 @@ class RlTrainer(Run[Learned]):
 
     def log_step(self, result: Learned) -> None:
         """Log the step just done."""
-        seconds = self.time.take()
         steps, self.logged_at = max(1, self.step - self.logged_at), self.step
+        seconds = {name: taken / steps for name, taken in self.time.take().items()}
         row: dict[str, float | None] = {
             **dict.fromkeys(("entropy", "kl", "mismatch") if self.rollout_row else ()),
             **result.row,
@@ -317,7 +317,7 @@ class RlTrainer(Run[Learned]):
             "tokens": self.tokens,
             **self.clock.take(),
             "skipped_steps": self.watch.total(),
-            "step_seconds": sum(seconds.values()) / steps,
+            "step_seconds": sum(seconds.values()),
             **{f"seconds/{name}": value for name, value in seconds.items()},
         }
         if result.routing is not None:
