@@ -442,9 +442,9 @@ WORDS = {
 def learn_words(folder):
     """From nothing to the best word, with another process in the middle; the generator's weights
     against the trainer's, as the largest difference."""
-    fitted(folder, **WORDS, **{"train.steps": 60})
-    trainer = RlTrainer(config_of(folder, **WORDS, **{"train.steps": 80}))
-    assert trainer.step == 60
+    fitted(folder, **WORDS, **{"train.steps": 54})
+    trainer = RlTrainer(config_of(folder, **WORDS, **{"train.steps": 70}))
+    assert trainer.step == 54
     assert trainer.generator.experts is not None
     apart = []
     finish = trainer.finish
@@ -465,13 +465,13 @@ def learn_words(folder):
 def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
     assert spawn(2, learn_words, tmp_path, timeout=240) == [0, 0]
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
-    assert [row["step"] for row in rows] == list(range(41, 81))
+    assert [row["step"] for row in rows] == list(range(41, 71))
     start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
     assert 0.6 < start < 0.8  # the three words equally often are worth 0.75
     assert end > 0.9
     first, last = (
         load_file(tmp_path / "checkpoints" / f"step-000000{step}" / "model.safetensors")
-        for step in (40, 80)
+        for step in (40, 70)
     )
     for name, weight in first.items():  # of every layer
         assert not torch.equal(weight, last[name]), name
@@ -527,7 +527,7 @@ def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
     killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert killed.returncode == 1, killed.stderr
     assert "rank 1 was killed by signal 9" in killed.stderr
-    assert 1 < len(lines_of(tmp_path / "out")) < 5
+    assert 1 <= sum("loss" in row for row in lines_of(tmp_path / "out")) < 4
     spawn(2, go_on_and_begin_anew, tmp_path, values, timeout=240)
     rows, expected = (lines_of(tmp_path / name) for name in ("out", "whole"))
     assert rows == expected
@@ -541,10 +541,11 @@ def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
 
 
 def test_the_toy_learns_from_its_reward(tmp_path):
-    words = ["--output_dir", str(tmp_path), "--train.steps", "42", "--train.eval_interval", "0"]
+    words = ["--output_dir", str(tmp_path), "--train.steps", "30", "--train.eval_interval", "0"]
+    words += ["--optim.lr", "2e-3", "--rl.eval_tasks", "0"]  # faster than it is meant to
     assert run([*words, "--train.device", "cpu", "--log.tensorboard", "false"]) == 0
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
-    assert [row["step"] for row in rows] == list(range(19, 43))
+    assert [row["step"] for row in rows] == list(range(19, 31))
     start, end = (sum(row["reward"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
     assert end > start + 0.1
 
