@@ -127,6 +127,8 @@ class Mine:
     num_tasks = 3
     def __init__(self, prompts, power=1):
         self.power = power
+    def episode(self, task):
+        raise NotImplementedError
 """
 
 

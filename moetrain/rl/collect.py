@@ -209,7 +209,7 @@ class Collector:
 
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed
-        trajectory.fault = reason
+        trajectory.fault, trajectory.detail = reason, detail
         if reason not in self._said:  # each kind once: a bad environment has one at every call
             self._said.add(reason)
             logger.warning(
@@ -241,6 +241,7 @@ class Collector:
             seed=trajectory.seed,
             stop_ids=self.stop_ids,
             routes=self.settings.routing_replay,
+            tempered=True,
         )
         self.generator.submit(Request(name, tuple(trajectory.tokens), params))
         part.is_speaking = True

@@ -38,9 +38,9 @@ def keys_of(streams_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
     return mix((streams_N.long() & MASK) ^ mix((positions_N.long() + _SALT) & MASK)).int()
 
 
-def has_filters(params: SamplingParams) -> bool:
-    """Whether some tokens are ruled out, which takes all logits."""
-    return bool(params.top_k or params.top_p < 1 or params.min_p)
+def scale_of(params: SamplingParams) -> float:
+    """What logits are multiplied by in the log-probabilities that are reported."""
+    return (params.tempered and inverse_temperature(params)) or 1.0
 
 
 def choose_filtered(
