@@ -13,8 +13,10 @@ from moetrain.parallel.pipeline.schedules import (
     Schedule,
     forward_only,
     make_schedule,
+    place_stages,
 )
 from moetrain.parallel.pipeline.simulator import ScheduleError, in_flight, run_on_paper
+from moetrain.parallel.pipeline.stages import balance
 from moetrain.parallel.pipeline.transfers import Batch, programs
 
 RANKS = range(2, 9)
@@ -102,7 +104,7 @@ def test_transfers_never_wait_for_each_other(name, ranks, virtual):
     for number in counts(name, ranks)[:-1]:
         schedule = make_schedule(name, ranks, virtual, number)
         check_programs(schedule)
-    check_programs(forward_only(schedule, 5))
+    check_programs(forward_only(schedule.rank_of_stage, 5))
 
 
 def check_programs(schedule):
@@ -202,3 +204,21 @@ def test_a_drawing_of_a_schedule(tmp_path):
     assert bad.returncode == 2
     assert len(bad.stderr.splitlines()) == 1
     assert "2f2b" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("costs", "head", "count", "sizes"),
+    [
+        ([1] * 8, 0, 4, [2, 2, 2, 2]),
+        ([1] * 24, 4, 4, [7, 7, 7, 3]),  # a head of four blocks
+        ([5, 1, 1, 1, 1, 1], 0, 2, [1, 5]),  # a first block unlike the others
+        ([1] * 4, 9, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_stages_are_balanced(costs, head, count, sizes):
+    assert balance(costs, head, count) == sizes
+
+
+def test_a_v_begins_and_ends_on_one_rank():
+    assert place_stages(3, 2, is_v=True) == (0, 1, 2, 2, 1, 0)
+    assert place_stages(3, 2, is_v=False) == (0, 1, 2, 0, 1, 2)

@@ -241,13 +241,14 @@ def make_schedule(name: str, ranks: int, virtual: int, micro_batches: int) -> Sc
     )
 
 
-def forward_only(like: Schedule, micro_batches: int) -> Schedule:
-    """Every stage's forward of each micro-batch, in turn, with the stages of ``like``."""
+def forward_only(rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
+    """Every stage's forward of each micro-batch, in turn."""
+    stages = list(enumerate(rank_of_stage))
     actions = tuple(
-        tuple(Action("F", s, k) for k in range(micro_batches) for s in like.stages_of(rank))
-        for rank in range(like.num_ranks)
+        tuple(Action("F", s, k) for k in range(micro_batches) for s, owner in stages if owner == r)
+        for r in range(max(rank_of_stage) + 1)
     )
-    return Schedule("forward", like.rank_of_stage, micro_batches, actions)
+    return Schedule("forward", rank_of_stage, micro_batches, actions)
 
 
 def place_stages(ranks: int, virtual: int, *, is_v: bool) -> tuple[int, ...]:

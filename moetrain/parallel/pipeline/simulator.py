@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moetrain.parallel.pipeline.schedules import Action, Costs, Schedule
@@ -38,8 +38,10 @@ class Timeline:
         return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
 
 
-def run_on_paper(schedule: Schedule, costs: Costs) -> Timeline:
-    """Every action's time.
+def run_on_paper(
+    schedule: Schedule, costs: Costs, scale: Sequence[float] | None = None
+) -> Timeline:
+    """Every action's time; ``scale``: by what each stage's is to be multiplied.
 
     Raises:
         ScheduleError: as :func:`check_order`; or ranks wait for each other for ever, and it names
@@ -60,7 +62,9 @@ def run_on_paper(schedule: Schedule, costs: Costs) -> Timeline:
                     break
                 arrivals = [_arrival(schedule, rank, n, spans[n][1], costs) for n in needed]
                 start = max([clock[rank], *arrivals])
-                clock[rank] = start + costs.of(action.kind)
+                clock[rank] = start + costs.of(action.kind) * (
+                    1 if scale is None else scale[action.stage]
+                )
                 spans[action] = start, clock[rank]
                 at[rank] += 1
         waiting = {r for r in waiting if at[r] < len(schedule.actions[r])}
