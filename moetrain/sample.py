@@ -72,6 +72,8 @@ def prompt_ids(data: Data, text: str | None) -> list[int]:
 def _sample(engine: Engine, data: Data) -> list[int]:
     """The prompt and what follows. What may fail does so on every rank, or after all have met."""
     train, seq_len = engine.config.train, engine.config.data.seq_len
+    if engine.world.dims.pp > 1:
+        raise SampleError(f"parallel.pp is {engine.world.dims.pp}, and generation has no stages")
     ids = prompt_ids(data, train.sample_prompt)
     if not ids:
         raise SampleError("the prompt has no tokens")
