@@ -251,6 +251,31 @@ class Engine:
 
         self.schedule(batches, forward, backward or (lambda _: None))
 
+    def collect(
+        self,
+        batches: Sequence[B],
+        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
+        shapes: Sequence[Sequence[int]],
+    ) -> list[torch.Tensor]:
+        """What ``finish`` gives, fp32 of these shapes, for each of ``batches``; on every rank."""
+        found: list[torch.Tensor] = []
+
+        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B) -> torch.Tensor:
+            found.append(finish(hidden_BSD, routing, batch))
+            return found[-1]
+
+        self.drive(batches, keep)
+        if self.pipeline is None:
+            return found
+        last, share = self.stages.plan.rank_of_stage[-1], self.stages.share
+        mine = found or [None] * len(shapes)
+        return [share(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
+
+    @property
+    def batch_multiple(self) -> int:
+        """Of which the number of micro-batches of a :meth:`forward_backward` is a multiple."""
+        return 1 if self.pipeline is None else self.pipeline.batch_multiple
+
     def expert_load(self, routing: RoutingStats) -> ExpertLoad:
         """What this rank counted in ``routing``, of all ranks together."""
         counts_LE = self.world.sum(routing.counts_LE)

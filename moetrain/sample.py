@@ -72,8 +72,6 @@ def prompt_ids(data: Data, text: str | None) -> list[int]:
 def _sample(engine: Engine, data: Data) -> list[int]:
     """The prompt and what follows. What may fail does so on every rank, or after all have met."""
     train, seq_len = engine.config.train, engine.config.data.seq_len
-    if engine.world.dims.pp > 1:
-        raise SampleError(f"parallel.pp is {engine.world.dims.pp}, and generation has no stages")
     ids = prompt_ids(data, train.sample_prompt)
     if not ids:
         raise SampleError("the prompt has no tokens")
@@ -94,7 +92,8 @@ def _check_memory(engine: Engine) -> None:
     engine.fsdp.release()
     needed = replica_bytes(engine) + SPARE
     free = _free_bytes(engine.world.device)
-    lacking = engine.world.sum(torch.tensor([float(free < needed)], device=engine.world.device))
+    lacking = torch.tensor([float(free < needed)], device=engine.world.device)
+    lacking = engine.world.sum_all(lacking)
     if lacking.item() > 0:
         raise SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
 

@@ -32,7 +32,7 @@ from moetrain.models import RoutingStats, Transformer
 from moetrain.models.moe import RouterStats
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.pipeline.schedules import Action, Schedule, forward_only
+from moetrain.parallel.pipeline.schedules import RECIPES, Action, Schedule, forward_only
 from moetrain.parallel.pipeline.split import SplitBackward
 from moetrain.parallel.pipeline.stages import SPLIT, Stages, schedule_of
 from moetrain.parallel.pipeline.transfers import Batch, Step, programs
@@ -55,6 +55,11 @@ class Pipeline:
         self.program = lru_cache(self._program)
         fsdp.splits = config.parallel.pp_schedule in SPLIT
         self._names: WeakKeyDictionary[object, list[str]] = WeakKeyDictionary()
+
+    @property
+    def batch_multiple(self) -> int:
+        """Of which the number of micro-batches that the schedule takes is a multiple."""
+        return self.dims.pp if RECIPES[self.config.parallel.pp_schedule].by_rounds else 1
 
     def _program(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
         """The schedule of a call, and this rank's part of it.

@@ -315,13 +315,20 @@ class Stages:
     @cached_property
     def trained(self) -> dict[str, Entry]:
         """What of the table is trained."""
-        return {n: e for n, e in self.table.items() if e.rule is not None and e.rule.trainable}
+        return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """Of every parameter of the model."""
+        return {n: e.rule for n, e in self.table.items() if e.rule is not None}
 
     def whole(self, entry: Entry, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``make()`` (fp32, of the entry's shape) of its first holder, on every pipeline rank."""
+        """``make()`` (of the entry's shape and storage) of its first holder, on every pipeline
+        rank."""
         holder = entry.holders[0]
         x = make() if self.rank == holder else None
-        return self.share(holder, x, entry.shape, torch.float32)
+        dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        return self.share(holder, x, entry.shape, dtype)
 
     def share(
         self,
