@@ -1,9 +1,10 @@
 """Pipeline schedules on the GPUs that there are: the same losses, how fast, and how idle.
 
-    python scripts/bench_pipeline.py [--layers 12] [--sequences N] [--steps 5] [--only NAME,...]
-        [--recipe qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile] [--section.key value ...]
+    python scripts/bench_pipeline.py --launch.nproc auto [--layers 12] [--sequences N] [--steps 5]
+        [--only NAME,...] [--recipe qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile]
+        [--timeout SECONDS] [--section.key value ...]
 
-A row is a run of its own on all GPUs (``--launch.nproc``), of the same model on the same batches:
+A row is a run of its own on all GPUs, of the same model on the same batches:
 without stages, then every schedule on 2 pipeline ranks x expert parallel ranks and on pipeline
 ranks alone. Its first losses and its first gradient norm are held against those of the row without
 stages. Then steps are timed, and a few more with marks in the device's queue around everything that
@@ -219,7 +220,7 @@ def bench(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
     wait(trainer)
     seconds = (perf_counter() - start) / args.steps
     row = {
-        "settings": config.describe(),
+        "words": sys.argv[1:],
         "hardware": f"{trainer.world.size} x {device_name(trainer.device)}",
         "torch": torch.__version__,
         "commit": commit(),
@@ -270,7 +271,7 @@ def idle_times(trainer: Trainer) -> dict[str, Any]:
     """The bubble as it was, by rank and in all, and as the simulator has it."""
     pipeline, stages = trainer.engine.pipeline, trainer.engine.stages
     assert pipeline is not None  # the caller has looked
-    bubbles, idle, everything = [], [], defaultdict(list)
+    makespan, bubbles, idle, everything = 0.0, [], [], defaultdict(list)
     number = trainer.config.train.micro_batches(trainer.world.dims.data_ranks)
     schedule, _ = pipeline.program(number, True)
     for _ in range(MARKED_STEPS):

@@ -203,7 +203,7 @@ def test_the_simulator_finds_what_is_wrong():
         (("2f2b", 4, 1, 8), ["'2f2b'", "gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv, merged"]),
         (("1f1b", 4, 2, 8), ["2 stages a rank", "1f1b takes 1"]),
         (("zbv", 4, 1, 8), ["1 stages a rank", "zbv takes 2"]),
-        (("interleaved_1f1b", 4, 2, 6), ["6 micro-batches", "multiple of its 4", "merged_1f1b take"]),
+        (("interleaved_1f1b", 4, 2, 6), ["6 micro-batches", "multiple of its 4", "merged_1f1b"]),
         (("gpipe", 4, 1, 0), ["0 micro-batches"]),
     ],
 )
