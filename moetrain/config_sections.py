@@ -218,7 +218,21 @@ class ParallelSection(Section):
     tp: int = Field(default=1, gt=0)
     """Tensor parallel ranks."""
     pp: int = Field(default=1, gt=0)
-    """Pipeline stages. Not available yet: must be 1."""
+    """Pipeline ranks: the model's blocks are cut into stages, and each rank has some of them."""
+    pp_schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "merged_1f1b"
+    ] = "1f1b"
+    """In which order stages work on micro-batches. gpipe: all forwards first; 1f1b: backwards as
+    soon as they can, for less memory; interleaved_1f1b: the same with several stages a rank, for
+    shorter waits, and micro-batches in multiples of pp; zero_bubble: 1f1b with weights' gradients
+    apart, which fill waits; zbv: the same with two stages a rank, in a V, and hardly a wait;
+    merged_1f1b: 1f1b with a forward beside each backward, block by block, so that dispatch passes
+    while the other computes, for twice the memory."""
+    pp_stages: Literal["auto"] | int = "auto"
+    """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), 2 with zbv, else 1."""
+    pp_split: tuple[int, ...] | None = None
+    """How many blocks each stage has, with commas between, in the model's order; unset: such that
+    the slowest stage has the least arithmetic, which for the last includes the head's."""
     ep: int = Field(default=1, gt=0)
     """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
     cp: int = Field(default=1, gt=0)
@@ -233,6 +247,18 @@ class ParallelSection(Section):
     """With gradient accumulation, when gradients travel. each: every micro-batch's, while its
     backward runs; last: once a step, added up before in fp32 on the rank that made them, at 4 bytes
     for every parameter that it gathers."""
+
+    @field_validator("pp_split", mode="before")
+    @classmethod
+    def _split_sizes(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("pp_split")
+    @classmethod
+    def _of_a_block_at_least(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (not value or min(value) < 1):
+            raise ValueError("a stage has one block at least")
+        return value
 
 
 class MoeSection(Section):

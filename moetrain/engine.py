@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -41,6 +42,8 @@ from moetrain.optim import (
     whole_optimizer_state,
 )
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
+from moetrain.parallel.pipeline.executor import Pipeline
+from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 from moetrain.run_control import LateNumbers
 
@@ -99,13 +102,18 @@ class Engine:
 
         Args:
             config: as :func:`moetrain.preflight.resolve_run` gives it, with ``arch``.
-            schedule: orders the micro-batches of a call.
+            schedule: orders the micro-batches of a call; with pipeline ranks,
+                ``parallel.pp_schedule`` does.
 
         Raises:
             ConfigError: ``model.path`` cannot be loaded.
         """
         self.config, self.arch, self.world, self.schedule = config, arch, world, schedule
-        self.model, self.fsdp = place_model(config, arch, world)
+        self.stages = Stages.of(config, arch, world.meshes, world.device)
+        self.model, self.fsdp = place_model(config, arch, world, self.stages)
+        self.pipeline = None
+        if world.dims.pp > 1:
+            self.pipeline = Pipeline(config, world.dims, self.model, self.fsdp, self.stages)
         self.optimizer = build_optimizer(self.fsdp.members, config.optim)
         self.static = static_transport(self.model)
         self._moments = HostMoments(self.optimizer)
@@ -175,7 +183,7 @@ class Engine:
         rate = self.config.moe.bias_update_rate
         if routings and rate:
             counts_LE = self.world.sum(RoutingStats.together(routings).counts_LE)
-            update_router_bias(self.model, counts_LE, rate * ~skipped)
+            update_router_bias(self.model, counts_LE[self.stages.moe_rows], rate * ~skipped)
         return StepOutcome(norm, skipped)
 
     def work(self) -> AbstractContextManager[None]:
@@ -209,19 +217,64 @@ class Engine:
         summed = self.world.sum_rows(torch.stack(counts)).clamp(min=1)
         return dict(zip(counted, summed.unbind(), strict=True))
 
-    def count_ahead(self, batches: Sequence[MicroBatch]) -> ExpertLoad:
-        """The expert load of all ``batches`` together, by a forward pass of its own."""
+    def count_ahead(self, batches: Sequence[MicroBatch]) -> ExpertLoad | None:
+        """The expert load of all ``batches`` together, by a forward pass of its own.
+
+        None: this rank does not have the last stage, which alone is told.
+        """
         routings: list[RoutingStats] = []
 
-        def forward(batch: MicroBatch) -> torch.Tensor:
-            hidden_BSD, routing = self.model.backbone(*batch.to(self.world.device).inputs)
+        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, _: Any) -> torch.Tensor:
             assert routing is not None  # nobody asks a dense model
             routings.append(routing)
             return hidden_BSD
 
         with torch.no_grad(), self.exact_sizes():
-            self.schedule(batches, forward, lambda _: None)
-        return self.expert_load(RoutingStats.together(routings))
+            self.drive(batches, keep)
+        return self.expert_load(RoutingStats.together(routings)) if routings else None
+
+    def drive(
+        self,
+        batches: Sequence[B],
+        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
+        backward: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Run the model on ``batches``, then ``finish(hidden_BSD, routing, batch)`` where the last
+        stage is; and ``backward`` of what that gives (None: there is none), or all stages' own."""
+        if self.pipeline is not None:
+            self.pipeline.run(batches, finish, learns=backward is not None)
+            return
+
+        def forward(batch: B) -> torch.Tensor:
+            batch = batch.to(self.world.device)
+            return finish(*self.model.backbone(*batch.inputs), batch)
+
+        self.schedule(batches, forward, backward or (lambda _: None))
+
+    def collect(
+        self,
+        batches: Sequence[B],
+        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
+        shapes: Sequence[Sequence[int]],
+    ) -> list[torch.Tensor]:
+        """What ``finish`` gives, fp32 of these shapes, for each of ``batches``; on every rank."""
+        found: list[torch.Tensor] = []
+
+        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B) -> torch.Tensor:
+            found.append(finish(hidden_BSD, routing, batch))
+            return found[-1]
+
+        self.drive(batches, keep)
+        if self.pipeline is None:
+            return found
+        last, share = self.stages.plan.rank_of_stage[-1], self.stages.share
+        mine = found or [None] * len(shapes)
+        return [share(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
+
+    @property
+    def batch_multiple(self) -> int:
+        """Of which the number of micro-batches of a :meth:`forward_backward` is a multiple."""
+        return 1 if self.pipeline is None else self.pipeline.batch_multiple
 
     def expert_load(self, routing: RoutingStats) -> ExpertLoad:
         """What this rank counted in ``routing``, of all ranks together."""
@@ -237,7 +290,7 @@ class Engine:
         Empty where ``keep`` is not set. Gradients are no part of it.
         """
         self._check_moments()
-        optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members)
+        optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members, self.stages)
         return {"model": _kept(self.weights(), keep), "optim": _kept(optimizer, keep)}
 
     def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -252,9 +305,10 @@ class Engine:
         self._check_moments()
         self._forget()
         if "model" in groups:
-            load_whole_state(self.model, self.fsdp, groups["model"])
+            load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
-            load_whole_optimizer_state(self.optimizer, self.fsdp.members, groups["optim"])
+            members, optim = self.fsdp.members, groups["optim"]
+            load_whole_optimizer_state(self.optimizer, members, self.stages, optim)
 
     @torch.no_grad()
     def weights(self, *, hf: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -265,15 +319,22 @@ class Engine:
                 and buffers too.
         """
         table = find_family(self.arch).hf.weight_map
-        for name, member in self.fsdp.members.items():
-            whole = member.layout.whole(member.local)
+        for name, entry in self.stages.table.items():
+            if entry.rule is None and hf:
+                continue
+            whole = self.stages.whole(entry, partial(self._whole_here, name)).detach()
             if hf:
                 for piece in all_pieces(table, {name: whole.shape}):
-                    yield piece.hf_name, whole.detach()[piece.place]
+                    yield piece.hf_name, whole[piece.place]
             else:
-                yield name, whole.detach()
-        if not hf:
-            yield from self.model.named_buffers()
+                yield name, whole
+
+    def _whole_here(self, name: str) -> torch.Tensor:
+        """A tensor of this rank's stages; collective over the ranks that have them."""
+        member = self.fsdp.members.get(name)
+        if member is None:
+            return self.model.get_buffer(name)
+        return member.layout.whole(member.local)
 
     def save_hf(
         self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
@@ -325,15 +386,14 @@ class _Run(Generic[B]):
         is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
         if is_global and self.objective.balances and engine.arch.moe_layer_indices:
             self.load = engine.count_ahead(batches)
-        engine.schedule(batches, self.forward, self.backward)
+        engine.drive(batches, self.finish, self.backward if self.learns else None)
         return self
 
-    def forward(self, batch: B) -> torch.Tensor:
+    def finish(
+        self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B
+    ) -> torch.Tensor:
         """This micro-batch's share of what is minimised."""
-        engine = self.engine
-        batch = batch.to(engine.world.device)
-        hidden_BSD, routing = engine.model.backbone(*batch.inputs)
-        load = self.load
+        engine, load = self.engine, self.load
         if load is None and routing is not None and self.objective.balances:
             load = engine.expert_load(routing)
         outputs = Outputs(hidden_BSD, routing, load, share=1 / engine.world.dims.tp)
@@ -353,12 +413,17 @@ class _Run(Generic[B]):
     def backward(self, total: torch.Tensor) -> None:
         """Its gradients, added to the step's."""
         self.num_done += 1
-        if self.learns:
-            self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
+        self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
 
     def totals(self) -> Totals:
-        # In fp64, which counts exactly; a few numbers cost nothing.
-        sums = self.engine.world.sum(torch.stack(self.values).double().sum(0))
+        sums, routing = None, None
+        if self.values:
+            # In fp64, which counts exactly; a few numbers cost nothing.
+            sums = self.engine.world.sum(torch.stack(self.values).double().sum(0))
+            routing = RoutingStats.together(self.routings) if self.routings else None
+        if (pipeline := self.engine.pipeline) is not None:
+            self.names = pipeline.share_names(self.objective, self.names)
+            sums, routing = pipeline.share_sums(len(self.names) + 1, sums, routing)
+        assert sums is not None  # the last stage is somewhere
         total, *terms = sums.unbind()
-        routing = RoutingStats.together(self.routings) if self.routings else None
         return Totals(total, dict(zip(self.names, terms, strict=True)), routing)

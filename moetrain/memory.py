@@ -33,6 +33,11 @@ from moetrain.models import Architecture
 from moetrain.models.parts import FP32, Part, Share
 from moetrain.parallel.apply import compute_dtype, reshards
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.pipeline.stages import (
+    activations_in_flight,
+    describe_pipeline,
+    plan_stages,
+)
 from moetrain.parallel.world import num_processes, plan_world
 
 MARGIN = 0.1
@@ -85,20 +90,38 @@ def estimate_memory(
     dtype: torch.dtype,
     sleep: SleepName | None = None,
 ) -> MemoryEstimate:
-    """The peak of a training step; ``dtype`` is the compute dtype.
+    """The peak of a training step; ``dtype`` is the compute dtype. Of pipeline ranks, the most.
 
     Args:
         sleep: what of a generator is gone while its run trains; None: nothing generates.
     """
+    ranks = estimate_ranks(config, arch, dims, dtype, sleep)
+    return max(ranks, key=lambda estimate: estimate.total)
+
+
+def estimate_ranks(
+    config: Config,
+    arch: Architecture,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    sleep: SleepName | None = None,
+) -> list[MemoryEstimate]:
+    """:func:`estimate_memory` of every pipeline rank."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
-    sizes = _Sizes(config, arch, dims, share, Counter(arch.layers()))
-    moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
-    if sleep is not None:
-        there = {"generator": sizes.generator() * (sleep != "all")}
-        there |= {"cache": sizes.cache() * (sleep == "never")}
-        moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
-    return max(moments, key=lambda estimate: estimate.total)
+    plan, found = plan_stages(config.parallel, arch, config.data.seq_len), []
+    for rank, in_flight in enumerate(activations_in_flight(config, dims)):
+        layers = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
+        passes = in_flight / len(plan.stages_of(rank))
+        is_first, is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
+        sizes = _Sizes(config, arch, dims, share, layers, passes, is_first, is_last)
+        moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
+        if sleep is not None:
+            there = {"generator": sizes.generator() * (sleep != "all")}
+            there |= {"cache": sizes.cache() * (sleep == "never")}
+            moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
+        found.append(max(moments, key=lambda estimate: estimate.total))
+    return found
 
 
 def least_sleep(
@@ -165,8 +188,13 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         capacity = device_capacity(device) if is_here else math.inf
         sleep = least_sleep(config, arch, dims, dtype, capacity)
         check_memory(estimate_memory(config, arch, dims, dtype, sleep), config, capacity)
-    found = estimate_memory(config, arch, dims, dtype, sleep)
-    return f"memory on {size} x {'cpu' if on_cpu else 'GPU'}, estimated: {found.describe()}"
+    ranks = estimate_ranks(config, arch, dims, dtype, sleep)
+    found = max(ranks, key=lambda estimate: estimate.total)
+    words = f"memory on {size} x {'cpu' if on_cpu else 'GPU'}, estimated: {found.describe()}"
+    if dims.pp == 1:
+        return words
+    by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
+    return f"{words}\n{describe_pipeline(config, arch, dims)}, GiB {by_rank}"
 
 
 def device_capacity(device: torch.device) -> float:
@@ -188,7 +216,13 @@ class _Sizes:
     dims: ParallelDims
     share: Share
     layers: Counter[Layer]
-    """The parts of blocks, and how many blocks have them."""
+    """The parts of blocks, and how many blocks have them; of this pipeline rank's."""
+    passes: float
+    """Of how many micro-batches these blocks' activations are there at once."""
+    is_first: bool
+    """Whether the embedding is here."""
+    is_last: bool
+    """Whether the head is."""
 
     @property
     def is_alone(self) -> bool:
@@ -219,7 +253,16 @@ class _Sizes:
 
     def local_parameters(self) -> float:
         """Numbers that this rank keeps and updates: its share of everything."""
-        return self.arch.num_params() / self.dims.sharding_ranks
+        blocks = self.all_layers(lambda layer: sum(part.num_params() for part in layer))
+        norms = self.arch.hidden_size * (2 * self.layers.total() + self.is_last)
+        matrices = self.matrices * self.arch.vocab_size * self.arch.hidden_size
+        return (blocks + norms + matrices) / self.dims.sharding_ranks
+
+    @property
+    def matrices(self) -> int:
+        """Of the vocabulary: the embedding's, the head's; one if they are tied."""
+        both = self.is_first + self.is_last
+        return min(both, 1) if self.arch.tie_embeddings else both
 
     def unsharded(self, layer: Layer) -> float:
         """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
@@ -238,7 +281,7 @@ class _Sizes:
 
     def unsharded_vocabulary(self) -> float:
         """Of the embedding, and of the head if it has one of its own."""
-        copies = 0 if self.uses_masters else 1 if self.arch.tie_embeddings else 2
+        copies = 0 if self.uses_masters else self.matrices
         return copies * self.width * self.vocabulary_numbers()
 
     def unreduced(self) -> float:
@@ -246,14 +289,14 @@ class _Sizes:
         adds_unsharded = self.is_accumulating and self.config.parallel.reduce_at == "last"
         if self.is_alone or not adds_unsharded:
             return 0.0
-        copies = 1 if self.arch.tie_embeddings else 2
-        return FP32 * (self.all_layers(self.numbers) + copies * self.vocabulary_numbers())
+        vocabulary = self.matrices * self.vocabulary_numbers()
+        return FP32 * (self.all_layers(self.numbers) + vocabulary)
 
-    # Generation's, on one rank: the whole model but for other ranks' experts, and whole heads.
+    # Generation's, on one rank: every stage, but for other ranks' experts, and whole heads.
     def generator(self) -> float:
         """Bytes of its weights."""
         share = replace(self.share, tp=1)
-        numbers = self.all_layers(lambda layer: sum(part.numbers(share) for part in layer))
+        numbers = sum(part.numbers(share) for layer in self.arch.layers() for part in layer)
         copies = 1 if self.arch.tie_embeddings else 2
         return self.width * (numbers + copies * self.arch.vocab_size * self.arch.hidden_size)
 
@@ -261,7 +304,7 @@ class _Sizes:
         """Bytes of its keys and values."""
         rl = self.config.rl
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
-        each = self.all_layers(lambda layer: sum(part.cached_numbers() for part in layer))
+        each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
         return self.width * tokens * each
 
     # Activations, as bytes of one block.
@@ -289,8 +332,8 @@ class _Sizes:
 
     def all_activations(self) -> float:
         """Of every block, and of the final norm and the hidden states, which are never compiled."""
-        tail = self.arch.hidden_size * (FP32 + 2 * self.width)
-        return self.all_layers(self.saved) + self.share.own_tokens * tail
+        tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * self.width)
+        return self.passes * (self.all_layers(self.saved) + self.share.own_tokens * tail)
 
     def backward_set(self, layer: Layer) -> float:
         """What one block's backward holds beside what was saved.
@@ -305,12 +348,12 @@ class _Sizes:
     def loss_gradients(self) -> float:
         """Of the head and the hidden states, made in the loss's forward."""
         hidden = self.share.tokens * self.arch.hidden_size
-        return self.width * (self.vocabulary_numbers() + hidden)
+        return self.is_last * self.width * (self.vocabulary_numbers() + hidden)
 
     def logits_chunk(self) -> float:
         """The logits that are there at once."""
         numbers = self.share.tokens * self.arch.vocab_size / self.dims.tp
-        return self.width * min(numbers, CHUNK_ELEMENTS)
+        return self.is_last * self.width * min(numbers, CHUNK_ELEMENTS)
 
 
 def _start_of_backward(s: _Sizes) -> MemoryEstimate:

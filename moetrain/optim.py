@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.bucket import Member
+from moetrain.parallel.pipeline.stages import Stages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors beside its step, each like its parameter."""
@@ -128,18 +130,28 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
 
 
 def whole_optimizer_state(
-    optimizer: torch.optim.Optimizer, members: Mapping[str, Member]
+    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each ``"<parameter>.<moment>"``, whole; nothing before the first step. Collective."""
-    for name, member in members.items():
-        for key, value in optimizer.state.get(member.local, {}).items():
-            # The step is a scalar, the same on every rank.
-            yield f"{name}.{key}", member.layout.whole(value) if key in MOMENTS else value
+    for name, entry in stages.trained.items() if optimizer.state else ():
+        for key in ("step", *MOMENTS):
+            here = partial(_whole_here, optimizer, members, name, key)
+            shape = entry.shape if key in MOMENTS else torch.Size()
+            yield f"{name}.{key}", stages.whole(entry._replace(shape=shape), here)
+
+
+def _whole_here(
+    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], name: str, key: str
+) -> torch.Tensor:
+    value = optimizer.state[members[name].local][key]
+    # The step is a scalar, the same on every rank.
+    return members[name].layout.whole(value) if key in MOMENTS else value
 
 
 def load_whole_optimizer_state(
     optimizer: torch.optim.Optimizer,
     members: Mapping[str, Member],
+    stages: Stages,
     state: Mapping[str, torch.Tensor],
 ) -> None:
     """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
@@ -151,7 +163,7 @@ def load_whole_optimizer_state(
         ConfigError: state of other parameters or another optimizer; another shape or dtype.
     """
     trained = {name: member for name, member in members.items() if member.rule.trainable}
-    wanted = {f"{name}.{key}" for name in trained for key in ("step", *MOMENTS)}
+    wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
     if state and (odd := set(state) ^ wanted):
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"

@@ -194,7 +194,7 @@ class Run(ABC, Generic[S]):
 
     def count_stops(self, signals: list[int]) -> torch.Tensor:
         """How many stop signals have come to all ranks (0-d, on the device)."""
-        return self.world.sum(torch.full((), len(signals), device=self.device))
+        return self.world.sum_all(torch.full((), len(signals), device=self.device))
 
     def due(self, interval: int) -> bool:
         """Whether something done every ``interval`` steps (0: never) is to be done now."""

@@ -92,7 +92,8 @@ def _check_memory(engine: Engine) -> None:
     engine.fsdp.release()
     needed = replica_bytes(engine) + SPARE
     free = _free_bytes(engine.world.device)
-    lacking = engine.world.sum(torch.tensor([float(free < needed)], device=engine.world.device))
+    lacking = torch.tensor([float(free < needed)], device=engine.world.device)
+    lacking = engine.world.sum_all(lacking)
     if lacking.item() > 0:
         raise SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
 

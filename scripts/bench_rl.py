@@ -49,7 +49,7 @@ class Noise(Episode):
 class Noises:
     """Of every number one."""
 
-    num_tasks = None
+    num_tasks: int | None = None
 
     def __init__(self, length: int, vocabulary: int) -> None:
         self.length, self.vocabulary = length, vocabulary

@@ -433,6 +433,7 @@ def test_a_mapping_that_contains_itself():
 
 # ---- what only looking at files, folders and the machine shows ----------------------------------
 
+PP = "--launch.nproc 2 --parallel.pp 2 --train.micro_batch_size 4"
 HF = "--model.path {hf} --data.source text --data.path {text}"
 
 FILES = [
@@ -477,12 +478,40 @@ FILES = [
     ("--model.preset qwen3-0.6b --moe.force_balanced yes", "moe.force_balanced", "no experts"),
     ("--data.seq_len 4097", "data.seq_len", "more than the 4096 positions .* model.preset 'debug'"),
     # The layout.
-    ("--parallel.pp 2", "parallel.pp", "2: this version has no pipeline parallelism; use 1"),
+    ("--parallel.pp 2", "parallel.pp", "world of 1 process"),
     ("--parallel.cp 2", "parallel.cp", "2: this version has no context parallelism; use 1"),
     ("--parallel.tp 2", "parallel.tp", "world of 1 process"),
     ("--parallel.ep 2", "parallel.ep", "2 does not divide"),
     ("--parallel.dp_replicate 2", "parallel.dp_replicate", "world of 1"),
-    ("--launch.nproc 2 --parallel.pp 2", "parallel.pp", "no pipeline parallelism"),
+    ("--launch.nproc 2 --parallel.pp 2", "parallel.pp", "2 is more than the 1 micro-batches"),
+    (PP + " --parallel.pp_schedule 2f2b", "parallel.pp_schedule", "'gpipe', '1f1b', 'interleaved"),
+    (PP + " --model.num_layers 1", "parallel.pp", "2 stages, and the model has 1 blocks; use 1 or"),
+    (PP + " --parallel.pp_stages 2", "parallel.pp_stages", "2 stages a rank, where .*1f1b takes 1"),
+    (PP + " --parallel.pp_split 1,2,3", "parallel.pp_split", "give 2 numbers that add up to"),
+    (PP + " --parallel.pp_split 1,x", "parallel.pp_split", "integer"),
+    (PP + " --parallel.pp_split 0,4", "parallel.pp_split", "one block at least"),
+    (
+        "--launch.nproc 4 --parallel.pp 2 --parallel.ep 2 --train.micro_batch_size 4 "
+        "--moe.dispatch_mode static --moe.dispatcher deepep",
+        "moe.dispatch_mode",
+        "use exact",
+    ),
+    (
+        PP + " --parallel.pp_schedule zbv --activation.policy full --model.num_layers 4",
+        "parallel.pp_schedule",
+        "cannot split the backward",
+    ),
+    (
+        PP + " --parallel.pp_schedule merged_1f1b --parallel.reshard_after_forward yes",
+        "parallel.reshard_after_forward",
+        "halves would take each other's parameters away; use no",
+    ),
+    (
+        "--launch.nproc 2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "
+        "--train.global_batch_size 3 --train.micro_batch_size 1 --model.num_layers 4",
+        "parallel.pp_schedule",
+        "3 micro-batches, where interleaved_1f1b takes a multiple of its 2 ranks; gpipe, 1f1b",
+    ),
     ("--launch.nproc 3", "train.global_batch_size", "3 ranks"),
     (
         "--launch.nproc 4 --parallel.tp 4 --model.vocab_size 5 --model.num_kv_heads 4",

@@ -277,6 +277,6 @@ def test_a_home_folder_is_found_in_any_source(monkeypatch):
 
 def test_axes_that_are_not_there_yet_say_so_in_the_help():
     text = format_help()
-    for name in ("pp", "cp"):
+    for name in ("cp",):
         entry = text[text.index(f"--parallel.{name} (") :].splitlines()[1]
         assert "Not available yet: must be 1." in entry

@@ -95,7 +95,7 @@ def test_expert_parallelism_needs_experts():
         resolve(4, DENSE, ep=2)
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
+@pytest.mark.parametrize("axis", ["cp"])
 def test_an_axis_of_a_later_version_says_so(axis):
     assert axis in mesh_module.NOT_YET
     with pytest.raises(ConfigError, match=r"2: this version has no \w+ parallelism") as caught:

@@ -124,10 +124,12 @@ LAYOUTS = {
         "dp": (["parallel.dp_shard=2"], 1),
         "ep": (["parallel.ep=2"], 2),
         "tp": (["parallel.tp=2"], 2),
+        "pp": (["parallel.pp=2"], 1),
     },
     4: {
         "dp+ep": (["parallel.ep=4"], 1),
         "dp+tp+ep": (["parallel.tp=2", "parallel.ep=4"], 1),
+        "pp+tp": (["parallel.pp=2", "parallel.tp=2"], 1),
     },
 }
 
@@ -148,4 +150,8 @@ def test_every_mesh_gives_one_processs_numbers_and_gradients(ranks, one_process)
             assert set(terms) == set(expected)
             for name, value in expected.items():
                 assert terms[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-            assert_near(gradients, expected_gradients, 1e-5)
+            mine = {name: expected_gradients[name] for name in gradients}  # of its stages
+            assert_near(gradients, mine, 1e-5)
+    for key in found[0]:
+        everything = {name for answers in found for name in answers[key][1]}
+        assert everything == set(one_process["one", key[1]][1])

@@ -396,7 +396,13 @@ def first_steps(folder, values):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "replay"), [({"parallel.ep": 2}, True), ({"parallel.tp": 2}, True), ({}, False)]
+    ("degrees", "replay"),
+    [
+        ({"parallel.ep": 2}, True),
+        ({"parallel.tp": 2}, True),
+        ({"parallel.pp": 2, "rl.offload": "true"}, True),
+        ({}, False),
+    ],
 )
 def test_ranks_learn_what_one_process_does(degrees, replay, even, tmp_path):
     # With its own epsilon AdamW makes of a rounding error near 0 a step of full length.

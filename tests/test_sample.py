@@ -55,6 +55,7 @@ def samples_on_ranks(runs):
 def test_every_mesh_writes_the_same(family, tiny_words, tmp_path):
     words = words_of(tiny_words, "train.micro_batch_size=2", *GREEDY)
     layouts = {name: LAYOUTS[4][name] for name in ("hsdp", "ep", "dp+tp", "dp+tp+ep")}
+    layouts["pp+ep"] = ["parallel.pp=2", "parallel.ep=2"]
     if family == "dense":
         words = [w for w in words_of(tiny_words, *GREEDY) if "expert" not in w and "moe" not in w]
         words += [*DENSE, "train.micro_batch_size=2"]

@@ -33,6 +33,8 @@ LAYOUTS = {
     "tp": ["parallel.tp=4", "model.num_kv_heads=4"],
     "dp+tp+ep": ["parallel.tp=2", "parallel.ep=2"],
     "hsdp+tp+ep": ["parallel.dp_replicate=2", "parallel.tp=2", "parallel.ep=2"],
+    "pp": ["parallel.pp=2"],
+    "pp+ep": ["parallel.pp=2", "parallel.ep=2"],
 }
 UGLY = ["model.hidden_size=24", "model.num_heads=4", "model.vocab_size=50"]
 BIASED = make_architecture(
@@ -90,7 +92,7 @@ def check_values(engine, model, experts):
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, whole in engine.weights():
         value = found.pop(name)
-        rule = engine.fsdp.members[name].rule if name in engine.fsdp.members else None
+        rule = engine.stages.rules.get(name)
         used = torch.float32 if rule is None else rule.gather or engine.model.compute_dtype
         assert value.dtype == used
         mine = whole if experts is None else experts.part(name, whole)
@@ -100,13 +102,18 @@ def check_values(engine, model, experts):
 
 def counted_calls(monkeypatch):
     calls = []
-    gather = collectives.all_gather_single
 
-    def counting(*args, **kwargs):
-        calls.append(args[0].nbytes)
-        return gather(*args, **kwargs)
+    def count(owner, name):
+        call = getattr(owner, name)
 
-    monkeypatch.setattr(collectives, "all_gather_single", counting)
+        def counting(*args, **kwargs):
+            calls.append(args[0].nbytes)
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(collectives, "all_gather_single")
+    count(dist, "broadcast")
     return calls
 
 
@@ -125,7 +132,8 @@ def follow(engine, *, tokens=True):
         with pytest.MonkeyPatch.context() as monkeypatch:
             calls = counted_calls(monkeypatch)
             update()
-        assert len(calls) == update.num_collectives <= 3 * len(engine.fsdp.units)
+        shared = len(list(engine.weights())) if engine.world.dims.pp > 1 else 0
+        assert len(calls) == update.num_collectives <= 3 * len(engine.fsdp.units) + shared
         check_values(engine, model, experts)
         assert generator.version == version
         if tokens:
@@ -147,7 +155,7 @@ def rows_of_engine(engine):
 def follow_layouts(layouts):
     counts = {name: follow(engine_of(words)) for name, words in layouts.items()}
     counts["bf16"] = follow(engine_of(layouts["ep+efsdp"], "train.dtype=bfloat16"), tokens=False)
-    for words in (layouts["dp"], layouts["dp+tp"], layouts["hsdp"]):
+    for words in (layouts["dp"], layouts["dp+tp"], layouts["hsdp"], layouts["pp"]):
         follow(biased_engine(words))
     return counts
 
@@ -166,6 +174,9 @@ def test_a_generator_follows_a_trainer_on_every_mesh():
             "dp+tp+ep": 4 + 4,
             "hsdp+tp+ep": 4,
             "bf16": 4 + 4,
+            # A block each, and an end; then all 27 tensors from the one that has them to the other.
+            "pp": 2 + 2 + 27,
+            "pp+ep": 2 + 27,
         }
 
 

@@ -1,7 +1,7 @@
 """Spread one model over a world of ranks; the order is the same for every model and layout.
 
-plan -> sharded parameters -> what parts do with shared tokens -> dispatchers -> values ->
-recomputation -> compile
+plan -> this rank's stages -> sharded parameters -> what parts do with shared tokens ->
+dispatchers -> values -> recomputation -> compile
 
 What the model is stays single-device math. It is attached to in four ways, all of them here:
 parameters are DTensors that :class:`~moetrain.parallel.fsdp.FSDP` unshards (``model.sharding``);
@@ -31,10 +31,12 @@ from moetrain.models import (
 from moetrain.models.hf import resolve
 from moetrain.models.init import draw
 from moetrain.models.rules import PartStyle, parameter_rules, part_styles
+from moetrain.parallel.bucket import Twin
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import Meshes
+from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, share_tokens
 from moetrain.parallel.vocab_parallel import ShardedVocabulary
@@ -42,14 +44,26 @@ from moetrain.parallel.world import World
 
 
 def parallelize(
-    model: Transformer, meshes: Meshes, *, device: torch.device, dtype: torch.dtype, config: Config
+    model: Transformer,
+    meshes: Meshes,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: Config,
+    stages: Stages,
 ) -> FSDP:
-    """Shard ``model`` (built on meta) and wire its forward; values are still to come.
+    """Cut ``model`` (built on meta), shard it and wire its forward; values are still to come.
 
     ``dtype``: the compute dtype, in which parameters are gathered.
     """
     plan = find_family(model.arch).plan(model.arch)
-    styles = part_styles(plan, model)
+    styles, rules = part_styles(plan, model), parameter_rules(plan, model)
+    units = stages.cut(model)
+    here = {
+        name for name, module in model.named_modules() if any(True for _ in module.parameters())
+    }
+    for name in styles.keys() - here:
+        del styles[name]
     parallel = config.parallel
     fsdp = FSDP(
         parallel.reduce,
@@ -58,9 +72,11 @@ def parallelize(
         reshard=reshards(config, meshes.dims.world_size),
         reduce_last=parallel.reduce_at == "last",
     )
-    head = [model.norm] if model.lm_head is None else [model.norm, model.lm_head]
-    units = [[model.embed], *([block] for block in model.layers), head]
-    shard_model(model, parameter_rules(plan, model), units, meshes, fsdp, dtype)
+    shard_model(model, rules, units, meshes, fsdp, dtype)
+    if stages.twin is not None:
+        twin = Twin(stages.group, stages.twin)
+        (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
+        bucket.twin = twin
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
@@ -76,9 +92,11 @@ def parallelize(
 def reshards(config: Config, world_size: int) -> bool:
     """Whether blocks' full parameters are away between a block's forward and its backward.
 
-    So they are where nothing travels but a block is recomputed: a cast more is cheap.
+    So they are where nothing travels but a block is recomputed: a cast more is cheap. A pipeline
+    comes back to a block with every micro-batch, and gathers its parameters once.
     """
-    recomputes = {"none": False, "selective": world_size == 1, "full": True}
+    is_staged = config.parallel.pp > 1
+    recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
     return config.parallel.reshard_after_forward or recomputes[config.activation.policy]
 
 
@@ -137,8 +155,10 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def place_model(config: Config, arch: Architecture, world: World) -> tuple[Transformer, FSDP]:
-    """The model of a run on this rank's device, with values, ready to train.
+def place_model(
+    config: Config, arch: Architecture, world: World, stages: Stages | None = None
+) -> tuple[Transformer, FSDP]:
+    """What this rank has of a run's model (``stages``), with values, ready to train.
 
     Raises:
         ConfigError: ``model.path`` cannot be loaded.
@@ -146,7 +166,9 @@ def place_model(config: Config, arch: Architecture, world: World) -> tuple[Trans
     dtype = compute_dtype(config, world.device)
     with torch.device("meta"):
         model = build_model(arch, kernels=config.kernels, moe=config.moe)
-    fsdp = parallelize(model, world.meshes, device=world.device, dtype=dtype, config=config)
+    stages = stages or Stages.of(config, arch, world.meshes, world.device)
+    where = {"device": world.device, "stages": stages}
+    fsdp = parallelize(model, world.meshes, dtype=dtype, config=config, **where)
     if config.model.path is None:
         draw_values(fsdp, config.model.init_std, config.train.seed)
     else:
@@ -171,14 +193,16 @@ def draw_values(fsdp: FSDP, std: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def load_whole_state(model: nn.Module, fsdp: FSDP, state: Mapping[str, torch.Tensor]) -> None:
+def load_whole_state(
+    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, torch.Tensor]
+) -> None:
     """Copy this rank's part of every parameter and buffer, which ``state`` has whole.
 
     Raises:
         ConfigError: names other than the model's, or another shape or dtype.
     """
     buffers = dict(model.named_buffers())
-    odd = set(state) ^ (set(fsdp.members) | set(buffers))
+    odd = set(state) ^ set(stages.table)
     if odd and all(name.endswith("router.bias") for name in odd):
         raise ConfigError(
             "moe.bias_update_rate",
@@ -187,10 +211,9 @@ def load_whole_state(model: nn.Module, fsdp: FSDP, state: Mapping[str, torch.Ten
         )
     if odd:
         raise ConfigError("checkpoint.resume", f"it is of another model: {sorted(odd)[:3]}")
-    for name, member in fsdp.members.items():
-        check_like(name, state[name], member.layout.shape, member.local.dtype)
-    for name, buffer in buffers.items():
-        check_like(name, state[name], buffer.shape, buffer.dtype)
+    for name, entry in stages.table.items():
+        storage = torch.float32 if entry.rule is None else entry.rule.storage
+        check_like(name, state[name], entry.shape, storage)
     for name, member in fsdp.members.items():
         member.local.copy_(state[name][member.layout.box])
     for name, buffer in buffers.items():

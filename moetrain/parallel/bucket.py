@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,23 @@ class Member:
     """Of the value, what a rank uses: 1, or 1/tp where tensor parallel ranks' uses are added up."""
 
 
+class Twin(NamedTuple):
+    """Another rank with a copy of the same shard."""
+
+    group: dist.ProcessGroup
+    rank: int
+    """In the group."""
+
+    def exchange(self, x_N: torch.Tensor) -> torch.Tensor:
+        """What the twin gives for ``x_N``; both call it."""
+        theirs_N = torch.empty_like(x_N)
+        pairs = ((dist.isend, x_N), (dist.irecv, theirs_N))
+        ops = [dist.P2POp(op, x, group=self.group, group_peer=self.rank) for op, x in pairs]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return theirs_N
+
+
 @dataclass
 class Bucket:
     """Members that the same ranks gather in the same dtype."""
@@ -94,6 +112,8 @@ class Bucket:
     has_gradient: bool = False
     unreduced_WN: torch.Tensor | None = None
     """fp32: gradients of earlier micro-batches that are still to travel."""
+    twin: Twin | None = None
+    """The pipeline rank with the same shard, whose gradient is of another use of it; None: none."""
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     _rows: list[torch.Tensor] = field(default_factory=list)
 
@@ -264,6 +284,8 @@ class Bucket:
             self.gradient_N.zero_()
         if self.replicas is not None:
             dist.all_reduce(self.gradient_N, group=self.replicas)
+        if self.twin is not None:
+            self.gradient_N += self.twin.exchange(self.gradient_N)
         for member in self.members:
             rows = self.gradient_N[member.start :][: member.local.numel()]
             member.local.grad = rows.view(member.local.shape)

@@ -153,6 +153,8 @@ class FSDP:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
         self._num_works = 0
+        self.splits = False
+        """Whether every parameter has a node of its own in autograd's graph, to be asked for."""
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; units are added in the order their forwards run."""
@@ -185,9 +187,9 @@ class FSDP:
         self._is_working = True
         try:
             yield
-            self._finish_reductions()
+            self.finish_reductions()
             self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
-            self._finish_reductions()
+            self.finish_reductions()
         finally:
             self._is_working, self._is_last, self._reducing = False, False, []
             self._num_works += 1
@@ -250,14 +252,15 @@ class FSDP:
             if any(g is not None for g in mine):
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
-        self._finish_reductions()
+        self.finish_reductions()
         self._reducing = _under_way(started)
         unit.graphs -= 1
         if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
             self.reshard(unit)
             unit.region.free()
 
-    def _finish_reductions(self) -> None:
+    def finish_reductions(self) -> None:
+        """Wait, on the device, for those under way."""
         for pending in self._reducing:
             pending.finish()
         self._reducing = []
@@ -293,17 +296,32 @@ class FSDP:
         """Full parameters of ``unit``, differentiable where they are trained."""
         self.unshard(unit)
         unit.graphs += torch.is_grad_enabled()
-        return list(_HandOut.apply(self._anchor, self, unit))
+        full = list(HandOut.apply(self._anchor, self, unit))
+        return [x.view_as(x) for x in full] if self.splits else full
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """``loss.backward()``; ``is_last``: no other backward follows before the step."""
+    def backward(
+        self,
+        outputs: torch.Tensor | Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] | None = None,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Their backward; ``gradients`` may be left out of 0-d ones.
+
+        ``is_last``: no other backward follows in this work.
+        """
         self._is_last = is_last
-        loss.backward()
+        torch.autograd.backward(outputs, gradients)
+
+    def give(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, is_last: bool) -> None:
+        """:meth:`reduce` what a backward outside of :meth:`backward` has found."""
+        self._is_last = is_last
+        self.reduce(unit, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: torch.Tensor) -> None:
-        """Copy what this rank holds of ``parameter[place] = tensor``."""
-        member = self.members[name]
-        member.layout.write(member.local, place, tensor)
+        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
+        if (member := self.members.get(name)) is not None:
+            member.layout.write(member.local, place, tensor)
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -318,6 +336,7 @@ class FSDP:
             if bucket.is_trained:
                 gradient_N = bucket.publish_gradient()
                 replicas = 1 if bucket.replicas is None else bucket.replicas.size()
+                replicas *= 1 if bucket.twin is None else 2
                 squares.append(torch.linalg.vector_norm(gradient_N).square() / replicas)
         total = torch.stack(squares).sum()
         if not self.is_alone:
@@ -334,7 +353,7 @@ def _under_way(pending: Iterable[PendingReduce | None]) -> list[PendingReduce]:
     return [one for one in pending if one is not None]
 
 
-class _HandOut(torch.autograd.Function):
+class HandOut(torch.autograd.Function):
     """Hands out a unit's full parameters; its backward reduces their gradients into the shards.
 
     The shards' gradients do not flow through autograd: they are summed in fp32 into buffers that

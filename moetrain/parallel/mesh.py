@@ -32,7 +32,7 @@ from moetrain.models import Architecture
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 
-NOT_YET = {"pp": "pipeline parallelism", "cp": "context parallelism"}
+NOT_YET = {"cp": "context parallelism"}
 """Axes whose meshes are here and whose use is not; removing a line admits the axis."""
 
 
@@ -153,6 +153,8 @@ class Meshes:
     """Ranks with different rows: dp_replicate x dp_shard; this rank takes part ``data.rank()``."""
     tokens: dist.ProcessGroup
     """Ranks with different tokens, of other rows or of the same: every rank of this stage."""
+    everyone: dist.ProcessGroup
+    """The world."""
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
@@ -174,6 +176,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         # The ranks that differ in dp_replicate and dp_shard alone, flattened to one axis.
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
+        groups.group(dense_ranks.flatten(), 0),
         groups.distinct(),
     )
 

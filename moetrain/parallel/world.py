@@ -19,6 +19,7 @@ from moetrain.models import Architecture
 from moetrain.parallel.deepep_ops import disconnect
 from moetrain.parallel.meeting import TIMEOUT, Meeting, find_ranks
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
+from moetrain.parallel.pipeline.stages import check_pipeline
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class World:
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` summed over the ranks with different rows: what is counted on whole rows."""
         return _sum(x, self.meshes.data)
+
+    def sum_all(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` summed over every rank of the run."""
+        return _sum(x, self.meshes.everyone)
 
     def wait(self) -> None:
         """Return when every rank has come here, however long what it does before may take.
@@ -164,6 +169,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     dims = ParallelDims.resolve(config.parallel, size, arch)
     t = config.train
     t.micro_batches(dims.data_ranks)
+    check_pipeline(config, arch, dims)
     if t.micro_batch_size * config.data.seq_len % dims.tp:
         raise ConfigError(
             "parallel.tp",

@@ -13,7 +13,7 @@ Legend: B batch, S sequence, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,17 +62,14 @@ def score(
     compiled (a graph of a forward alone may round elsewhere) the same bits. Collective, and without
     gradients. Waits for the device once all batches are through.
     """
-    found: dict[int, TokenStats] = {}
 
-    def forward(number: int) -> torch.Tensor:
-        batch, model = batches[number].to(engine.world.device), engine.model
-        hidden_BSD, _ = model.backbone(*batch.inputs)
-        found[number] = batch_stats(model, hidden_BSD, batch, temperature)
-        return hidden_BSD
+    def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:
+        return torch.stack(batch_stats(engine.model, hidden_BSD, batch, temperature))
 
+    shapes = [(2, *batch.targets_BS.shape) for batch in batches]
     with engine.work(), torch.no_grad(), engine.exact_sizes():
-        engine.schedule(range(len(batches)), forward, lambda _: None)
-    return [TokenStats(*(x_BS.cpu() for x_BS in found[i])) for i in range(len(batches))]
+        found = engine.collect(batches, finish, shapes)
+    return [TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
 
 
 def batch_stats(

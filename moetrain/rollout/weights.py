@@ -12,6 +12,9 @@ be it for FSDP or for tensor parallelism: every rank's bytes say where in the wh
 (:meth:`Layout.box_of`). No weight goes through fp32 or the host, and parameters keep their
 addresses, which graphs hold on to.
 
+Pipeline ranks then share what each of them has gathered of its own stages: ranks at the same place
+of their stages have the same experts, so what one has is what the others need, one broadcast each.
+
 Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
 are one tensor parallel group, 2 and 3 the other::
 
@@ -34,6 +37,7 @@ from torch import nn
 
 from moetrain.engine import Engine
 from moetrain.models import Transformer, build_model
+from moetrain.models.rules import Rule
 from moetrain.parallel.apply import transport_of
 from moetrain.parallel.bucket import Member, aligned
 from moetrain.parallel.collectives import all_gather_start
@@ -59,9 +63,10 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
             transport = transport.exact()  # how many tokens a step reads, training cannot know
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, transport)
-    for name, member in engine.fsdp.members.items():
+    for name, planned in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
-        values = torch.empty(_shape(member), dtype=_dtype(engine, member), device=world.device)
+        dtype = _dtype(engine, engine.stages.rules[name])
+        values = torch.empty(planned.shape, dtype=dtype, device=world.device)
         parameter = nn.Parameter(values, requires_grad=False)
         model.get_submodule(owner).register_parameter(key, parameter)
     for module in model.modules():
@@ -73,19 +78,16 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
 
 def replica_bytes(engine: Engine) -> int:
     """Of memory that :func:`replica` takes on this rank."""
-    members = engine.fsdp.members.values()
-    return sum(_shape(m).numel() * _dtype(engine, m).itemsize for m in members)
+    total = 0
+    for name, rule in engine.stages.rules.items():
+        ranks = engine.world.dims.ep if rule.style == "expert" else 1  # which divides them
+        total += engine.stages.table[name].shape.numel() // ranks * _dtype(engine, rule).itemsize
+    return total
 
 
-def _shape(member: Member) -> torch.Size:
-    """What a rank's replica has of a parameter: all, or the experts of this rank."""
-    layout = member.layout
-    return layout.gathered_shape if layout.style == "expert" else layout.shape
-
-
-def _dtype(engine: Engine, member: Member) -> torch.dtype:
+def _dtype(engine: Engine, rule: Rule) -> torch.dtype:
     """What a parameter is used in, in training and in generation."""
-    dtype = member.rule.gather or engine.model.compute_dtype
+    dtype = rule.gather or engine.model.compute_dtype
     assert dtype is not None  # place_model has set it
     return dtype
 
@@ -107,7 +109,7 @@ class WeightUpdate:
         """
         self.engine, self.generator = engine, generator
         targets = dict(generator.model.named_parameters())
-        if odd := set(targets) ^ set(engine.fsdp.members):
+        if odd := set(targets) ^ set(engine.stages.rules):
             raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
         names = {id(member): name for name, member in engine.fsdp.members.items()}
         self._here: list[_Pair] = []
@@ -115,9 +117,16 @@ class WeightUpdate:
         self._gathers: list[_Gather] = []
         for unit in engine.fsdp.units:
             self._add([_Pair(m, targets[names[id(m)]].detach()) for m in unit.members])
-        self.num_collectives = len(self._gathers)
+        self._from_stages = [
+            (target, engine.stages.table[name].holders[0])
+            for name, target in (*targets.items(), *generator.model.named_buffers())
+            if engine.world.dims.pp > 1
+        ]
+        self.num_collectives = len(self._gathers) + len(self._from_stages)
         self.num_bytes = sum(target.nbytes for target in targets.values())
         self.num_bytes_received = sum(g.size * (g.group.size() - 1) for g in self._gathers)
+        rank = engine.stages.rank
+        self.num_bytes_received += sum(x.nbytes for x, r in self._from_stages if r != rank)
 
     def _add(self, unit: Sequence[_Pair]) -> None:
         everyone = self.engine.world.meshes.shared_parameters
@@ -155,8 +164,22 @@ class WeightUpdate:
             under_way.finish()
         buffers = dict(self.engine.model.named_buffers())
         for name, buffer in self.generator.model.named_buffers():
-            buffer.copy_(buffers[name])
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        self._share_stages()
         self.generator.weights_changed()
+
+    def _share_stages(self) -> None:
+        """What pipeline ranks have by now, each of its own stages, to all of them."""
+        group = self.engine.stages.group
+        works = [
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(_bytes(x), group=group, group_src=holder, async_op=True)
+            for x, holder in self._from_stages
+        ]
+        for work in works:
+            assert work is not None  # this rank is one of the group
+            work.wait()
 
 
 @dataclass
@@ -230,6 +253,11 @@ def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dty
     """The tensor that begins at byte ``start``."""
     stop = start + shape.numel() * dtype.itemsize
     return bytes_N[start:stop].view(dtype).view(shape)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory, [bytes]."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _numel(box: Box) -> int:

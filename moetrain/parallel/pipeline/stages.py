@@ -1,0 +1,358 @@
+"""Which blocks each stage has, and which tensors of the model lie on which pipeline rank.
+
+The list of blocks is cut where the slowest stage is fastest, by the parts' own counts of
+multiply-adds; the first stage also has the embedding, which multiplies nothing, and the last one
+the final norm and the head. With tied embeddings both ends have the one matrix: each keeps a copy,
+and their gradients are added up before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.models import Architecture, Transformer, build_model, find_family
+from moetrain.models.rules import Rule, parameter_rules
+from moetrain.parallel.mesh import Meshes, ParallelDims
+from moetrain.parallel.pipeline.schedules import (
+    RECIPES,
+    Costs,
+    Schedule,
+    make_schedule,
+    place_stages,
+)
+from moetrain.parallel.pipeline.simulator import in_flight, run_on_paper
+
+SPLIT = ("zero_bubble", "zbv")
+"""Schedules with gradients of weights by themselves."""
+PAIRS = ("merged_1f1b",)
+"""Schedules with a forward and a backward at once."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The model cut into stages."""
+
+    ranges: tuple[range, ...]
+    """The blocks of every stage."""
+    rank_of_stage: tuple[int, ...]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of pipeline rank ``rank``, in the order of the model."""
+        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+
+    def blocks_of(self, rank: int) -> list[int]:
+        """Their blocks."""
+        return [i for stage in self.stages_of(rank) for i in self.ranges[stage]]
+
+    def holders(self, name: str, *, is_tied: bool) -> tuple[int, ...]:
+        """The pipeline ranks that hold the tensor ``name``, its first user's before the other."""
+        first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
+        kind, _, rest = name.partition(".")
+        if kind == "layers":
+            block = int(rest.partition(".")[0])
+            stage = next(s for s, blocks in enumerate(self.ranges) if block in blocks)
+            return (self.rank_of_stage[stage],)
+        if kind == "embed":
+            return (first, last) if is_tied and first != last else (first,)
+        return (last,)
+
+
+def plan_stages(parallel: ParallelSection, arch: Architecture, seq_len: int) -> StagePlan:
+    """The stages that ``parallel`` asks for.
+
+    Raises:
+        ConfigError: more stages than blocks, or a split that is none of the blocks.
+    """
+    recipe = RECIPES[parallel.pp_schedule if parallel.pp > 1 else "1f1b"]
+    virtual = _stages_per_rank(parallel)
+    rank_of_stage = place_stages(parallel.pp, virtual, is_v=recipe.is_v)
+    count, blocks = len(rank_of_stage), arch.num_layers
+    if count > blocks:
+        raise ConfigError(
+            "parallel.pp",
+            f"{parallel.pp} ranks with {virtual} stage{'s' * (virtual > 1)} each are {count} "
+            f"stages, and the model has {blocks} blocks; use {blocks // virtual} or fewer",
+        )
+    if parallel.pp_split is None:
+        sizes = balance([_products(arch, i, seq_len) for i in range(blocks)], _head(arch), count)
+    else:
+        sizes = parallel.pp_split
+        if len(sizes) != count or sum(sizes) != blocks:
+            raise ConfigError(
+                "parallel.pp_split",
+                f"{','.join(map(str, sizes))} are {len(sizes)} stages of {sum(sizes)} blocks; give "
+                f"{count} numbers that add up to the model's {blocks} blocks",
+            )
+    ends = [sum(sizes[: i + 1]) for i in range(count)]
+    starts = [0, *ends[:-1]]
+    ranges = tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
+    return StagePlan(ranges, rank_of_stage)
+
+
+def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise :class:`ConfigError` if ``dims.pp`` ranks cannot train ``arch`` as ``config`` says."""
+    parallel = config.parallel
+    if dims.pp == 1:
+        return
+    plan_stages(parallel, arch, config.data.seq_len)
+    if config.moe.dispatch_mode == "static":
+        raise ConfigError(
+            "moe.dispatch_mode",
+            f"'static' does not work with parallel.pp {dims.pp}: a step cannot be done again over "
+            "stages; use exact",
+        )
+    is_whole = not config.compile.enabled and config.activation.policy == "none"
+    if parallel.pp_schedule in SPLIT and not is_whole:
+        raise ConfigError(
+            "parallel.pp_schedule",
+            f"{parallel.pp_schedule!r} cannot split the backward of blocks that are compiled or "
+            f"recomputed; use one of {', '.join(name for name in RECIPES if name not in SPLIT)}, "
+            "or compile.enabled no and activation.policy none",
+        )
+    if parallel.pp_schedule in PAIRS and parallel.reshard_after_forward:
+        raise ConfigError(
+            "parallel.reshard_after_forward",
+            f"yes does not work with parallel.pp_schedule {parallel.pp_schedule!r}, whose halves "
+            "would take each other's parameters away; use no",
+        )
+    number = config.train.micro_batches(dims.data_ranks)
+    if number < dims.pp:
+        raise ConfigError(
+            "parallel.pp",
+            f"{dims.pp} is more than the {number} micro-batches of a step, which leaves ranks idle "
+            "throughout; raise train.global_batch_size, or lower train.micro_batch_size or this",
+        )
+    schedule_of(config, dims, number)
+
+
+def schedule_of(config: Config, dims: ParallelDims, micro_batches: int) -> Schedule:
+    """The schedule of a step of ``micro_batches``.
+
+    Raises:
+        ConfigError: there is none; it lists what is possible.
+    """
+    parallel = config.parallel
+    try:
+        return make_schedule(
+            parallel.pp_schedule, dims.pp, _stages_per_rank(parallel), micro_batches
+        )
+    except ValueError as error:
+        raise ConfigError("parallel.pp_schedule", str(error)) from None
+
+
+def _stages_per_rank(parallel: ParallelSection) -> int:
+    if parallel.pp == 1:
+        return 1
+    recipe = RECIPES[parallel.pp_schedule]
+    wanted = parallel.pp_stages
+    if wanted == "auto":
+        return recipe.virtual[0]
+    if wanted not in recipe.virtual:
+        low, high = recipe.virtual[0], recipe.virtual[-1]
+        raise ConfigError(
+            "parallel.pp_stages",
+            f"{wanted} stages a rank, where parallel.pp_schedule {parallel.pp_schedule} takes "
+            f"{low if low == high else f'{low} to {high}'}",
+        )
+    return wanted
+
+
+def activations_in_flight(config: Config, dims: ParallelDims) -> list[int]:
+    """The most (stage, micro-batch) pairs whose activations every pipeline rank has at once."""
+    if dims.pp == 1:
+        return [1]
+    schedule = schedule_of(config, dims, config.train.micro_batches(dims.data_ranks))
+    return [max(in_flight(schedule, rank)) for rank in range(dims.pp)]
+
+
+def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> str:
+    """What a step's schedule takes, in a line: stages, bubble, activations by rank.
+
+    The bubble is that of stages as unequal as they are, whose backward takes twice their forward,
+    and of communication that takes no time.
+    """
+    number = config.train.micro_batches(dims.data_ranks)
+    plan = plan_stages(config.parallel, arch, config.data.seq_len)
+    schedule = schedule_of(config, dims, number)
+    scale = stage_products(plan, arch, config.data.seq_len)
+    bubble = run_on_paper(schedule, Costs(scale=scale)).bubble
+    sizes = ",".join(str(len(blocks)) for blocks in plan.ranges)
+    held = " ".join(map(str, activations_in_flight(config, dims)))
+    return (
+        f"pipeline {schedule.name}: stages of {sizes} blocks, {number} micro-batches, bubble "
+        f"{bubble:.1%}; by rank: activations in flight {held} (stages x micro-batches)"
+    )
+
+
+def _products(arch: Architecture, block: int, seq_len: int) -> float:
+    parts = (arch.attention(block), arch.feed_forward(block))
+    return sum(part.products_per_token(seq_len) for part in parts)
+
+
+def _head(arch: Architecture) -> float:
+    return float(arch.vocab_size * arch.hidden_size)
+
+
+def stage_products(plan: StagePlan, arch: Architecture, seq_len: int) -> list[float]:
+    """Multiply-adds a token of every stage's forward."""
+    costs = [sum(_products(arch, i, seq_len) for i in blocks) for blocks in plan.ranges]
+    costs[-1] += _head(arch)
+    return costs
+
+
+def balance(costs: Sequence[float], head: float, count: int) -> list[int]:
+    """How many blocks each of ``count`` stages has, one at least, so that the largest sum of
+    ``costs`` is smallest, with ``head`` on the last; of equals, later stages have fewer."""
+    total = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, int]:
+        """The largest sum of the ``stages`` last stages from block ``start``; the first's end."""
+        if stages == 1:
+            return sums[total] - sums[start] + head, total
+        ends = range(total - stages + 1, start, -1)
+        found = ((max(sums[end] - sums[start], best(end, stages - 1)[0]), end) for end in ends)
+        return min(found, key=lambda one: one[0])
+
+    sizes, start = [], 0
+    for stages in range(count, 0, -1):
+        end = best(start, stages)[1]
+        sizes.append(end - start)
+        start = end
+    return sizes
+
+
+# ---- one rank's view ----------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A tensor of the whole model."""
+
+    shape: torch.Size
+    rule: Rule | None
+    """None: a buffer."""
+    holders: tuple[int, ...]
+    """Pipeline ranks."""
+
+
+class Elsewhere(nn.Module):
+    """Stands where a part of the model is another rank's."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What this rank has of the model, and who has the rest."""
+
+    plan: StagePlan
+    arch: Architecture
+    table: Mapping[str, Entry]
+    """Every parameter, then every buffer, in the model's order."""
+    tp: int
+    """Tensor parallel ranks of each stage."""
+    group: dist.ProcessGroup
+    """The ranks with the stages of the same data; its ranks are pipeline ranks."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: Config, arch: Architecture, meshes: Meshes, device: torch.device) -> Stages:
+        plan = plan_stages(config.parallel, arch, config.data.seq_len)
+        with torch.device("meta"):
+            model = build_model(arch, kernels=config.kernels, moe=config.moe)
+        rules = parameter_rules(find_family(arch).plan(arch), model)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        is_tied = arch.tie_embeddings
+        table = {
+            name: Entry(x.shape, rules.get(name), plan.holders(name, is_tied=is_tied))
+            for name, x in tensors
+        }
+        return cls(plan, arch, table, meshes.dims.tp, meshes.dense.get_group("pp"), device)
+
+    @cached_property
+    def rank(self) -> int:
+        """This pipeline rank."""
+        return self.group.rank()
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """The blocks of this rank."""
+        return self.plan.blocks_of(self.rank)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is here."""
+        return self.rank == self.plan.rank_of_stage[-1]
+
+    @property
+    def moe_rows(self) -> list[int]:
+        """Which of the model's MoE layers, by their place among them, are here."""
+        return [row for row, i in enumerate(self.arch.moe_layer_indices) if i in self.blocks]
+
+    @property
+    def twin(self) -> int | None:
+        """The pipeline rank with another copy of the embedding; None: there is none."""
+        holders = self.table["embed.weight"].holders
+        if len(holders) == 1 or self.rank not in holders:
+            return None
+        return next(rank for rank in holders if rank != self.rank)
+
+    def cut(self, model: Transformer) -> list[Sequence[nn.Module]]:
+        """Leave in ``model`` what is this rank's; returns what is unsharded together, in order."""
+        ends = ["embed"], ["norm"] if model.lm_head is None else ["norm", "lm_head"]
+        is_here = self.rank in self.table["embed.weight"].holders, self.has_loss
+        units: list[list[nn.Module]] = []
+        for names, here in zip(ends, is_here, strict=True):
+            units += [[model.get_submodule(name) for name in names]] if here else []
+            for name in () if here else names:
+                setattr(model, name, Elsewhere())
+        for i in set(range(self.arch.num_layers)) - set(self.blocks):
+            model.layers[i] = Elsewhere()
+        first = self.rank == self.plan.rank_of_stage[0]  # there the embedding comes before blocks
+        return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
+
+    @cached_property
+    def trained(self) -> dict[str, Entry]:
+        """What of the table is trained."""
+        return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """Of every parameter of the model."""
+        return {n: e.rule for n, e in self.table.items() if e.rule is not None}
+
+    def whole(self, entry: Entry, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``make()`` (of the entry's shape and storage) of its first holder, on every pipeline
+        rank."""
+        holder = entry.holders[0]
+        x = make() if self.rank == holder else None
+        dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        return self.share(holder, x, entry.shape, dtype)
+
+    def share(
+        self,
+        holder: int,
+        x: torch.Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """``x`` of pipeline rank ``holder``, on all of them. Collective over the group."""
+        if self.group.size() == 1:
+            assert x is not None
+            return x
+        if self.rank == holder:
+            assert x is not None
+            x = x.to(self.device).contiguous()
+        else:
+            x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        dist.broadcast(x, group=self.group, group_src=holder)
+        return x
