@@ -1,6 +1,8 @@
 """Environments that are of no use at all: the run ends, says why, and keeps what it has."""
 
+import asyncio
 import json
+import time
 
 import pytest
 from test_rl_run import lines_of, words_of
@@ -8,7 +10,7 @@ from test_rl_run import lines_of, words_of
 from moetrain.config import RunFailed
 from moetrain.rl.__main__ import run
 from moetrain.rl.envs import Marked
-from moetrain.rl.faults import HOPELESS_STEPS, Failing, shown_by
+from moetrain.rl.faults import HOPELESS_STEPS, Demonstrations, Failing
 from moetrain.rl.trajectory import Trajectory
 
 GONE = """
@@ -66,12 +68,19 @@ def test_hopeless_is_what_fails_alike_step_after_step():
     assert failing.describe().endswith("(timeout), and nothing was learned; of task 7: timeout!")
 
 
+async def later():
+    return Marked((1, 2), (False, True))
+
+
 SHOWN = {
     "raises": lambda: 1 / 0,
+    "hangs": lambda: time.sleep(3600),
+    "hangs later": lambda: asyncio.sleep(3600),
     "nothing": lambda: None,
+    "no mask": lambda: Marked((1, 2), None),
     "a mask of another length": lambda: Marked((1, 2, 3), (False, True)),
     "tokens beyond the vocabulary": lambda: Marked((1, 2, 300), (False, True, True)),
-    "tokens that are none": lambda: Marked((1, 2.0), (False, True)),  # pyright: ignore
+    "tokens that are none": lambda: Marked((1, 2.0), (False, True)),
     "one token": lambda: Marked((1,), (False,)),
     "an action that nothing predicts": lambda: Marked((1, 2), (True, True)),
 }
@@ -84,14 +93,17 @@ def test_a_demonstration_that_is_none_is_one_line(kind):
             return SHOWN[kind]()
 
     with pytest.raises(
-        RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed|is none): "
+        RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is none: )"
     ):
-        shown_by(Shows(), 4, 264)
+        Demonstrations(Shows(), 0.2, 264).of([4])
 
 
 def test_a_demonstration_is_passed_on():
     class Shows:
         def demonstrate(self, task):
-            return Marked((1, 2, task), (False, True, 1))  # pyright: ignore
+            return later() if task == 5 else Marked((1, 2, task), (False, True, 1))
 
-    assert shown_by(Shows(), 4, 264) == Marked((1, 2, 4), (False, True, True))
+    found = Demonstrations(Shows(), 5, 264).of([4, 5, 6])
+    assert found[1] == Marked((1, 2), (False, True))
+    assert [shown.tokens for shown in found[::2]] == [(1, 2, 4), (1, 2, 6)]
+    assert found[0].mask == (False, True, True)

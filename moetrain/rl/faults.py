@@ -8,14 +8,19 @@ nothing: it ends at once, and says what the environment has said.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from moetrain.config import RunFailed
+from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Demonstrates, Marked
 from moetrain.rl.trajectory import Trajectory
 
 HOPELESS_STEPS = 3
 """In a row, in which every trajectory has failed for one reason: what a restart of a service that
 answers for an environment takes, and no more."""
+
+PATIENCE = 1.0
+"""Seconds between looks at demonstrations that come later."""
 
 
 class Failing:
@@ -49,24 +54,49 @@ class Failing:
         )
 
 
-def shown_by(environment: Demonstrates, task: int, vocabulary: int) -> Marked:
-    """The environment's demonstration of ``task``.
+class Demonstrations:
+    """What an environment shows, by :class:`~moetrain.rl.calls.Calls` as all that it is asked."""
 
-    Raises:
-        RunFailed: it raised, or this is none: tokens of 0 to ``vocabulary - 1``, two at least, and
-            as many truth values, the first of them false.
-    """
-    try:
-        shown = environment.demonstrate(task)
-        tokens, mask = tuple(shown.tokens), tuple(map(bool, shown.mask))
-        tokens_are_good = all(type(t) is int and 0 <= t < vocabulary for t in tokens)
-    except (Exception, SystemExit) as error:  # a user's code, whatever it raises
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RunFailed(f"rl.env: its demonstration of task {task} failed: {problem}") from error
-    if not tokens_are_good or len(tokens) < 2 or len(mask) != len(tokens) or mask[0]:
-        raise RunFailed(
-            f"rl.env: its demonstration of task {task} is none: {len(tokens)} tokens and a mask of "
-            f"{len(mask)}; it takes two or more integers of 0 to {vocabulary - 1}, and as many "
-            "truth values, of which the first is false"
-        )
-    return Marked(tokens, mask)
+    def __init__(self, environment: Demonstrates, limit: float, vocabulary: int) -> None:
+        """
+        Args:
+            limit: seconds for those of a step.
+            vocabulary: tokens are below it.
+        """
+        self.environment, self.vocabulary = environment, vocabulary
+        self._calls: Calls[int] = Calls(limit)
+
+    def of(self, tasks: Sequence[int]) -> list[Marked]:
+        """Of each task.
+
+        Raises:
+            RunFailed: one raised, took too long, or is none: two tokens at least, and as many truth
+                values, of which the first is false.
+        """
+        for number, task in enumerate(tasks):
+            self._calls.start(number, self.environment.demonstrate, task)
+        found: dict[int, Any] = {}
+        while len(self._calls):
+            found |= self._calls.finished(PATIENCE)
+        return [self._checked(task, found[number]) for number, task in enumerate(tasks)]
+
+    def _checked(self, task: int, shown: Any) -> Marked:
+        if isinstance(shown, Failed):
+            problem = f"failed ({shown.reason}): {shown.detail[:400]}"
+        elif not isinstance(shown, Marked):
+            problem = f"is none: {type(shown).__name__} where a Marked is due"
+        elif not are_tokens(shown.tokens, self.vocabulary) or len(shown.tokens) < 2:
+            most = self.vocabulary - 1
+            problem = f"is none: its tokens are no tuple of two or more integers of 0 to {most}"
+        elif not isinstance(shown.mask, tuple) or len(shown.mask) != len(shown.tokens):
+            problem = "is none: its mask is no tuple that is as long as its tokens"
+        elif shown.mask[0]:
+            problem = "is none: nothing predicts its first token, and the mask has it chosen"
+        else:
+            return Marked(shown.tokens, tuple(map(bool, shown.mask)))
+        raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
+
+
+def are_tokens(tokens: object, vocabulary: int) -> bool:
+    """Whether an environment may say ``tokens``."""
+    return isinstance(tokens, tuple) and all(type(t) is int and 0 <= t < vocabulary for t in tokens)

@@ -21,9 +21,9 @@ class TimeSplit:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.total: dict[PartName, float] = dict.fromkeys(PARTS, 0.0)
+        self.total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         """All that was taken."""
-        self._since = dict(self.total)
+        self._since: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._part: PartName = "other"
         self._started = time.perf_counter()
 
@@ -47,23 +47,24 @@ class TimeSplit:
         self._since[source] -= seconds
         self._since[target] += seconds
 
-    def take(self) -> dict[PartName, float]:
+    def take(self) -> dict[str, float]:
         """Seconds since the last call."""
         self._go_on_as(self._part)
-        taken, self._since = self._since, dict.fromkeys(PARTS, 0.0)
+        taken = self._since
+        self._since = dict.fromkeys(PARTS, 0.0)
         for name, seconds in taken.items():
             self.total[name] += seconds
         return taken
 
 
-def line_of(seconds: Mapping[PartName, float]) -> str:
+def line_of(seconds: Mapping[str, float]) -> str:
     """Of a step, one line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``; parts from 1%."""
     whole = max(sum(seconds.values()), 1e-9)
     parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
     return f"  time {whole:.2f} s: {'  '.join(parts)}"
 
 
-def table_of(seconds: Mapping[PartName, float]) -> list[str]:
+def table_of(seconds: Mapping[str, float]) -> list[str]:
     """A line for each part."""
     whole = max(sum(seconds.values()), 1e-9)
     return [f"  {n:<9}{s:>10.1f} s {s / whole:>7.1%}" for n, s in seconds.items()]

@@ -36,7 +36,7 @@ from moetrain.rl.buffer import Window
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Demonstrates, Marked
 from moetrain.rl.evaluate import figures, write_completions
-from moetrain.rl.faults import Failing, shown_by
+from moetrain.rl.faults import Demonstrations, Failing
 from moetrain.rl.learn import Learned, Learner, gather
 from moetrain.rl.rows import Sample
 from moetrain.rl.setup import check_same_tasks, set_up
@@ -88,7 +88,10 @@ class RlTrainer(Run[Learned]):
         self.setup = set_up(config, arch, self.device.type)
         self.total_steps = self.setup.total_steps
         self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
-        self.environment = self.setup.environment
+        self.environment, self.demonstrations = self.setup.environment, None
+        if isinstance(self.environment, Demonstrates):
+            limit = config.rl.step_timeout
+            self.demonstrations = Demonstrations(self.environment, limit, arch.vocab_size)
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
@@ -174,13 +177,11 @@ class RlTrainer(Run[Learned]):
 
     def _imitate(self) -> Learned:
         """One update on demonstrations."""
-        assert isinstance(self.environment, Demonstrates)  # build has seen to it
+        assert self.demonstrations is not None  # there are supervised steps
         size = self.config.train.global_batch_size
         numbers = range(self.step * size, (self.step + 1) * size)
-        vocabulary = self.generator.model.arch.vocab_size
         with self.time.part("rewards"):
-            tasks = map(self.tasks.trained, numbers)
-            shown = [shown_by(self.environment, task, vocabulary) for task in tasks]
+            shown = self.demonstrations.of([self.tasks.trained(number) for number in numbers])
         samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
