@@ -44,8 +44,10 @@ class Program(NamedTuple):
     foreign: tuple[str, ...] = ()
     """Beginnings of names of settings that it has no use for."""
     plan: str = "moetrain.memory:plan_memory"
-    """``MODULE:FUNCTION`` of settings and model, before anything is started: raises ConfigError for
-    what the run would refuse, and says how much memory it takes."""
+    """``MODULE:FUNCTION`` of settings and model, for a dry run: raises ConfigError for what the run
+    would refuse, and says how much memory it takes."""
+    inspect: str | None = None
+    """The same before several processes are started, without a look at devices; None: no need."""
 
     @staticmethod
     def find(name: str) -> Any:
@@ -122,7 +124,8 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
 
     resolved = prepare(config)
     plan_world(*resolved, nproc)  # before anything is started
-    program.find(program.plan)(*resolved)
+    if program.inspect is not None:
+        program.find(program.inspect)(*resolved)
     return start_ranks(["-m", program.module, *words], nproc)
 
 

@@ -1,7 +1,7 @@
 """What a run of reinforcement learning is made of before there is a model: its tasks and its sizes.
 
 Everything that settings, files and the environment can be wrong about shows here, so that a dry run
-and the process that starts the ranks refuse what a run would (:func:`plan`).
+(:func:`plan`) and the process that starts the ranks (:func:`inspect`) refuse what a run would.
 
 What is trained on is known by content: a folder of prompts and functions may move between a run and
 its resumption, and a file that was edited is another one. Of a user's file that is its own bytes;
@@ -44,14 +44,20 @@ class Setup(NamedTuple):
     """What is trained on, by the name of the setting that says so."""
 
 
+def inspect(config: Config, arch: Architecture) -> None:
+    """Raise ConfigError as :func:`set_up` would, on the device that a run would take here."""
+    wanted = config.train.device
+    has_gpu = torch.cuda.device_count() > 0  # which leaves the devices alone
+    set_up(config, arch, "cuda" if wanted == "cuda" or (has_gpu and wanted == "auto") else "cpu")
+
+
 def plan(config: Config, arch: Architecture) -> str:
     """Refuse what a run of ``config`` would refuse; returns the memory it takes, in words.
 
     Raises:
         ConfigError: as :func:`set_up` and :func:`moetrain.memory.plan_memory`.
     """
-    is_here = torch.cuda.is_available() or config.train.device == "cuda"
-    set_up(config, arch, "cuda" if is_here and config.train.device != "cpu" else "cpu")
+    inspect(config, arch)
     return plan_memory(config, arch, generates=True)
 
 
