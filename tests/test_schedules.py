@@ -230,16 +230,19 @@ def test_a_drawing_of_a_schedule(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("costs", "head", "count", "sizes"),
+    ("costs", "head", "ranks", "sizes"),
     [
-        ([1] * 8, 0, 4, [2, 2, 2, 2]),
-        ([1] * 24, 4, 4, [7, 7, 7, 3]),  # a head of four blocks
-        ([5, 1, 1, 1, 1, 1], 0, 2, [1, 5]),  # a first block unlike the others
-        ([1] * 4, 9, 4, [1, 1, 1, 1]),
+        ([1] * 8, 0, (0, 1, 2, 3), (2, 2, 2, 2)),
+        ([1] * 24, 4, (0, 1, 2, 3), (7, 7, 7, 3)),  # a head of four blocks
+        ([5, 1, 1, 1, 1, 1], 0, (0, 1), (1, 5)),  # a first block unlike the others
+        ([1] * 4, 9, (0, 1, 2, 3), (1, 1, 1, 1)),
+        # A rank with the head may have less of the rest in whatever stage.
+        ([1] * 12, 4.3, (0, 1, 0, 1), (4, 3, 4, 1)),
+        ([1] * 12, 4.3, (0, 1, 1, 0), (3, 4, 4, 1)),
     ],
 )
-def test_stages_are_balanced(costs, head, count, sizes):
-    assert balance(costs, head, count) == sizes
+def test_ranks_are_balanced(costs, head, ranks, sizes):
+    assert balance(tuple(costs), head, ranks) == sizes
 
 
 def test_a_v_begins_and_ends_on_one_rank():

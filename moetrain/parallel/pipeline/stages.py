@@ -1,6 +1,6 @@
 """Which blocks each stage has, and which tensors of the model lie on which pipeline rank.
 
-The list of blocks is cut where the slowest stage is fastest, by the parts' own counts of
+The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
 multiply-adds; the first stage also has the embedding, which multiplies nothing, and the last one
 the final norm and the head. With tied embeddings both ends have the one matrix: each keeps a copy,
 and their gradients are added up before the step.
@@ -8,9 +8,10 @@ and their gradients are added up before the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate, permutations
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,8 @@ def plan_stages(parallel: ParallelSection, arch: Architecture, seq_len: int) -> 
             f"stages, and the model has {blocks} blocks; use {blocks // virtual} or fewer",
         )
     if parallel.pp_split is None:
-        sizes = balance([_products(arch, i, seq_len) for i in range(blocks)], _head(arch), count)
+        costs = tuple(_products(arch, i, seq_len) for i in range(blocks))
+        sizes = balance(costs, _head(arch), rank_of_stage)
     else:
         sizes = parallel.pp_split
         if len(sizes) != count or sum(sizes) != blocks:
@@ -208,29 +210,40 @@ def stage_products(plan: StagePlan, arch: Architecture, seq_len: int) -> list[fl
     return costs
 
 
-def balance(costs: Sequence[float], head: float, count: int) -> list[int]:
-    """How many blocks each of ``count`` stages has, one at least, so that the largest sum of
-    ``costs`` is smallest, with ``head`` on the last; of equals, later stages have fewer."""
-    total = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+@lru_cache
+def balance(
+    costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
+) -> tuple[int, ...]:
+    """How many blocks of ``costs`` each stage has, one at least; the last also has ``head``.
 
-    @cache
-    def best(start: int, stages: int) -> tuple[float, int]:
-        """The largest sum of the ``stages`` last stages from block ``start``; the first's end."""
-        if stages == 1:
-            return sums[total] - sums[start] + head, total
-        ends = range(total - stages + 1, start, -1)
-        found = ((max(sums[end] - sums[start], best(end, stages - 1)[0]), end) for end in ends)
-        return min(found, key=lambda one: one[0])
+    From equal numbers on, one block at a time goes from a stage to another, as long as the slowest
+    rank becomes faster, or else ranks more alike, or else stages.
+    """
+    sums = [0.0, *accumulate(costs)]
 
-    sizes, start = [], 0
-    for stages in range(count, 0, -1):
-        end = best(start, stages)[1]
-        sizes.append(end - start)
-        start = end
-    return sizes
+    def weights(sizes: tuple[int, ...]) -> tuple[float, ...]:
+        pairs = zip(accumulate(sizes), sizes, strict=True)
+        stages = [sums[end] - sums[end - size] for end, size in pairs]
+        stages[-1] += head
+        ranks = [0.0] * (max(rank_of_stage) + 1)
+        for rank, cost in zip(rank_of_stage, stages, strict=True):
+            ranks[rank] += cost
+        return max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)
+
+    even, more = divmod(len(costs), len(rank_of_stage))
+    sizes = tuple(even + (i < more) for i in range(len(rank_of_stage)))
+    while True:
+        better = min(_moves(sizes), key=weights, default=sizes)
+        if weights(better) >= weights(sizes):
+            return sizes
+        sizes = better
+
+
+def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``sizes`` with one block fewer in a stage and one more in another."""
+    for source, target in permutations(range(len(sizes)), 2):
+        if sizes[source] > 1:
+            yield tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
 
 
 # ---- one rank's view ----------------------------------------------------------------------------
