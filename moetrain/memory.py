@@ -109,7 +109,7 @@ def estimate_ranks(
     """:func:`estimate_memory` of every pipeline rank."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
-    plan, found = plan_stages(config.parallel, arch, config.data.seq_len), []
+    plan, found = plan_stages(config, arch), []
     for rank, in_flight in enumerate(activations_in_flight(config, dims)):
         layers = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
         passes = in_flight / len(plan.stages_of(rank))

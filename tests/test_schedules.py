@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moetrain.config import Config
 from moetrain.parallel.pipeline.schedules import (
     RECIPES,
     Action,
@@ -17,8 +18,9 @@ from moetrain.parallel.pipeline.schedules import (
     place_stages,
 )
 from moetrain.parallel.pipeline.simulator import ScheduleError, in_flight, run_on_paper
-from moetrain.parallel.pipeline.stages import balance
+from moetrain.parallel.pipeline.stages import balance, plan_stages
 from moetrain.parallel.pipeline.transfers import Batch, programs
+from moetrain.preflight import resolve_run
 
 RANKS = range(2, 9)
 CASES = [
@@ -243,6 +245,13 @@ def test_a_drawing_of_a_schedule(tmp_path):
 )
 def test_ranks_are_balanced(costs, head, ranks, sizes):
     assert balance(tuple(costs), head, ranks) == sizes
+
+
+def test_blocks_weigh_what_they_take_on_a_gpu():
+    """Two H200s, micro-batches of 4,096 tokens: 8 blocks took 49.2 ms, 4 and the head 36.1."""
+    words = ["model.num_layers=12", "train.micro_batch_size=1", "train.global_batch_size=16"]
+    config, arch = resolve_run(Config.load("qwen3-30b-a3b-24l", [*words, "parallel.pp=2"]))
+    assert [len(blocks) for blocks in plan_stages(config, arch).ranges] == [7, 5]
 
 
 def test_a_v_begins_and_ends_on_one_rank():

@@ -1,9 +1,9 @@
 """Which blocks each stage has, and which tensors of the model lie on which pipeline rank.
 
 The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
-multiply-adds; the first stage also has the embedding, which multiplies nothing, and the last one
-the final norm and the head. With tied embeddings both ends have the one matrix: each keeps a copy,
-and their gradients are added up before the step.
+multiply-adds and of parameters, which every micro-batch moves through memory; the first stage also
+has the embedding, which multiplies nothing, and the last one the final norm and the head. With tied embeddings both ends have the one matrix: each keeps a
+copy, and their gradients are added up before the step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.models import Architecture, Transformer, build_model, find_family
+from moetrain.models.parts import Share
 from moetrain.models.rules import Rule, parameter_rules
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
@@ -33,6 +34,10 @@ from moetrain.parallel.pipeline.simulator import in_flight, run_on_paper
 
 SPLIT = ("zero_bubble", "zbv")
 """Schedules with gradients of weights by themselves."""
+_FLOPS, _BANDWIDTH = 6e14, 4e12
+"""Of one H200, as matrix products and copies reach them; only their ratio matters."""
+_BYTES_MOVED = 16
+"""A parameter and micro-batch: read twice in bf16, its gradient written and added up in fp32."""
 PAIRS = ("merged_1f1b",)
 """Schedules with a forward and a backward at once."""
 
@@ -66,12 +71,13 @@ class StagePlan:
         return (last,)
 
 
-def plan_stages(parallel: ParallelSection, arch: Architecture, seq_len: int) -> StagePlan:
-    """The stages that ``parallel`` asks for.
+def plan_stages(config: Config, arch: Architecture) -> StagePlan:
+    """The stages that ``config.parallel`` asks for.
 
     Raises:
         ConfigError: more stages than blocks, or a split that is none of the blocks.
     """
+    parallel = config.parallel
     recipe = RECIPES[parallel.pp_schedule if parallel.pp > 1 else "1f1b"]
     virtual = _stages_per_rank(parallel)
     rank_of_stage = place_stages(parallel.pp, virtual, is_v=recipe.is_v)
@@ -83,8 +89,8 @@ def plan_stages(parallel: ParallelSection, arch: Architecture, seq_len: int) -> 
             f"stages, and the model has {blocks} blocks; use {blocks // virtual} or fewer",
         )
     if parallel.pp_split is None:
-        costs = tuple(_products(arch, i, seq_len) for i in range(blocks))
-        sizes = balance(costs, _head(arch), rank_of_stage)
+        *costs, head = _costs(config, arch)
+        sizes = balance(tuple(costs), head, rank_of_stage)
     else:
         sizes = parallel.pp_split
         if len(sizes) != count or sum(sizes) != blocks:
@@ -104,7 +110,7 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
     parallel = config.parallel
     if dims.pp == 1:
         return
-    plan_stages(parallel, arch, config.data.seq_len)
+    plan_stages(config, arch)
     if config.moe.dispatch_mode == "static":
         raise ConfigError(
             "moe.dispatch_mode",
@@ -182,9 +188,11 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
     and of communication that takes no time.
     """
     number = config.train.micro_batches(dims.data_ranks)
-    plan = plan_stages(config.parallel, arch, config.data.seq_len)
+    plan = plan_stages(config, arch)
     schedule = schedule_of(config, dims, number)
-    scale = stage_products(plan, arch, config.data.seq_len)
+    *costs, head = _costs(config, arch)
+    scale = [sum(costs[i] for i in blocks) for blocks in plan.ranges]
+    scale[-1] += head
     bubble = run_on_paper(schedule, Costs(scale=scale)).bubble
     sizes = ",".join(str(len(blocks)) for blocks in plan.ranges)
     held = " ".join(map(str, activations_in_flight(config, dims)))
@@ -194,20 +202,21 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
     )
 
 
-def _products(arch: Architecture, block: int, seq_len: int) -> float:
-    parts = (arch.attention(block), arch.feed_forward(block))
-    return sum(part.products_per_token(seq_len) for part in parts)
+def _costs(config: Config, arch: Architecture) -> list[float]:
+    """Seconds a token of every block, and of the head: forward and backward of one micro-batch."""
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    share = Share(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.enabled)
 
+    def seconds(products: float, numbers: float) -> float:
+        flops = 6 * products / share.tp
+        return flops / _FLOPS + _BYTES_MOVED * numbers / share.tokens / _BANDWIDTH
 
-def _head(arch: Architecture) -> float:
-    return float(arch.vocab_size * arch.hidden_size)
-
-
-def stage_products(plan: StagePlan, arch: Architecture, seq_len: int) -> list[float]:
-    """Multiply-adds a token of every stage's forward."""
-    costs = [sum(_products(arch, i, seq_len) for i in blocks) for blocks in plan.ranges]
-    costs[-1] += _head(arch)
-    return costs
+    found = []
+    for parts in arch.layers():
+        products = sum(part.products_per_token(config.data.seq_len) for part in parts)
+        found.append(seconds(products, sum(part.numbers(share) for part in parts)))
+    matrix = arch.vocab_size * arch.hidden_size
+    return [*found, seconds(matrix, matrix / share.tp)]
 
 
 @lru_cache
@@ -279,7 +288,7 @@ class Stages:
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, meshes: Meshes, device: torch.device) -> Stages:
-        plan = plan_stages(config.parallel, arch, config.data.seq_len)
+        plan = plan_stages(config, arch)
         with torch.device("meta"):
             model = build_model(arch, kernels=config.kernels, moe=config.moe)
         rules = parameter_rules(find_family(arch).plan(arch), model)
