@@ -2,8 +2,9 @@
 
 The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
 multiply-adds and of parameters, which every micro-batch moves through memory; the first stage also
-has the embedding, which multiplies nothing, and the last one the final norm and the head. With tied embeddings both ends have the one matrix: each keeps a
-copy, and their gradients are added up before the step.
+has the embedding, which multiplies nothing, and the last one the final norm and the head. With tied
+embeddings both ends have the one matrix: each keeps a copy, and their gradients are added up before
+the step.
 """
 
 from __future__ import annotations
