@@ -8,13 +8,14 @@ optimizer sees plain tensors, a rank's shards where the model is sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.bucket import Member
+from moetrain.parallel.layout import Part, Region
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors beside its step, each like its parameter."""
@@ -127,22 +128,26 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def whole_optimizer_state(
+def optimizer_parts(
     optimizer: torch.optim.Optimizer, members: Mapping[str, Member]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each ``"<parameter>.<moment>"``, whole; nothing before the first step. Collective."""
-    for name, member in members.items():
-        for key, value in optimizer.state.get(member.local, {}).items():
-            # The step is a scalar, the same on every rank.
-            yield f"{name}.{key}", member.layout.whole(value) if key in MOMENTS else value
+) -> dict[str, Part]:
+    """What this rank holds of each ``"<parameter>.<moment>"``; nothing before the first step."""
+    return {
+        # The step is a scalar, the same on every rank.
+        f"{name}.{key}": member.layout.part(value)
+        if key in MOMENTS
+        else member.layout.common(value)
+        for name, member in members.items()
+        for key, value in optimizer.state.get(member.local, {}).items()
+    }
 
 
-def load_whole_optimizer_state(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     members: Mapping[str, Member],
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Region],
 ) -> None:
-    """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
+    """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
 
     Moments get the very layout of their parameters: fused updates walk the two side by side. An
     empty ``state`` is that of before the first step.
@@ -165,5 +170,5 @@ def load_whole_optimizer_state(
         for key, value in loaded.items():
             whole = state[f"{name}.{key}"]
             check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
-            value.copy_(whole[member.layout.box] if key in MOMENTS else whole)
+            value.copy_(whole[member.layout.box if key in MOMENTS else ()])
         optimizer.state[local] = loaded

@@ -106,14 +106,14 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     # These import torch, which --help or a misspelt setting need not wait for.
     from moetrain.parallel.world import num_processes, plan_world
 
-    nproc = num_processes(config)
-    if nproc == 1:
+    nproc, max_restarts = num_processes(config), config.launch.max_restarts
+    if nproc == 1 and not max_restarts:
         return _fit(config, program)
     from moetrain.launch import start_ranks
     from moetrain.preflight import prepare
 
     plan_world(*prepare(config), nproc)  # before anything is started
-    return start_ranks(["-m", program.module, *words], nproc)
+    return start_ranks(["-m", program.module, *words], nproc, max_restarts)
 
 
 def _fit(config: Config, program: Program) -> int:

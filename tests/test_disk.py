@@ -46,22 +46,22 @@ def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys
     ("function", "error", "says"),
     [
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             OSError(errno.ENOSPC, "", "a/model.x"),
             "No space left on device: a/",
         ),
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             SafetensorError("I/O error: oh (os error 28)"),
             "No space left on dev",
         ),
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             OSError(errno.EDQUOT, ""),
             "Disk quota exceeded: in output_dir '",
         ),
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             OSError(errno.EROFS, "", "a"),
             "Read-only file system: a",
         ),

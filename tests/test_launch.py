@@ -373,7 +373,7 @@ def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
     monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call) or 7)
     words = ["debug", *tiny_words, "train.global_batch_size=8", "--launch.nproc", "4"]
     assert main(words) == 7
-    assert started == [(["-m", "moetrain.train", *words], 4)]
+    assert started == [(["-m", "moetrain.train", *words], 4, 0)]
 
 
 TORCHRUN = {
