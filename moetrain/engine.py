@@ -33,6 +33,7 @@ from moetrain.models import (
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.load import pieces_of
 from moetrain.models.hf.save import (
+    DEFAULT_SHARD_BYTES,
     ExportDtype,
     Share,
     check_fits,
@@ -293,7 +294,12 @@ class Engine:
             yield from self.model.named_buffers()
 
     def save_hf(
-        self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
+        self,
+        folder: Path,
+        *,
+        dtype: ExportDtype = "auto",
+        tokenizer: TokenizerFiles | None = None,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> None:
         """:func:`moetrain.save_hf` of the whole model; every rank writes some of the files."""
         with torch.device("meta"):
@@ -304,7 +310,8 @@ class Engine:
         if world.is_main:
             warn_about_router_bias(self.model)
         share = Share(world.rank, world.size, world.wait)
-        save_stream(whole, folder, self.weights(hf=True), dtype, tokenizer, share=share)
+        weights = self.weights(hf=True)
+        save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
 
     def _what_does_not_fit(self, whole: Transformer, dtype: ExportDtype) -> str:
         """Of this rank's parts, the first with a number that an export cannot hold."""

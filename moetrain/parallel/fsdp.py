@@ -44,6 +44,7 @@ from torch.utils import _pytree as pytree
 
 from moetrain.parallel.bucket import Bucket, Member, Region
 from moetrain.parallel.collectives import PendingReduce, ReduceMode
+from moetrain.parallel.layout import Sliced
 
 
 class Unit:
@@ -300,7 +301,7 @@ class FSDP:
         self._is_last = is_last
         loss.backward()
 
-    def write(self, name: str, place: tuple[int | slice, ...], tensor: torch.Tensor) -> None:
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
         """Copy what this rank holds of ``parameter[place] = tensor``."""
         member = self.members[name]
         member.layout.write(member.local, place, tensor)
