@@ -53,6 +53,7 @@ def rewrite(folder, edit, write=save_tensors):
     """Let ``edit`` change the tensors of a checkpoint, and write it as if it had been so."""
     folder = Path(folder)
     groups, state = tensors_of(folder), open_checkpoint(folder).state
+    state = {name: value for name, value in state.items() if name != "format"}
     edit(groups)
     shutil.rmtree(folder)
     write(folder.parent, state["step"], groups=groups, state=state)

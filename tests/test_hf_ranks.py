@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on several ranks: each reads its own part and writes files of its own."""
+"""Hugging Face checkpoints on several ranks: each reads its part and writes files of its own."""
 
 import re
 import threading

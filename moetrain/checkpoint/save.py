@@ -172,7 +172,7 @@ class Saver:
         jobs = [
             (folder / f"{group}-{rank:05d}-{number:02d}.safetensors", group, parts)
             for group, all_parts in mine.items()
-            for number, parts in enumerate(_files(all_parts))
+            for number, parts in enumerate(cut_to_files(all_parts))
         ]
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint-write") as writers:
             written = list(writers.map(lambda job: write_tensors(*job), jobs))
@@ -204,8 +204,8 @@ def _written_here(groups: Groups) -> dict[str, dict[str, Part]]:
     }
 
 
-def _files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
-    """Cut to files of about :data:`FILE_BYTES`, in order."""
+def cut_to_files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
+    """``parts``, cut to files of about :data:`FILE_BYTES`, in order."""
     files: list[dict[str, Part]] = []
     size = FILE_BYTES
     for name, part in parts.items():

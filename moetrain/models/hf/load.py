@@ -133,11 +133,7 @@ def load_weights(
         paths = dict.fromkeys(tensor.file for tensor in stored.values())
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
         if model.arch.tie_embeddings and HEAD in stored:
-            head_VD, embed_VD = (files[stored[n].file].get_slice(n) for n in (HEAD, EMBED))
-            if not _are_equal(head_VD, embed_VD):
-                problem = f"config.json ties the embeddings, but {HEAD} differs from {EMBED}; set "
-                problem += "tie_word_embeddings to false there to keep both"
-                raise error(source.folder, problem)
+            check_tied(source.folder, *(files[stored[n].file].get_slice(n) for n in (HEAD, EMBED)))
         for name, tensor in stored.items():
             if name in pieces:
                 piece = pieces[name]
@@ -152,13 +148,15 @@ def load_weights(
     model.source = source
 
 
-def _are_equal(one_VD: Any, two_VD: Any) -> bool:
-    """Whether two tensors in files are, a few rows at a time."""
-    size = one_VD.get_shape()[0]
-    if one_VD.get_shape() != two_VD.get_shape():
-        return False
-    rows = (slice(i, i + _COMPARED_ROWS) for i in range(0, size, _COMPARED_ROWS))
-    return all(torch.equal(one_VD[part], two_VD[part]) for part in rows)
+def check_tied(folder: Path, head_VD: Any, embed_VD: Any) -> None:
+    """Raise ConfigError unless two tensors in files are equal; a few rows at a time."""
+    shape = head_VD.get_shape()
+    rows = (slice(i, i + _COMPARED_ROWS) for i in range(0, shape[0], _COMPARED_ROWS))
+    are_alike = shape == embed_VD.get_shape()
+    if not (are_alike and all(torch.equal(head_VD[part], embed_VD[part]) for part in rows)):
+        problem = f"config.json ties the embeddings, but {HEAD} differs from {EMBED}; set "
+        problem += "tie_word_embeddings to false there to keep both"
+        raise error(folder, problem)
 
 
 def load_hf(
