@@ -22,7 +22,9 @@ def save_tensors(root, step, groups, state=None, **plan):
     parts = {g: {name: Part.all_of(x) for name, x in named.items()} for g, named in groups.items()}
     saver = Saver(None)
     saver.start(Plan(root, step, **{"keep": 2, **plan}), parts, state or state_of(step))
-    return saver.wait().path
+    saved = saver.wait()
+    assert saved is not None
+    return saved.path
 
 
 def save(root, step, value=0.0, **plan):

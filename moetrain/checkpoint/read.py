@@ -132,7 +132,7 @@ class Stored:
     def _read_chunk(
         self, descriptor: int, piece: FilePiece, index: int, chunk: np.ndarray[Any, Any]
     ) -> None:
-        view, done = memoryview(chunk), 0
+        view, done = memoryview(chunk.data), 0
         while done < len(view):
             got = os.preadv(descriptor, [view[done:]], piece.offset + index * CHUNK + done)
             if not got:

@@ -75,9 +75,9 @@ class Staging:
                     start += aligned(tensor.nbytes)
         if self._stream is None:
             return staged, lambda: None
-        self._copied = torch.cuda.Event()
-        self._copied.record(self._stream)
-        return staged, self._copied.synchronize
+        self._copied = copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return staged, copied.synchronize
 
     def hold_changes(self) -> None:
         """Let what the device is given from here on come after the copies."""
