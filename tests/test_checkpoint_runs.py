@@ -1,11 +1,13 @@
 """Runs and their checkpoints: saved behind steps, milestones, damage, restarts, stop signals."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from checkpoints import save, tensors_of
 from moetrain.checkpoint import list_checkpoints
 from moetrain.checkpoint import save as checkpoint_save
 from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config_sources import LaunchedPlace
 from moetrain.metrics import read_metrics
+from moetrain.models import resolve_architecture
+from moetrain.parallel.world import join_world
 from moetrain.trainer import Trainer
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
@@ -221,13 +226,22 @@ def test_a_killed_rank_starts_the_run_again_from_its_last_checkpoint(
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
-def test_restarts_that_nobody_would_make_are_an_error(tiny_words, tmp_path):
-    command = ["torch.distributed.run", "--standalone", "-m", "moetrain.train", *tiny_words]
+def test_restarts_that_nobody_would_make_are_an_error(tiny, monkeypatch):
+    place = LaunchedPlace(0, 0, 2, "host:1", None, None, True, restarts=1, max_restarts=3)
+    monkeypatch.setattr("moetrain.parallel.world.launched_place", lambda: place)
+    config = tiny("launch.max_restarts=5")
+    with pytest.raises(ConfigError, match=r"launch\.max_restarts: 5, .* again 3 times"):
+        join_world(config, resolve_architecture(config.model))
+
+
+def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end():
+    """The short form of scripts/soak.py: one process, and so the same bits."""
+    soak = Path(__file__).parent.parent / "scripts" / "soak.py"
+    words = "--seconds 500 --runs 1 --disturbances 3 --steps 30 --patience 1 --seed 1"
+    words += " --layouts one --same --kinds launcher stop flip"
     done = subprocess.run(
-        [sys.executable, "-m", *command, "launch.max_restarts=5"],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, str(soak), *words.split()], capture_output=True, text=True, timeout=550
     )
-    assert "error: launch.max_restarts: 5, but the launcher" in done.stderr
-    assert not (tmp_path / "out").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = json.loads(done.stdout)
+    assert (row["runs"], row["steps"], sum(row["disturbances"].values())) == (1, 30, 3)

@@ -239,7 +239,7 @@ def host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     for chunk in flat.split(CHUNK) if flat.numel() else ():
         if chunk.is_cuda:
             chunk = bounce[: chunk.numel()].copy_(chunk)
-        yield memoryview(chunk.numpy())
+        yield chunk.numpy().data
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -8,6 +8,7 @@ Whoever is about to change the state must let :meth:`Staging.hold_changes` come 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class Staging:
         if self._stream is not None:
             # Not torch's own pinned memory, which comes in powers of two.
             self._memory.zero_()  # in all threads; pinning would touch every page in one
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
+            code = _cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
             if int(code) != 0:
                 self._memory = torch.empty(0, dtype=torch.uint8)
                 raise RunFailed(
@@ -48,7 +49,7 @@ class Staging:
 
     def _release(self) -> None:
         if self._stream is not None and self._memory.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            _cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(
@@ -84,3 +85,7 @@ class Staging:
         copied, self._copied = self._copied, None
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # None, says its type, where there is no CUDA

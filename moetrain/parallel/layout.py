@@ -141,15 +141,21 @@ class Layout:
 
     def part(self, local: torch.Tensor) -> Part:
         """``local``, which this rank holds of the whole."""
-        return Part(local, self.shape, self.box, self.mesh.get_coordinate()[0], self.mesh.size(0))
+        return Part(local, self.shape, self.box, self._place[0], self.mesh.size(0))
 
     def common(self, tensor: torch.Tensor) -> Part:
         """``tensor``, which every rank of the mesh has whole."""
-        place, number = self.mesh.get_coordinate(), 0
-        for axis, index in enumerate(place):
+        number = 0
+        for axis, index in enumerate(self._place):
             number = number * self.mesh.size(axis) + index
-        whole = Part.all_of(tensor)
-        return whole._replace(copy=number, copies=self.mesh.size())
+        return Part.all_of(tensor)._replace(copy=number, copies=self.mesh.size())
+
+    @property
+    def _place(self) -> Sequence[int]:
+        """This rank's, along the axes of the mesh."""
+        place = self.mesh.get_coordinate()
+        assert place is not None  # a rank has layouts on its own meshes alone
+        return place
 
     @property
     def local_shape(self) -> torch.Size:
