@@ -53,7 +53,7 @@ class Snapshots:
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
             if self.settings.interval:  # before there is anything to be kept waiting
-                self.staging.reserve(_state_bytes(engine))
+                self.staging.reserve(state_bytes(engine))
 
     def save(
         self,
@@ -109,7 +109,7 @@ def _random_numbers(world: World) -> dict[str, Part]:
     return {name: Part.all_of(state) for name, state in rng.items()}
 
 
-def _state_bytes(engine: Engine) -> int:
+def state_bytes(engine: Engine) -> int:
     """What copies of this rank's state take, moments that are still to come included."""
     total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
     for member in engine.fsdp.members.values():

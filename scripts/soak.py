@@ -309,9 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=4.0, help="seconds before a disturbance")
     parser.add_argument("--tolerance", type=float, default=1e-4)
-    parser.add_argument(
-        "--same", action="store_true", help="the first layout alone, and the same bits"
-    )
+    parser.add_argument("--same", action="store_true", help="the first layout, and the same bits")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--folder", type=Path, help="where to work; default: one that goes again")

@@ -100,6 +100,11 @@ class Saver:
         """Whether a save has not been waited for, or found finished."""
         return self._under_way is not None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether :meth:`wait` would take time."""
+        return self._under_way is not None and not self._under_way.done()
+
     def start(
         self,
         plan: Plan,
@@ -124,7 +129,7 @@ class Saver:
         Raises:
             RunFailed: it could not be written; nothing of it is left.
         """
-        return self.wait() if self._under_way is not None and self._under_way.done() else None
+        return None if self.is_writing else self.wait()
 
     def wait(self) -> Saved | None:
         """:meth:`finished`, however long it takes."""
