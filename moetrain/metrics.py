@@ -115,7 +115,13 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+        # Not in place: a disk that is full, or a kill, would take lines that are long written.
+        new = folder / ".metrics.jsonl"
+        try:
+            new.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+            new.replace(self.path)
+        finally:
+            new.unlink(missing_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if config.tensorboard:

@@ -22,6 +22,7 @@ from moetrain.checkpoint import (
     Saver,
     Staging,
     open_checkpoint,
+    written_here,
 )
 from moetrain.config import ConfigError
 from moetrain.config_sources import changed_settings, leaves, shortened
@@ -77,6 +78,7 @@ class Snapshots:
         self.wait()
         engine, keep = self.engine, self.settings.keep
         groups = {**engine.state(), "rng": _random_numbers(engine.world), **tensors}
+        groups = {group: written_here(parts) for group, parts in groups.items()}
         state = {
             **progress,
             "architecture": engine.arch.model_dump(mode="json"),
@@ -110,11 +112,13 @@ def _random_numbers(world: World) -> dict[str, Part]:
 
 
 def state_bytes(engine: Engine) -> int:
-    """What copies of this rank's state take, moments that are still to come included."""
+    """What copies of what this rank writes take, moments that are still to come included."""
     total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
-    for member in engine.fsdp.members.values():
-        tensors = 1 + len(MOMENTS) * member.rule.trainable
-        total += tensors * aligned(member.local.nbytes) + aligned(1)
+    for name, member in engine.fsdp.members.items():
+        part = member.layout.part(member.local)
+        names = [name, *(f"{name}.{key}" for key in MOMENTS if member.rule.trainable)]
+        num_written = sum(map(part.is_written_here, names))
+        total += num_written * aligned(part.tensor.nbytes) + aligned(1)
     return total
 
 

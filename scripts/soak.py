@@ -301,7 +301,7 @@ def end_session(session: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soak; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Disturb a run, and compare its curve.")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--runs", type=int, default=10**9, help="at most")
     parser.add_argument("--disturbances", type=int, default=10**9, help="at most")

@@ -17,7 +17,7 @@ from moetrain.checkpoint.folder import (
 )
 from moetrain.checkpoint.format import Damaged
 from moetrain.checkpoint.read import Checkpoint, Stored, is_intact, open_checkpoint
-from moetrain.checkpoint.save import Plan, Saved, Saver
+from moetrain.checkpoint.save import Plan, Saved, Saver, written_here
 from moetrain.checkpoint.staging import Staging
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "open_checkpoint",
     "remove_leftovers",
     "step_of",
+    "written_here",
 ]

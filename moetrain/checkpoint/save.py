@@ -143,7 +143,7 @@ class Saver:
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
-        mine = _written_here(groups)
+        mine = {group: written_here(parts) for group, parts in groups.items()}
         report = _attempt(lambda: self._write_parts(new, mine, ready))
         reports = [report] if self._meeting is None else self._meeting.gather(report)
         try:
@@ -197,15 +197,12 @@ def _attempt(act: Callable[[], str]) -> str:
         return json.dumps({"error": str(error)})
 
 
-def _written_here(groups: Groups) -> dict[str, dict[str, Part]]:
+def written_here(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Of what several ranks hold, this one's share; and nothing of what is empty."""
     return {
-        group: {
-            name: part
-            for name, part in parts.items()
-            if part.is_written_here(name) and part.tensor.numel()
-        }
-        for group, parts in groups.items()
+        name: part
+        for name, part in parts.items()
+        if part.tensor.numel() and part.is_written_here(name)
     }
 
 

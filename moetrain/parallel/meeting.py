@@ -78,9 +78,12 @@ class Meeting:
                 self._store.set(f"{key}/{self.rank}", text)
                 return []
             keys = [f"{key}/{rank}" for rank in range(1, self.size)]
+            texts = [text]
             for one in keys:
                 self._await(one)
-            return [text, *(self._store.get(one).decode() for one in keys)]
+                texts.append(self._store.get(one).decode())
+                self._store.delete_key(one)  # long ones, in a store that lives as long as the run
+            return texts
 
     @contextmanager
     def _next_call(self, what: str) -> Iterator[str]:
