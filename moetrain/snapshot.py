@@ -66,7 +66,7 @@ class Snapshots:
     ) -> Path:
         """Begin to write a checkpoint under ``root``, once the one before is written.
 
-        It is complete when :meth:`wait` returns; without copies that is now.
+        It is complete when :meth:`wait` returns; without copies nothing may change before.
 
         Args:
             progress: as JSON.

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save, tensors_of
+from checkpoints import rewrite, save, save_first_format, tensors_of
 
 from moetrain.checkpoint import list_checkpoints
 from moetrain.checkpoint import save as checkpoint_save
@@ -135,6 +136,21 @@ def test_milestones_are_kept_for_good(tmp_path, tiny_words):
         words = ["checkpoint.keep_every=5", f"checkpoint.interval={interval}"]
         with pytest.raises(ConfigError, match=r"checkpoint\.keep_every: 5 is no multiple"):
             Config.load(None, [*tiny_words, *words], environ={})
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_the_first_format(tiny, tmp_path):
+    words = [*QUIET, "moe.bias_update_rate=0.1"]
+    Trainer(tiny(*words)).fit()
+    straight = losses(tmp_path / "out")
+    root = tmp_path / "out" / "checkpoints"
+    shutil.rmtree(root / "step-00000004")
+    rewrite(root / "step-00000003", lambda groups: None, save_first_format)
+    assert "model.safetensors" in names(root / "step-00000003")
+    trainer = Trainer(tiny(*words))
+    assert trainer.step == 3
+    trainer.fit()
+    assert losses(tmp_path / "out") == straight
+    assert "manifest.json" in names(root / "step-00000004")
 
 
 # ---- damage that only reading finds -------------------------------------------------------------

@@ -19,6 +19,7 @@ checksums find accidents, not intent: whoever writes the files can write the man
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -239,7 +240,8 @@ def host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     for chunk in flat.split(CHUNK) if flat.numel() else ():
         if chunk.is_cuda:
             chunk = bounce[: chunk.numel()].copy_(chunk)
-        yield chunk.numpy().data
+        # Not chunk.numpy(), after which torch lets nobody resize the storage, as offloading does.
+        yield memoryview((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr())).cast("B")
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
