@@ -72,6 +72,7 @@ LAYOUTS = {
     "dp2": ["launch.nproc=2"],
     "tp2": ["launch.nproc=2", "parallel.tp=2"],
     "ep2": ["launch.nproc=2", "parallel.ep=2"],
+    "pp2": ["launch.nproc=2", "parallel.pp=2"],
     "dp4": ["launch.nproc=4"],
     "tp2+ep2": ["launch.nproc=4", "parallel.tp=2", "parallel.ep=2"],
     "ep4": ["launch.nproc=4", "parallel.ep=4"],
