@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+SHARED = 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
+"""By how much a timeout is longer where other tests have a part of the machine."""
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.nn.attention.flex_attention", "pydantic"]
 
 
@@ -38,7 +40,7 @@ def spawn(
     Args:
         fn: a function at the top level of a module, called with the default group initialised.
         args: anything that pickles.
-        timeout: seconds for everything together.
+        timeout: seconds for everything together, on a machine without other work.
 
     Returns:
         What ``fn`` returned (anything that pickles), by rank.
@@ -48,6 +50,7 @@ def spawn(
     """
     if device_type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
+    timeout *= SHARED
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     call = pickle.dumps((fn, args))
