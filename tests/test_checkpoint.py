@@ -137,7 +137,7 @@ def test_a_failing_disk_leaves_the_good_checkpoint_and_one_line(tiny, tiny_words
         [sys.executable, "-c", limited, *tiny_words, *words, "train.steps=4"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 1, done.stderr
     line = done.stderr.splitlines()[-1]
@@ -358,7 +358,7 @@ def test_a_trainer_holds_its_folder_while_it_builds_and_fits_alone(tiny, tmp_pat
 
     def try_another():
         command = [sys.executable, "-c", code, str(tmp_path / "out")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         refused.append("ConfigError: output_dir: " in done.stderr)
         first.train_step = step
         return step()
@@ -416,7 +416,7 @@ def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)  # to one rank that works, and one that waits for it
         try:
-            _, error = process.communicate(timeout=30)
+            _, error = process.communicate(timeout=90)
         finally:
             process.kill()
     assert (process.returncode, error) == (130, "interrupted\n")

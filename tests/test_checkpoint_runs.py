@@ -231,7 +231,7 @@ def test_a_killed_rank_starts_the_run_again_from_its_last_checkpoint(
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr

@@ -177,7 +177,7 @@ def assert_nobody_is_left(folder):
 
 
 def test_success(start, tmp_path):
-    out, error = (process := start("succeed")).communicate(timeout=30)
+    out, error = (process := start("succeed")).communicate(timeout=90)
     assert (process.returncode, error) == (0, "")
     assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
     assert_nobody_is_left(tmp_path)
@@ -191,12 +191,12 @@ def test_success(start, tmp_path):
     ],
 )
 def test_what_all_ranks_find_is_said_once(behaviour, code, line, start):
-    _, error = (process := start(behaviour)).communicate(timeout=30)
+    _, error = (process := start(behaviour)).communicate(timeout=90)
     assert (process.returncode, error) == (code, line + "\n")
 
 
 def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
-    _, error = (process := start("one_raises")).communicate(timeout=30)
+    _, error = (process := start("one_raises")).communicate(timeout=90)
     assert process.returncode == 1
     assert error.startswith("Traceback")
     assert error.endswith("ValueError: the cause\n")
@@ -206,7 +206,7 @@ def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
 
 @pytest.mark.parametrize("others", ["one_is_killed", "others_meet_a_death"])
 def test_a_killed_rank_ends_the_others(others, start, tmp_path):
-    _, error = (process := start(others)).communicate(timeout=30)
+    _, error = (process := start(others)).communicate(timeout=90)
     assert (process.returncode, error) == (1, "failed: rank 2 was killed by signal 9 (Killed)\n")
     assert_nobody_is_left(tmp_path)
 
@@ -218,7 +218,7 @@ def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
@@ -233,7 +233,7 @@ def test_ranks_die_with_their_launcher(start, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
-    process.communicate(timeout=30)  # their ends of the pipes close when they are gone
+    process.communicate(timeout=90)  # their ends of the pipes close when they are gone
     deadline = time.monotonic() + 5
     while any(map(is_running, pids_of(tmp_path))):
         assert time.monotonic() < deadline
@@ -259,7 +259,7 @@ def test_a_wait_for_work_has_no_limit_and_one_for_the_dead_has(tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.stdout == "from 0\n", done.stderr
     line = "failed: rank 1 of 2 gave no sign of life for 3 s\n"
@@ -319,7 +319,7 @@ def test_a_group_that_cannot_form_is_one_line(tiny_words):
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("failed: of 2 ranks 1 did not come to 127.0.0.1:")
@@ -334,7 +334,7 @@ def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=90)
     means = signal.SIGTERM if number == signal.SIGUSR1 else number
     assert (process.returncode, error) == (128 + means, "")
     assert sorted(out.splitlines()) == ["saved 0", "saved 1", "saved 2"]

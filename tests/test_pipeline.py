@@ -249,7 +249,7 @@ def test_the_benchmark_outlives_a_row_that_fails(tmp_path):
     words = [sys.executable, str(SCRIPTS / "bench_pipeline.py"), "--recipe", "debug", *SETTINGS]
     words += ["--layers", "2", "--sequences", "4", "--only", "zbv", "--results", str(results)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
     (row,) = map(json.loads, results.read_text().splitlines())
     assert "parallel.pp: 2 ranks with 2 stages each are 4 stages" in row["error"]

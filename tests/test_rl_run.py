@@ -412,7 +412,7 @@ def test_ranks_learn_what_one_process_does(degrees, replay, even, tmp_path):
         "moe.aux_loss_scope": "global_batch",
     }  # which rows lie together is nobody's business
     expected, weights = first_steps(tmp_path / "one", values)
-    answers = spawn(2, first_steps, tmp_path / "two", values | degrees, timeout=120)
+    answers = spawn(2, first_steps, tmp_path / "two", values | degrees, timeout=360)
     found, _ = answers[0]
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for one, two in zip(expected, found, strict=True):
@@ -529,7 +529,7 @@ def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
     values |= {"checkpoint.interval": 1, "parallel.ep": 2, "rl.supervised_steps": 1}
     values["train.micro_batch_size"] = 2
     command = [sys.executable, "-m", "moetrain.rl", *words_of(tmp_path / "out", **values)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=360)
     assert killed.returncode == 1, killed.stderr
     assert "rank 1 was killed by signal 9" in killed.stderr
     assert 1 <= sum("loss" in row for row in lines_of(tmp_path / "out")) < 4

@@ -444,7 +444,7 @@ def test_the_command_itself_stops_on_sigterm_with_a_checkpoint(tiny_words, tmp_p
             assert time.time() < deadline
             time.sleep(0.1)
         process.terminate()
-        assert process.wait(timeout=60) == 143
+        assert process.wait(timeout=180) == 143
     saved = list_checkpoints(tmp_path / "out" / "checkpoints")
     assert len(saved) == 1
     assert json.loads((saved[0] / "state.json").read_text())["step"] > 0
