@@ -232,7 +232,7 @@ class Config(Section):
                 continue  # made for the recipe's other settings, which a user may change
             if values[name] != default[name] and values[other] not in fitting:
                 value = values[name]
-                shown = ",".join(value) if isinstance(value, tuple) else value
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
                 raise ConfigError(
                     name, f"{shown!r} contradicts {other} {values[other]!r}; unset one"
                 )
@@ -257,6 +257,9 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("data.num_documents", "data.source", {"synthetic"}),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),
+    ("parallel.pp_schedule", "parallel.pp", _SEVERAL),
+    ("parallel.pp_stages", "parallel.pp", _SEVERAL),
+    ("parallel.pp_split", "parallel.pp", _SEVERAL),
     ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),
     ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),

@@ -52,7 +52,7 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
         check_output_folder(folder)
         check_own_files_are_no_data(config)
         resume = config.checkpoint.resume
-        if resume not in ("auto", "never") and not Path(resume).is_dir():
+        if resume not in ("auto", "never") and not os.path.isdir(resume):
             raise ConfigError(
                 "checkpoint.resume",
                 f"{resume!r} is not a checkpoint: no such folder; name one, or auto, or never",

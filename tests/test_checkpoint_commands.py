@@ -129,3 +129,21 @@ def test_what_cannot_be_done_is_one_line(words, code, says, capsys, monkeypatch)
     assert says in error
     assert error.count("\n") == 1
     assert Path("out").exists() is False
+
+
+@pytest.mark.parametrize("command", ["export-hf", "import-hf"])
+@pytest.mark.parametrize("out", ["file", "file/sub", "n" * 300])
+def test_a_place_that_cannot_be_written_is_one_line(command, out, saved, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    source = saved if command == "export-hf" else saved / "hf"
+    assert main([command, str(source), str(tmp_path / out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: checkpoint: ")
+    assert str(tmp_path / out) in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_name_that_no_file_can_have_is_one_line(capsys):
+    assert main(["inspect", "n" * 300]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -4,6 +4,7 @@ import asyncio
 import math
 import sys
 import time
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -155,6 +156,37 @@ def raise_it():
     raise Unprintable
 
 
+class Wraps(Exception):
+    """What it wraps was never set: to ask it for its notes never ends."""
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+def raise_wraps():
+    raise Wraps
+
+
+class Lazy:
+    """Nothing is bound to it: to ask it what it is raises."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError
+
+    def __float__(self):
+        raise KeyError
+
+
+async def lazy_later():
+    return Lazy()
+
+
+class Pieces(tuple):
+    def __iter__(self):
+        raise RuntimeError
+
+
 FAULTS = [
     ("raised", lambda: 1 / 0),
     ("raised", raise_it),
@@ -176,6 +208,10 @@ FAULTS = [
     ("nonsense", lambda: Turn([1, 2])),
     ("nonsense", lambda: Turn(((1, 2), (3,)))),
     ("nonsense", lambda: Turn((1,), done=np.array([True, False]))),
+    ("nonsense", lazy_later),
+    ("nonsense", lambda: Turn((1,), reward=Lazy())),
+    ("nonsense", lambda: Turn(Pieces((1,)))),
+    ("raised", raise_wraps),
 ]
 """What an environment may give in place of an answer, and by what word it is counted."""
 
@@ -219,7 +255,20 @@ def test_a_fault_costs_its_own_trajectory(when, sound):
     assert not collector.generator.is_busy
 
 
-@pytest.mark.parametrize("number", [np.float32, np.int64, np.bool_, torch.tensor, bool])
+def test_an_episode_that_cannot_be_told_costs_its_own_trajectory():
+    class Prompts:
+        def reset(self):
+            return Turn((3, 4))
+
+    class Environment(Counting):
+        def episode(self, task):
+            return Prompts() if task == 1 else super().episode(task)
+
+    _, groups, _ = played(Environment(), groups=3)
+    assert [{t.fault for t in group} for group in groups] == [{None}, {"raised"}, {None}]
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.bool_, torch.tensor, bool, Decimal])
 def test_rewards_are_numbers_of_any_library(number):
     class Other(CountingEpisode):
         def step(self, action):

@@ -206,7 +206,7 @@ def in_folder(folder):
     }
 
 
-def test_a_moved_folder_goes_on_and_an_edited_file_does_not(tmp_path):
+def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_path, caplog):
     first, moved = tmp_path / "first", tmp_path / "moved"
     first.mkdir()
     lines = [f'{{"prompt": "{i} even "}}\n' for i in range(20)]
@@ -220,12 +220,46 @@ def test_a_moved_folder_goes_on_and_an_edited_file_does_not(tmp_path):
     fitted(out, **in_folder(moved), **{"train.steps": 2})
     assert [row["step"] for row in lines_of(out) if "reward" in row] == [1, 2]
     values = in_folder(moved) | {"train.steps": 3}
-    for name, setting in (("p.jsonl", r"rl\.prompts"), ("reward.py", r"rl\.reward")):
-        before = (moved / name).read_text()
-        (moved / name).write_text(before + "\n\n")
-        with pytest.raises(ConfigError, match=f"^{setting}: .* was edited since; .*never"):
-            RlTrainer(config_of(out, **values))
-        (moved / name).write_text(before)
-    with pytest.raises(ConfigError, match=r"^rl\.eval_tasks: 4 is another than "):
+    before = (moved / "p.jsonl").read_text()
+    (moved / "p.jsonl").write_text(before + "\n\n")
+    with pytest.raises(ConfigError, match=r"^rl\.prompts: .* was edited since; .*never"):
+        RlTrainer(config_of(out, **values))
+    (moved / "p.jsonl").write_text(before)
+    with pytest.raises(ConfigError, match=r"^rl\.eval_tasks: 4 of 20 is another than "):
         RlTrainer(config_of(out, **values, **{"rl.eval_tasks": 4}))
     fitted(out, **values)
+    (moved / "reward.py").write_text("def even(line, answer):\n    return float(len(answer))\n")
+    for steps in (3, 4):  # of a run that is over, and of one that goes on
+        caplog.clear()
+        fitted(out, **values | {"train.steps": steps})
+        warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        newest = out / "checkpoints" / "step-00000003"
+        assert warned == [
+            f"rl.reward: its code was edited since {newest}; the run goes on with it as it is now"
+        ]
+    assert lines_of(out)[-1]["eval_reward"] > 1
+    other = values | {"rl.reward": f"{moved}/reward.py:odd", "train.steps": 5}
+    (moved / "reward.py").write_text("def odd(line, answer):\n    return 0.0\n")
+    with pytest.raises(ConfigError, match=r"^rl\.reward: .* is another than "):
+        RlTrainer(config_of(out, **other))
+
+
+COUNTED = """
+from moetrain.rl.envs.generated import Sort
+
+class Counted(Sort):
+    num_tasks = 30
+"""
+
+
+def test_an_edited_environment_has_as_many_tasks_as_before(tmp_path):
+    """Else tasks that are held out from here on were trained before."""
+    file, out = tmp_path / "counted.py", tmp_path / "out"
+    file.write_text(COUNTED)
+    values = {"rl.env": f"{file}:Counted", "rl.supervised_steps": 0, "train.steps": 1}
+    fitted(out, **values)
+    file.write_text(COUNTED.replace("30", "40"))
+    with pytest.raises(
+        ConfigError, match=r"^rl\.eval_tasks: 5 of 40 is another than .* edited since"
+    ):
+        RlTrainer(config_of(out, **values | {"train.steps": 2}))

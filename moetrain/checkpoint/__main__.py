@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from moetrain.checkpoint.folder import begin, commit, list_checkpoints
 from moetrain.checkpoint.format import Contents, Damaged, write_manifest, write_tensors
@@ -57,10 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
     except ConfigError as error:
-        print(" ".join(f"error: {error}".split()), file=sys.stderr)
-        return 2
+        return _refuse(error)
+    except (OSError, SafetensorError) as error:  # of PATH or OUT: of no folder, no room, no right
+        return _refuse(ConfigError("checkpoint", f"{error}; give another path, or make room"))
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(error: ConfigError) -> int:
+    print(" ".join(f"error: {error}".split()), file=sys.stderr)
+    return 2
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -156,5 +156,9 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
 
 def _failed(error: BaseException) -> Failed:
     """Of ``error``, whose text may raise too."""
-    reason = "timeout" if isinstance(error, TimeoutError) else "raised"
-    return Failed(reason, " ".join("".join(traceback.format_exception_only(error)).split()))
+    reason = "timeout" if issubclass(type(error), TimeoutError) else "raised"
+    try:
+        text = "".join(traceback.format_exception_only(error))
+    except BaseException:  # noqa: BLE001 - what looks for notes in it runs code of its own
+        text = f"{type(error).__name__}, which cannot be printed"
+    return Failed(reason, " ".join(text.split()))

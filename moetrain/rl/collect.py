@@ -21,7 +21,12 @@ import random
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from typing import Any, SupportsFloat, cast
+
+import numpy as np
+import torch
 
 from moetrain.config_rl import RlSection
 from moetrain.rl.calls import Calls, Failed
@@ -34,6 +39,9 @@ logger = logging.getLogger("moetrain")
 
 PATIENCE = 0.01
 """Seconds between looks, where nothing is left to generate and environments are at work."""
+
+NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
+"""What a reward may be an object of."""
 
 
 @dataclass
@@ -189,10 +197,11 @@ class Collector:
         self._speak(name, part)
 
     def _checked(self, trajectory: Trajectory, answer: Any) -> Turn | Failed:
-        """``answer``, if it is one; else what is wrong with it."""
-        if isinstance(answer, Failed):
+        """``answer``, if it is one; else what is wrong with it. By types: to ask an object that
+        nobody knows what it is runs code of its own."""
+        if type(answer) is Failed:
             return answer
-        if not isinstance(answer, Turn):
+        if not issubclass(type(answer), Turn):
             return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
         tokens, (reward, done) = answer.tokens, map(_number, answer[1:])
         vocabulary = self.generator.model.arch.vocab_size
@@ -261,7 +270,7 @@ class Collector:
         trajectory.actions.append((start, len(trajectory.tokens)))
         assert part.episode is not None
         action = trajectory.tokens[start:]
-        self._calls.start(completion.request_id, part.episode.step, action)
+        self._calls.start(completion.request_id, _step, part.episode, action)
 
     def _take_in(self, part: _Active) -> None:
         """Note what the generator has chosen so far."""
@@ -272,13 +281,17 @@ class Collector:
 
 def _number(value: object) -> float | None:
     """``value`` as a float, be it Python's, NumPy's or torch's; None: it is no finite number."""
-    if isinstance(value, str | bytes):  # which float() would read
+    if not issubclass(type(value), NUMBERS):  # float() reads text, and runs code of an object
         return None
     try:
         number = float(cast("SupportsFloat", value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's is the last
         return None
     return number if math.isfinite(number) else None
+
+
+def _step(episode: Episode, action: list[int]) -> Turn | Awaitable[Turn]:
+    return episode.step(action)  # where an episode that has none costs itself alone
 
 
 async def _both(episode: Episode, answer: Awaitable[Turn]) -> tuple[Episode, Turn]:

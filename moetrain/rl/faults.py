@@ -81,14 +81,14 @@ class Demonstrations:
         return [self._checked(task, found[number]) for number, task in enumerate(tasks)]
 
     def _checked(self, task: int, shown: Any) -> Marked:
-        if isinstance(shown, Failed):
+        if type(shown) is Failed:
             problem = f"failed ({shown.reason}): {shown.detail[:400]}"
-        elif not isinstance(shown, Marked):
+        elif not issubclass(type(shown), Marked):
             problem = f"is none: {type(shown).__name__} where a Marked is due"
         elif not are_tokens(shown.tokens, self.vocabulary) or len(shown.tokens) < 2:
             most = self.vocabulary - 1
             problem = f"is none: its tokens are no tuple of two or more integers of 0 to {most}"
-        elif not isinstance(shown.mask, tuple) or len(shown.mask) != len(shown.tokens):
+        elif type(shown.mask) is not tuple or len(shown.mask) != len(shown.tokens):
             problem = "is none: its mask is no tuple that is as long as its tokens"
         elif shown.mask[0]:
             problem = "is none: nothing predicts its first token, and the mask has it chosen"
@@ -99,4 +99,4 @@ class Demonstrations:
 
 def are_tokens(tokens: object, vocabulary: int) -> bool:
     """Whether an environment may say ``tokens``."""
-    return isinstance(tokens, tuple) and all(type(t) is int and 0 <= t < vocabulary for t in tokens)
+    return type(tokens) is tuple and all(type(t) is int and 0 <= t < vocabulary for t in tokens)

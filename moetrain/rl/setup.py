@@ -4,14 +4,17 @@ Everything that settings, files and the environment can be wrong about shows her
 (:func:`plan`) and the process that starts the ranks (:func:`inspect`) refuse what a run would.
 
 What is trained on is known by content: a folder of prompts and functions may move between a run and
-its resumption, and a file that was edited is another one. Of a user's file that is its own bytes;
-what it imports or reads is not looked at.
+its resumption, and prompts that were edited are other ones, which are refused. Edited code is what
+mends an environment in the middle of a run, which goes on with it and says so. Of a user's file
+its own bytes are known; what it imports or reads is not looked at.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +30,9 @@ from moetrain.models import Architecture
 from moetrain.rl.buffer import Tasks
 from moetrain.rl.envs import Demonstrates, Environment, open_environment
 from moetrain.rollout.pages import PAGE_SIZE
+
+CODE = re.compile(r"^[0-9a-f]{64}:")
+"""How a file of Python is known."""
 
 
 class Setup(NamedTuple):
@@ -88,7 +94,7 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
         problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
         raise ConfigError("rl.supervised_steps", problem)
     tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
-    identity = _identity(rl) | {"data.tokenizer": tokenizer.fingerprint}
+    identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
     return Setup(total_steps, num_groups, num_pages, tokenizer, environment, tasks, identity)
 
 
@@ -128,14 +134,15 @@ def _pages(config: Config) -> int:
     return rl.cache_tokens // PAGE_SIZE
 
 
-def _identity(rl: RlSection) -> dict[str, str]:
+def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
     prompts = None if rl.prompts is None else _digest(Path(os.path.expanduser(rl.prompts)))
+    number = environment.num_tasks  # those held out are drawn from so many
     return {
         "rl.env": _function(rl.env),
         "rl.env_args": str(rl.env_args),
         "rl.prompts": str(prompts),
         "rl.reward": _function(str(rl.reward)),
-        "rl.eval_tasks": str(rl.eval_tasks),
+        "rl.eval_tasks": f"{rl.eval_tasks}" if number is None else f"{rl.eval_tasks} of {number}",
     }
 
 
@@ -150,15 +157,29 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def check_same_tasks(found: Checkpoint, config: Config, identity: dict[str, str]) -> None:
-    """Raise ConfigError where ``found`` is of a run on other tasks or rewards, by the setting."""
-    for name, was in found.state.get("tasks", identity).items():
-        if was != identity.get(name):
+def without_code(identity: Mapping[str, str]) -> dict[str, str]:
+    """``identity``, in which files of Python are all the same."""
+    return {name: CODE.sub("FILE.py:", value) for name, value in identity.items()}
+
+
+def check_same_tasks(found: Checkpoint, config: Config, identity: dict[str, str]) -> list[str]:
+    """The settings whose code is another than that of the run that ``found`` is of.
+
+    Raises:
+        ConfigError: what it was trained on is, by the setting.
+    """
+    before = identity | found.state.get("tasks", {})
+    then, now = without_code(before), without_code(identity)
+    for name, was in then.items():
+        if was != now.get(name):
             section, _, key = name.partition(".")
-            value = shortened(getattr(getattr(config, section), key))
+            value = now[name]  # "64 of 1000"
+            if key != "eval_tasks":
+                value = shortened(getattr(getattr(config, section), key))
             raise ConfigError(
                 name,
                 f"{value} is another than {str(found.folder)!r} was trained with, or was edited "
                 "since; put that back, or begin anew: checkpoint.resume never, or another "
                 "output_dir",
             )
+    return [name for name, was in before.items() if was != identity[name]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -40,13 +41,15 @@ from moetrain.rl.evaluate import figures, write_completions
 from moetrain.rl.faults import Demonstrations, Failing
 from moetrain.rl.learn import Learned, Learner, gather
 from moetrain.rl.rows import Sample
-from moetrain.rl.setup import check_same_tasks, set_up
+from moetrain.rl.setup import check_same_tasks, set_up, without_code
 from moetrain.rl.timing import TimeSplit, line_of, table_of
 from moetrain.rl.trajectory import Trajectory, from_state, to_state
 from moetrain.rollout import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run import Run
+
+logger = logging.getLogger("moetrain")
 
 EVAL_SEED = 0
 """A constant, as tasks that are held out are: evaluations compare over a run, and over runs."""
@@ -129,7 +132,8 @@ class RlTrainer(Run[Learned]):
 
     @property
     def identity(self) -> str:
-        return hashlib.sha256(json.dumps(self.setup.identity).encode()).hexdigest()
+        tasks = without_code(self.setup.identity)
+        return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
 
     @property
     def trained_on(self) -> str:
@@ -396,7 +400,10 @@ class RlTrainer(Run[Learned]):
         return groups
 
     def resume(self, found: Checkpoint) -> None:
-        check_same_tasks(found, self.config, self.setup.identity)
+        for name in check_same_tasks(found, self.config, self.setup.identity):
+            if self.world.is_main:
+                text = "%s: its code was edited since %s; the run goes on with it as it is now"
+                logger.warning(text, name, found.folder)
         super().resume(found)
         self.began_at = self.logged_at = self.step
 

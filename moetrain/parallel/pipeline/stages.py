@@ -85,10 +85,12 @@ def plan_stages(config: Config, arch: Architecture) -> StagePlan:
     rank_of_stage = place_stages(parallel.pp, virtual, is_v=recipe.is_v)
     count, blocks = len(rank_of_stage), arch.num_layers
     if count > blocks:
+        fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
         raise ConfigError(
             "parallel.pp",
             f"{parallel.pp} ranks with {virtual} stage{'s' * (virtual > 1)} each are {count} "
-            f"stages, and the model has {blocks} blocks; use {blocks // virtual} or fewer",
+            f"stages, and the model has {blocks} blocks; use {max(1, blocks // virtual)} or fewer"
+            f"{fewer}",
         )
     if parallel.pp_split is None:
         *costs, head = _costs(config, arch)
