@@ -30,6 +30,7 @@ from moetrain.config_sections import (
     KernelsSection,
     LaunchSection,
     LogSection,
+    LoraSection,
     ModelSection,
     MoeSection,
     OptimSection,
@@ -86,6 +87,8 @@ class Config(Section):
     """Where the tokens come from."""
     train: TrainSection = TrainSection()
     """Length, batches, precision."""
+    lora: LoraSection = LoraSection()
+    """Low-rank adapters."""
     optim: OptimSection = OptimSection()
     """Optimizer and schedule."""
     parallel: ParallelSection = ParallelSection()
@@ -241,7 +244,7 @@ class Config(Section):
             raise ConfigError("moe.dispatcher", f"{how!r} contradicts parallel.ep {ep}; use auto")
 
 
-_SEVERAL = range(2, 2**63)
+_SOME, _SEVERAL = range(1, 2**63), range(2, 2**63)
 # A setting that changes nothing, unless another is one of these.
 _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("model.init_std", "model.path", {None}),
@@ -252,6 +255,7 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("data.eval_fraction", "data.eval_path", {None}),
     ("data.packing", "data.source", {"stdlib", "text", "jsonl"}),
     ("data.num_documents", "data.source", {"synthetic"}),
+    *((f"lora.{key}", "lora.rank", _SOME) for key in ("alpha", "rs", "targets", "init")),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),
     ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),

@@ -33,6 +33,8 @@ from moetrain.models import (
 )
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
+from moetrain.models.lora import Adapter
+from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
     HostMoments,
@@ -311,23 +313,42 @@ class Engine:
             load_whole_optimizer_state(self.optimizer, members, self.stages, optim)
 
     @torch.no_grad()
-    def weights(self, *, hf: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight whole, by name, fp32 on the device: one at a time, and valid until a step.
+    def weights(
+        self, *, hf: bool = False, merged: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, by name, on the device: one at a time, and valid until a step.
+
+        fp32, but for what is frozen: that is as it is stored.
 
         Args:
             hf: names and pieces of Hugging Face's files, which hold no selection bias; else ours,
                 and buffers too.
+            merged: weights that have adapters are what both make together, in fp32, and adapters
+                by themselves are left out; always so with ``hf``.
         """
-        table = find_family(self.arch).hf.weight_map
+        table, merged = find_family(self.arch).hf.weight_map, merged or hf
         for name, entry in self.stages.table.items():
-            if entry.rule is None and hf:
+            if (entry.rule is None and hf) or (merged and is_adapter(name)):
                 continue
-            whole = self.stages.whole(entry, partial(self._whole_here, name)).detach()
+            whole = self._whole(name)
+            if merged and (halves := self._adapter(name)) is not None:
+                whole = halves.merged(whole.float())
             if hf:
                 for piece in all_pieces(table, {name: whole.shape}):
                     yield piece.hf_name, whole[piece.place]
             else:
                 yield name, whole
+
+    def _adapter(self, name: str) -> Adapter | None:
+        """That of the weight ``name``, whole. Collective."""
+        halves = [name + half for half in ADAPTER]
+        if halves[0] not in self.stages.table:
+            return None
+        a, b = (self._whole(half) for half in halves)
+        return Adapter(a, b, self.config.lora.scale)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self.stages.whole(self.stages.table[name], partial(self._whole_here, name)).detach()
 
     def _whole_here(self, name: str) -> torch.Tensor:
         """A tensor of this rank's stages; collective over the ranks that have them."""
@@ -339,8 +360,8 @@ class Engine:
     def save_hf(
         self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
     ) -> None:
-        """:func:`moetrain.save_hf` of the whole model, by the main rank."""
-        state = _kept(self.weights(), self.world.is_main)
+        """:func:`moetrain.save_hf` of the whole model, adapters merged, by the main rank."""
+        state = _kept(self.weights(merged=True), self.world.is_main)
         if self.world.is_main:
             with torch.device("meta"):
                 whole = build_model(self.arch)

@@ -12,6 +12,7 @@ from moetrain.models.moe import (
     router_z_loss,
     update_router_bias,
 )
+from moetrain.models.planned import compute_dtype, plan_model
 from moetrain.models.presets import resolve_architecture
 from moetrain.models.recompute import set_recomputation
 from moetrain.models.registry import PRESETS, find_family, make_architecture, register
@@ -29,12 +30,14 @@ __all__ = [
     "Transformer",
     "build_model",
     "compile_blocks",
+    "compute_dtype",
     "find_family",
     "init_weights",
     "load_balancing_loss",
     "load_hf",
     "load_weights",
     "make_architecture",
+    "plan_model",
     "register",
     "resolve_architecture",
     "router_z_loss",

@@ -330,7 +330,7 @@ class FSDP:
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
         self.check_idle()
-        squares = []
+        squares = [torch.zeros((), device=self.device)]
         for bucket in self.buckets:
             if bucket.is_trained:
                 gradient_N = bucket.publish_gradient()

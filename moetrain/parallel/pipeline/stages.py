@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
-from moetrain.models import Architecture, Transformer, build_model, find_family
-from moetrain.models.rules import Rule, parameter_rules
+from moetrain.models import Architecture, Transformer, compute_dtype, plan_model
+from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
     RECIPES,
@@ -259,9 +259,7 @@ class Stages:
     @classmethod
     def of(cls, config: Config, arch: Architecture, meshes: Meshes, device: torch.device) -> Stages:
         plan = plan_stages(config.parallel, arch, config.data.seq_len)
-        with torch.device("meta"):
-            model = build_model(arch, kernels=config.kernels, moe=config.moe)
-        rules = parameter_rules(find_family(arch).plan(arch), model)
+        model, rules = plan_model(config, arch, compute_dtype(config, device))
         tensors = [*model.named_parameters(), *model.named_buffers()]
         is_tied = arch.tie_embeddings
         table = {

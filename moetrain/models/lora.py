@@ -1,0 +1,103 @@
+"""Adapters: two small matrices beside a weight, which alone are trained (LoRA, arXiv 2106.09685).
+
+    y = x @ W^T + scale * (x @ A^T) @ B^T        A [rank, in], B [out, rank]
+
+An adapter is two more parameters of the module that has the weight, called as the weight is and
+``_lora_a``, ``_lora_b``. The rest follows from that: their rules from the weight's
+(:mod:`moetrain.models.rules`), and sharding, optimizer state, checkpoints and weight updates from
+their being parameters. Stacked experts have stacked adapters, A [E, rank, in]; an expert's gate and
+up, which are one weight, thereby share A.
+
+Which modules can have adapters, they say themselves (:class:`Adaptable`), since they must use them:
+one beside a weight that is read in another way would change nothing, and nobody would notice.
+
+Left out on purpose: adapters of the embedding, the head and norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from moetrain.config import ConfigError, LoraSection
+from moetrain.models.rules import ADAPTER
+
+if TYPE_CHECKING:
+    from moetrain.models.transformer import Transformer
+
+
+class Adapter(NamedTuple):
+    """What is beside one weight [..., out, in]."""
+
+    a: torch.Tensor
+    """[..., rank, in]."""
+    b: torch.Tensor
+    """[..., out, rank]."""
+    scale: float
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """``W + scale * B @ A``, in ``weight``'s dtype."""
+        return weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
+
+
+class Adaptable(nn.Module):
+    """A module that uses the adapters of its ``weights`` wherever there are some."""
+
+    weights: ClassVar[tuple[str, ...]] = ("weight",)
+    lora_scale: float | None = None
+    """None: there are no adapters."""
+
+    def adapter(self, weight: str, dtype: torch.dtype) -> Adapter | None:
+        """That of ``weight``, as it is used."""
+        if self.lora_scale is None:
+            return None
+        a, b = (getattr(self, weight + half).to(dtype) for half in ADAPTER)
+        return Adapter(a, b, self.lora_scale)
+
+
+def add_adapters(model: Transformer, lora: LoraSection) -> None:
+    """Give the modules that ``lora.targets`` names adapters, like their weights but for values.
+
+    Raises:
+        ConfigError: a pattern that matches no module, or a rank that routed experts cannot take.
+    """
+    modules = dict(_adaptable(model))
+    for name in _targets(modules, lora):
+        module = modules[name]
+        module.lora_scale = lora.scale
+        for leaf in module.weights:
+            weight = module.get_parameter(leaf)
+            *stack, out_dim, in_dim = weight.shape
+            if stack and lora.rank % 8:
+                raise ConfigError(
+                    "lora.rank", f"{lora.rank} is not a multiple of 8, which {name} needs"
+                )
+            shapes = (*stack, lora.rank, in_dim), (*stack, out_dim, lora.rank)
+            for half, shape in zip(ADAPTER, shapes, strict=True):
+                module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))
+
+
+def _adaptable(model: Transformer) -> Iterator[tuple[str, Adaptable]]:
+    """Every module that may have adapters, by name."""
+    for name, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(module, Adaptable):
+            yield name, module
+
+
+def _targets(modules: Mapping[str, Adaptable], lora: LoraSection) -> list[str]:
+    """The names of those that ``lora`` is for."""
+    patterns = lora.targets
+    if patterns == ("auto",):
+        is_routed = any(fnmatchcase(name, "*.moe.experts") for name in modules)
+        patterns = ("*.attn.*", "*.moe.experts" if is_routed else "*.mlp.*")
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            # Without numbers, to name each once.
+            known = dict.fromkeys(name.partition(".")[2].partition(".")[2] for name in modules)
+            problem = f"{pattern!r} matches no module; of layers.0 there are {', '.join(known)}"
+            raise ConfigError("lora.targets", problem)
+    return [name for name in modules if any(fnmatchcase(name, p) for p in patterns)]
