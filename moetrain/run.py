@@ -74,7 +74,9 @@ class Run(ABC, Generic[S]):
         """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.routing_watch = RoutingWatch(arch.moe_layer_indices)
-        self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
+        is_frozen = config.lora.rank > 0
+        flops = arch.flops_per_token(config.data.seq_len, is_frozen=is_frozen)
+        self.clock = Throughput(flops, self.device)
         with self.claim():
             # Before anything slow.
             found = find_snapshot(config, self.folder, arch, self.world)

@@ -5,13 +5,11 @@ import functools
 import pytest
 import torch
 from distributed import spawn
-from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
+from test_engine import WORDS, make_batches, make_engine, objective_of, weights_of
 from torch.nn import functional as F
 
-from moetrain.config import Config, ConfigError
 from moetrain.data import IGNORE_INDEX
 from moetrain.models import build_model, load_balancing_loss, router_z_loss
-from moetrain.models.lora import Adapter
 from moetrain.models.rules import is_adapter
 from moetrain.parallel import apply
 
@@ -70,9 +68,7 @@ def gradients_of(engine):
         name: engine.stages.whole(entry, functools.partial(here, name)).clone()
         for name, entry in engine.stages.trained.items()
     }
-    assert all(
-        bucket.gradient_N is None for bucket in engine.fsdp.buckets if not bucket.is_trained
-    )
+    assert all(bucket.gradient_N is None for bucket in engine.fsdp.buckets if not bucket.is_trained)
     engine._forget()
     return norm, found
 

@@ -266,6 +266,14 @@ class Stages:
             name: Entry(x.shape, rules.get(name), plan.holders(name, is_tied=is_tied))
             for name, x in tensors
         }
+        trained = [entry.holders for entry in table.values() if entry.rule and entry.rule.trainable]
+        for rank in range(meshes.dims.pp):
+            if not any(rank in holders for holders in trained):
+                raise ConfigError(
+                    "train.freeze" if config.train.freeze else "lora.targets",
+                    f"pipeline rank {rank} of {meshes.dims.pp} has nothing to train, which is not "
+                    "supported; train something in each stage, or use parallel.pp 1",
+                )
         return cls(plan, arch, table, meshes.dims.tp, meshes.dense.get_group("pp"), device)
 
     @cached_property
