@@ -262,11 +262,15 @@ class ParallelSection(Section):
     """Tensor parallel ranks."""
     pp: int = Field(default=1, gt=0)
     """Pipeline ranks: the model's blocks are cut into stages, and each rank has some of them."""
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = "1f1b"
+    pp_schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "merged_1f1b"
+    ] = "1f1b"
     """In which order stages work on micro-batches. gpipe: all forwards first; 1f1b: backwards as
     soon as they can, for less memory; interleaved_1f1b: the same with several stages a rank, for
     shorter waits, and micro-batches in multiples of pp; zero_bubble: 1f1b with weights' gradients
-    apart, which fill waits; zbv: the same with two stages a rank, in a V, and hardly a wait."""
+    apart, which fill waits; zbv: the same with two stages a rank, in a V, and hardly a wait;
+    merged_1f1b: 1f1b with a forward beside each backward, block by block, so that dispatch passes
+    while the other computes, for twice the memory."""
     pp_stages: Literal["auto"] | int = "auto"
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), 2 with zbv, else 1."""
     pp_split: tuple[int, ...] | None = None

@@ -26,14 +26,16 @@ def draw(axes: "plt.Axes", timeline: Timeline) -> None:
     schedule = timeline.schedule
     for rank, actions in enumerate(schedule.actions):
         stages = schedule.stages_of(rank)
-        for action in actions:
-            start, end = timeline.spans[action]
-            shade = 1 - 0.55 * stages.index(action.stage) / max(1, len(stages) - 1)
-            box = {"left": start, "height": 0.9, "edgecolor": "white", "linewidth": 0.6}
-            axes.barh(rank, end - start, color=COLORS[action.kind], alpha=shade, **box)
-            middle = (start + end) / 2
-            label = str(action.micro_batch)
-            axes.text(middle, rank, label, ha="center", va="center", fontsize=6)
+        for work in actions:
+            height = 0.9 / len(work.parts)  # of a pair's halves one lies above the other
+            for i, action in enumerate(work.parts):
+                start, end = timeline.spans[action]
+                shade = 1 - 0.55 * stages.index(action.stage) / max(1, len(stages) - 1)
+                box = {"left": start, "height": height, "edgecolor": "white", "linewidth": 0.6}
+                at = rank + (i - (len(work.parts) - 1) / 2) * height
+                axes.barh(at, end - start, color=COLORS[action.kind], alpha=shade, **box)
+                label = str(action.micro_batch)
+                axes.text((start + end) / 2, at, label, ha="center", va="center", fontsize=6)
     axes.set_yticks(range(schedule.num_ranks), [f"rank {r}" for r in range(schedule.num_ranks)])
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
     axes.set_title(describe(timeline), fontsize=8, loc="left")

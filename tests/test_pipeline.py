@@ -1,6 +1,15 @@
-"""One answer however a model is cut into stages: losses, every gradient, norms, checkpoints."""
+"""One answer however a model is cut into stages: losses, every gradient, norms, checkpoints.
+
+All runs of a world size share its processes.
+"""
 
 import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,7 +17,6 @@ from distributed import spawn
 from safetensors.torch import load_file
 from test_parallel import (
     DENSE,
-    STEPS,
     TOLERANCE,
     auxiliary_losses,
     compare,
@@ -23,39 +31,79 @@ from moetrain.parallel import apply
 from moetrain.preflight import resolve_run
 from moetrain.trainer import Trainer
 
-BASE = ["train.micro_batch_size=1", "model.num_layers=4"]
-LAYOUTS = {
-    2: {
-        "gpipe": ["parallel.pp_schedule=gpipe"],
-        "1f1b": [],
-        "interleaved": ["parallel.pp_schedule=interleaved_1f1b"],
-        "zero_bubble": ["parallel.pp_schedule=zero_bubble"],
-        "zbv": ["parallel.pp_schedule=zbv"],
-        "split": ["parallel.pp_split=1,3"],
-        "recompute": ["activation.policy=full"],
-        "selective": ["activation.policy=selective"],
-        "reshard": ["parallel.reshard_after_forward=yes"],
-        "last": ["parallel.reduce_at=last"],
-        "compile": ["compile.enabled=yes"],
-    },
-    4: {
-        "pp4": ["parallel.pp=4"],
-        "pp4 zero_bubble": ["parallel.pp=4", "parallel.pp_schedule=zero_bubble"],
-        "dp": [],
-        "ep zbv reshard": [
-            "parallel.ep=2",
-            "parallel.pp_schedule=zbv",
-            "parallel.reshard_after_forward=yes",
-        ],
-        "tp zero_bubble": ["parallel.tp=2", "parallel.pp_schedule=zero_bubble"],
-        "ddp": ["parallel.dp_replicate=2"],
-        "tp": ["parallel.tp=2"],
-        "ep": ["parallel.ep=2"],
-        "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
-        "ep interleaved": ["parallel.ep=2", "parallel.pp_schedule=interleaved_1f1b"],
-        "ep gpipe last": ["parallel.ep=2", "parallel.pp_schedule=gpipe", "parallel.reduce_at=last"],
-    },
-}
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+STEPS = 2
+BASE = ["train.micro_batch_size=1", "model.num_layers=4", "parallel.pp=2"]
+
+
+def schedule(name, **settings):
+    """Words of a schedule, and of other settings in ``parallel``."""
+    return [f"parallel.{key}={value}" for key, value in ({"pp_schedule": name} | settings).items()]
+
+
+class Case(NamedTuple):
+    """Runs whose answers are one process's."""
+
+    words: list[str]
+    """Of all of them."""
+    layouts: dict[str, list[str]]
+    rows: int = 8
+    """Of one process's micro-batch; by default the whole batch."""
+    pads: bool = False
+
+
+def cases(world, tiny_words):
+    words = words_of(tiny_words)
+    kept = [w for w in tiny_words if "expert" not in w and "moe_" not in w]
+    tied = [w for w in words_of(kept, *DENSE) if not w.startswith("moe.")]
+    assert resolve_run(Config.load(None, tied, environ={}))[1].tie_embeddings
+    # Balanced without a pass that counts ahead: ranks with rows of their own are one larger batch.
+    by_batch = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
+    if world == 2:
+        # With three terms fewer, whose gradients then do not come back.
+        seven = ["train.global_batch_size=7", "moe.aux_loss_coef=0", "moe.z_loss_coef=0"]
+        interleaved, zbv = schedule("interleaved_1f1b"), schedule("zbv")
+        merged = schedule("merged_1f1b")
+        return {
+            "moe": Case(
+                words,
+                {
+                    "gpipe selective": [*schedule("gpipe"), "activation.policy=selective"],
+                    "1f1b split recompute": ["parallel.pp_split=1,3", "activation.policy=full"],
+                    "1f1b compile": ["compile.enabled=yes"],
+                    "interleaved reshard": schedule(
+                        "interleaved_1f1b", reshard_after_forward="yes"
+                    ),
+                    "zero_bubble last": schedule("zero_bubble", reduce_at="last"),
+                    "zbv": zbv,
+                    "merged recompute": [*merged, "activation.policy=full"],
+                    "merged compile": [*merged, "compile.enabled=yes", "parallel.reduce_at=last"],
+                },
+            ),
+            "tied": Case(tied, {"interleaved": interleaved, "zbv": zbv, "merged": merged}),
+            "pads": Case(by_batch, {"1f1b": [], "interleaved": interleaved}, 1, pads=True),
+            "seven": Case(words_of(tiny_words, *seven), {"1f1b": [], "zbv": zbv, "m": merged}, 7),
+            "pooled": Case(words_of(tiny_words, "moe.aux_loss_layers=pooled"), {"1f1b": []}),
+        }
+    both = {"tp": 2, "ep": 2}
+    return {
+        "moe": Case(
+            words,
+            {
+                "pp4 zero_bubble": schedule("zero_bubble", pp=4),
+                "dp": [],
+                "ep zbv reshard": schedule("zbv", ep=2, reshard_after_forward="yes"),
+                "tp zero_bubble": schedule("zero_bubble", tp=2),
+                "ddp": ["parallel.dp_replicate=2"],
+                "ep interleaved": schedule("interleaved_1f1b", ep=2),
+                "ep gpipe last": schedule("gpipe", ep=2, reduce_at="last"),
+                "tp+ep merged": schedule("merged_1f1b", **both),
+            },
+        ),
+        "tied": Case(tied, {"pp4": ["parallel.pp=4"], "tp": ["parallel.tp=2"]}),
+        "pads ep": Case(by_batch, {"ep": ["parallel.ep=2"]}, 2, pads=True),
+        "pads tp+ep": Case(by_batch, {"tp+ep": schedule("1f1b", **both)}, 1, pads=True),
+    }
 
 
 def run(words, pads=False):
@@ -78,85 +126,63 @@ def run(words, pads=False):
     return torch.tensor(numbers), gradients, biases
 
 
-def run_layouts(runs):
-    """``run`` of every layout on this rank."""
+def run_all(runs):
+    """:func:`run` of each on this rank."""
     apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
     answers = {}
-    for name, words in runs.items():
+    for name, how in runs.items():
         torch.compiler.reset()
-        answers[name] = run(words, pads="pads" in name)
+        answers[name] = run(*how)
     return answers
 
 
-def check(world, words, layouts, micro_batch_size=8, pads=False):
-    """Every layout's numbers against one process's, on every rank; copies of a tensor alike."""
-    suffix = " pads" if pads else ""
-    runs = {
-        f"{name}{suffix}": [*words, *BASE, "parallel.pp=2", *LAYOUTS[world][name]]
-        for name in layouts
-    }
-    one = [*words, *BASE, f"train.micro_batch_size={micro_batch_size}"]
-    expected = run(one, pads)
-    ranks = spawn(world, run_layouts, runs, timeout=300)
-    for name in runs:
-        gradients, biases = {}, {}
-        for answers in ranks:
-            numbers, mine, buffers = answers[name]
-            for parameter, gradient in mine.items():
-                twin = gradients.setdefault(parameter, gradient)
-                assert torch.equal(twin, gradient), f"{name}: copies of {parameter} differ"
-            biases |= buffers
-            compare({name: (numbers, expected[1], {})}, expected, TOLERANCE)
-        assert biases.keys() == expected[2].keys()
-        assert len(ranks[0][name][1]) < len(gradients), "every rank has everything"
-        compare({name: (numbers, gradients, biases)}, expected, TOLERANCE)
-
-
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 4])
 def test_every_pipeline_gives_the_single_process_answer(world, tiny_words):
-    check(world, words_of(tiny_words), LAYOUTS[world])
+    found = cases(world, tiny_words)
+    runs = {
+        (case, name): ([*one.words, *BASE, *layout], one.pads)
+        for case, one in found.items()
+        for name, layout in one.layouts.items()
+    }
+    ranks = spawn(world, run_all, runs, timeout=400)
+    for case, one in found.items():
+        plain = [*one.words, *BASE, "parallel.pp=1", f"train.micro_batch_size={one.rows}"]
+        expected = run(plain, one.pads)
+        for name in one.layouts:
+            check(f"{case}: {name}", [answers[case, name] for answers in ranks], expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "layouts"), [(2, ["1f1b", "interleaved", "zbv"]), (4, ["pp4 zero_bubble", "tp"])]
-)
-def test_tied_embeddings_have_one_gradient(world, layouts, tiny_words):
-    """Of a dense model, where nothing but the residual stream travels."""
-    kept = [w for w in tiny_words if "expert" not in w and "moe_" not in w]
-    words = [w for w in words_of(kept, *DENSE) if not w.startswith("moe.")]
-    assert resolve_run(Config.load(None, words, environ={}))[1].tie_embeddings
-    check(world, words, layouts)
+def check(name, answers, expected):
+    """The numbers of all ranks against one process's; copies of a tensor are alike."""
+    gradients, biases = {}, {}
+    for numbers, mine, buffers in answers:
+        for parameter, gradient in mine.items():
+            twin = gradients.setdefault(parameter, gradient)
+            assert torch.equal(twin, gradient), f"{name}: copies of {parameter} differ"
+        biases |= buffers
+        compare({name: (numbers, expected[1], {})}, expected, TOLERANCE)
+    assert biases.keys() == expected[2].keys()
+    assert len(answers[0][1]) < len(gradients), "every rank has everything"
+    compare({name: (numbers, gradients, biases)}, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize(("world", "layouts"), [(2, ["1f1b", "interleaved"]), (4, ["ep", "tp+ep"])])
-def test_pads_and_micro_batches_balanced_by_themselves(world, layouts, tiny_words):
-    """Without a pass that counts ahead: ranks with rows of their own are one larger micro-batch."""
-    words = words_of(tiny_words, "moe.aux_loss_scope=micro_batch")
-    for layout in layouts:
-        rows = world // 2 // (2 if "tp" in layout else 1)
-        check(world, words, [layout], micro_batch_size=rows, pads=True)
-
-
-def test_numbers_of_micro_batches_that_ranks_do_not_divide(tiny_words):
-    """Seven on two ranks; and with three terms fewer, whose gradients then do not come back."""
-    extra = ["train.global_batch_size=7", "moe.aux_loss_coef=0", "moe.z_loss_coef=0"]
-    check(2, words_of(tiny_words, *extra), ["gpipe", "1f1b", "zbv"], micro_batch_size=7)
-
-
-def test_pooled_layers_are_balanced_over_stages(tiny_words):
-    check(2, words_of(tiny_words, "moe.aux_loss_layers=pooled"), ["1f1b"])
+def fit_all(runs):
+    """The losses of every run, one after another."""
+    return [fit(words) for words in runs][-1]
 
 
 def test_a_checkpoint_goes_on_on_other_stages(tiny_words, tmp_path):
     words = words_of(tiny_words, "optim.schedule=constant", "checkpoint.at_end=yes", *BASE)
-    words += ["train.eval_interval=2"]
+    words += ["train.eval_interval=2", "parallel.pp=1"]
     straight = fit([*words, "train.steps=6", f"output_dir={tmp_path / 'straight'}"])
     moved = [*words, f"output_dir={tmp_path / 'moved'}", "checkpoint.save_hf=yes"]
-    interleaved = ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b"]
+    steps = [
+        ["train.steps=3", "parallel.pp=4"],
+        ["train.steps=4", *schedule("interleaved_1f1b", pp=2, ep=2)],
+        ["train.steps=5", *schedule("merged_1f1b", pp=2, pp_split="3,1")],
+    ]
     fit([*moved, "train.steps=2"])
-    spawn(4, fit, [*moved, "train.steps=3", "parallel.pp=4"])
-    spawn(4, fit, [*moved, "train.steps=4", *interleaved, "parallel.ep=2"])
-    spawn(2, fit, [*moved, "train.steps=5", "parallel.pp=2", "parallel.pp_split=3,1"])
+    spawn(4, fit_all, [[*moved, *step] for step in steps], timeout=200)
     early = load_file(tmp_path / "moved" / "hf" / "model.safetensors")
     losses = fit([*moved, "train.steps=6"])
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
@@ -171,7 +197,7 @@ def test_a_checkpoint_goes_on_on_other_stages(tiny_words, tmp_path):
 
 
 def test_stages_load_and_save_hugging_face_weights(tiny_words, tmp_path):
-    words = words_of(tiny_words, "train.steps=1", *BASE)
+    words = words_of(tiny_words, "train.steps=1", *BASE, "parallel.pp=1")
     fit([*words, "checkpoint.save_hf=yes", f"output_dir={tmp_path / 'out'}"])
     saved = tmp_path / "out" / "hf"
     words = [w for w in words if not w.startswith("model.")]
@@ -182,3 +208,25 @@ def test_stages_load_and_save_hugging_face_weights(tiny_words, tmp_path):
         assert torch.equal(x, y), name
     text = (tmp_path / "again" / "metrics.jsonl").read_text()
     assert "grad_norm" in text
+
+
+def test_the_benchmark_compares_schedules_and_outlives_a_row_that_fails(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = [sys.executable, str(SCRIPTS / "bench_pipeline.py"), "--recipe", "debug"]
+    words += ["--layers", "2", "--sequences", "4", "--steps", "1", "--only", "pp1,merged,zbv"]
+    words += ["--tolerance", "1e-5", "--results", str(results)]
+    settings = {"data.seq_len": "16", "train.device": "cpu", "launch.nproc": "2"}
+    words += [word for key, value in settings.items() for word in (f"--{key}", value)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    plain, merged, failed = map(json.loads, results.read_text().splitlines())
+    assert plain["row"] == "pp1"
+    assert merged["row"] == "pp2-ep1-merged_1f1b"
+    assert merged["equal"]
+    assert set(merged["times"]) == {"F0", "B0", "F1", "F1 B1", "B1", "F0 B0"}
+    assert 0 < merged["paper"] < 1
+    assert 0 < merged["bubble"] < 1
+    assert len(merged["idle"]) == 2
+    assert "parallel.pp: 2 ranks with 2 stages each are 4 stages" in failed["error"]
+    assert "ms/step" in done.stdout

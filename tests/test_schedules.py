@@ -10,6 +10,7 @@ from moetrain.parallel.pipeline.schedules import (
     RECIPES,
     Action,
     Costs,
+    Pair,
     Schedule,
     forward_only,
     make_schedule,
@@ -49,6 +50,7 @@ def formula(name, p, f, i, w):
         "interleaved_1f1b": (p - 1) * (f + i + w),  # stages 1/v as long: (p - 1)(F + B) / v
         "zero_bubble": (p - 1) * (f + i - w),
         "zbv": (p - 1) * f,
+        "merged_1f1b": (p - 1) * (f + i + w),
     }[name]
 
 
@@ -90,6 +92,22 @@ def test_less_bubble_for_the_same_memory():
     assert share("interleaved_1f1b", 2) == pytest.approx(1.5 / 9.5)
     assert share("zero_bubble") == pytest.approx(1 / 9)
     assert share("zbv", 2) == pytest.approx(0.5 / 8.5)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_pairs_are_on_two_streams_and_save_what_they_hide(ranks):
+    for number in counts("merged_1f1b", ranks):
+        schedule = make_schedule("merged_1f1b", ranks, 1, number)
+        for rank, actions in enumerate(schedule.actions):
+            pairs = [work for work in actions if isinstance(work, Pair)]
+            assert len(pairs) == max(0, number - 2 * (ranks - rank) + 1)
+            # Odd: whose number is even is on another stream than whose number is not.
+            assert all((f.micro_batch - b.micro_batch) % 2 for f, b in pairs)
+        long, short = (run_on_paper(schedule, Costs(2, 3, 1, saving=s)) for s in (0, 1.5))
+        assert long.makespan - short.makespan == pytest.approx(1.5 * (number - 1))
+    # With all communication of a pair hidden it beats 1f1b as soon as there are pairs enough.
+    plain = run_on_paper(make_schedule("1f1b", ranks, 1, 64), Costs(2, 3, 1)).makespan
+    assert short.makespan < plain
 
 
 def test_communication_makes_it_longer():
@@ -136,11 +154,12 @@ def check_programs(schedule):
                 else:
                     at[rank], moved = at[rank] + 1, True
                 continue
-            for needed in schedule.needs(step):
-                here = schedule.rank_of_stage[needed.stage] == rank
-                assert needed in done
-                assert here or (needed, step.stage) in arrived[rank]
-            done.add(step)
+            for part in step.parts:
+                for needed in schedule.needs(part):
+                    here = schedule.rank_of_stage[needed.stage] == rank
+                    assert needed in done
+                    assert here or (needed, part.stage) in arrived[rank]
+            done.update(step.parts)
             at[rank], moved = at[rank] + 1, True
     assert at == [len(plan) for plan in plans], f"{schedule.name}: ranks wait for ever at {at}"
     # Between two ranks, messages of one direction go in the same order on both.
@@ -163,6 +182,9 @@ def test_the_simulator_finds_what_is_wrong():
 
     with pytest.raises(ScheduleError, match=r"mine: B1\.0 before F1\.0"):
         run_on_paper(broken(tuple(reversed(first)), second), Costs())
+    early = Pair(Action("F", 0, 1), Action("B", 0, 1))
+    with pytest.raises(ScheduleError, match=r"F1\.0\+B1\.0 before F1\.0"):
+        run_on_paper(broken((*first[:1], early), second), Costs())
     with pytest.raises(ScheduleError, match="1 actions missing"):
         run_on_paper(broken(first[:-1], second), Costs())
     with pytest.raises(ScheduleError, match=r"F0\.0 twice"):
@@ -178,10 +200,10 @@ def test_the_simulator_finds_what_is_wrong():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("2f2b", 4, 1, 8), ["'2f2b'", "gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv"]),
+        (("2f2b", 4, 1, 8), ["'2f2b'", "gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv, merged"]),
         (("1f1b", 4, 2, 8), ["2 stages a rank", "1f1b takes 1"]),
         (("zbv", 4, 1, 8), ["1 stages a rank", "zbv takes 2"]),
-        (("interleaved_1f1b", 4, 2, 6), ["6 micro-batches", "multiple of its 4", "zbv take any"]),
+        (("interleaved_1f1b", 4, 2, 6), ["6 micro-batches", "multiple of its 4", "merged_1f1b"]),
         (("gpipe", 4, 1, 0), ["0 micro-batches"]),
     ],
 )
@@ -194,7 +216,8 @@ def test_bad_settings_say_what_is_possible(settings, words):
 
 def test_a_drawing_of_a_schedule(tmp_path):
     script = Path(__file__).parent.parent / "scripts" / "draw_schedule.py"
-    words = ["zbv", "--ranks", "3", "--micro_batches", "6", "--out", str(tmp_path / "zbv")]
+    words = ["zbv", "merged_1f1b", "--ranks", "3", "--micro_batches", "6"]
+    words += ["--out", str(tmp_path / "zbv")]
     found = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "bubble" in found.stdout

@@ -92,9 +92,11 @@ def parallelize(
 def reshards(config: Config, world_size: int) -> bool:
     """Whether blocks' full parameters are away between a block's forward and its backward.
 
-    So they are where nothing travels but a block is recomputed: a cast more is cheap.
+    So they are where nothing travels but a block is recomputed: a cast more is cheap. A pipeline
+    comes back to a block with every micro-batch, and gathers its parameters once.
     """
-    recomputes = {"none": False, "selective": world_size == 1, "full": True}
+    is_staged = config.parallel.pp > 1
+    recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
     return config.parallel.reshard_after_forward or recomputes[config.activation.policy]
 
 

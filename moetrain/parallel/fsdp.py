@@ -187,9 +187,9 @@ class FSDP:
         self._is_working = True
         try:
             yield
-            self._finish_reductions()
+            self.finish_reductions()
             self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
-            self._finish_reductions()
+            self.finish_reductions()
         finally:
             self._is_working, self._is_last, self._reducing = False, False, []
             self._num_works += 1
@@ -252,14 +252,15 @@ class FSDP:
             if any(g is not None for g in mine):
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
-        self._finish_reductions()
+        self.finish_reductions()
         self._reducing = _under_way(started)
         unit.graphs -= 1
         if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
             self.reshard(unit)
             unit.region.free()
 
-    def _finish_reductions(self) -> None:
+    def finish_reductions(self) -> None:
+        """Wait, on the device, for those under way."""
         for pending in self._reducing:
             pending.finish()
         self._reducing = []

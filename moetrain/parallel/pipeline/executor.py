@@ -9,6 +9,10 @@ ends and pads are not sent, and each rank knows the shapes of what it receives.
 Nothing here waits for the device. What is received is waited for, on the device, where it is used;
 what is sent is kept until as many batches later as pass before its receiver answers.
 
+A pair's halves run block by block by turns, on a GPU on two streams: while the one waits for its
+tokens to travel, or the host for how many come, the other computes. For that a micro-batch's graph
+is cut between blocks.
+
 Left out on purpose: sending a tensor parallel rank's part alone (it is a part already), and freeing
 a stage's output between its sending and its backward.
 
@@ -19,8 +23,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,9 +38,9 @@ from moetrain.models import RoutingStats, Transformer
 from moetrain.models.moe import RouterStats
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.pipeline.schedules import RECIPES, Action, Schedule, forward_only
+from moetrain.parallel.pipeline.schedules import RECIPES, Action, Schedule, Work, forward_only
 from moetrain.parallel.pipeline.split import SplitBackward
-from moetrain.parallel.pipeline.stages import SPLIT, Stages, schedule_of
+from moetrain.parallel.pipeline.stages import PAIRS, SPLIT, Stages, schedule_of
 from moetrain.parallel.pipeline.transfers import Batch, Step, programs
 
 Finish = Callable[[torch.Tensor, RoutingStats | None, Any], torch.Tensor]
@@ -53,6 +59,12 @@ class Pipeline:
         self.config, self.dims = config, dims
         self.model, self.fsdp, self.stages = model, fsdp, stages
         self.program = lru_cache(self._program)
+        self.pairs = config.parallel.pp_schedule in PAIRS
+        has_streams = self.pairs and stages.device.type == "cuda"
+        self.streams = [torch.cuda.Stream(stages.device) for _ in range(2 * has_streams)]
+        """Of micro-batches with even and odd numbers; none: all are on the current one."""
+        self.watch: Callable[[Work], AbstractContextManager[Any]] = lambda _: nullcontext()
+        """Entered around each thing that this rank does, once what it needs is there."""
         fsdp.splits = config.parallel.pp_schedule in SPLIT
         self._names: WeakKeyDictionary[object, list[str]] = WeakKeyDictionary()
 
@@ -129,6 +141,7 @@ class _Pass:
         finish: Finish,
         learns: bool,
     ) -> None:
+        self.pipeline = pipeline
         self.model, self.fsdp, self.stages = pipeline.model, pipeline.fsdp, pipeline.stages
         self.schedule, self.batches = schedule, batches
         self.finish, self.learns = finish, learns
@@ -136,12 +149,12 @@ class _Pass:
         """What actions of this or another rank made for a stage of this or another."""
         self.works: dict[tuple[Action, int], list[dist.Work]] = {}
         """Of what is arriving."""
-        self.kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
-        """What each (stage, micro-batch) got and gave, until its backward."""
+        self.kept: dict[tuple[int, int], _Graph] = {}
+        """Of each (stage, micro-batch), until its backward."""
         self.sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
         self.halves: dict[tuple[int, int], Callable[..., None]] = {}
         """Those of weights that are still to come."""
-        mine = schedule.actions[self.stages.rank]
+        mine = [part for work in schedule.actions[self.stages.rank] for part in work.parts]
         self.num_left = sum(action.kind in ("B", "W") for action in mine)
 
     def over(self, steps: Sequence[Step]) -> None:
@@ -150,68 +163,116 @@ class _Pass:
             if isinstance(step, Batch):
                 self.transfer(step)
             else:
-                {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}[
-                    step.kind
-                ](step)
+                self.work(step)
         while self.sent:
             self.wait_for_oldest()
 
-    # ---- actions -------------------------------------------------------------------------------
+    def work(self, work: Work) -> None:
+        """An action. Or the blocks of a pair's halves by turns: first one of the backward, which is
+        queued as a whole, then one of the forward, whose host may wait for how it is routed."""
+        run = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}
+        parts = work.parts[::-1]
+        halves = [run[part.kind](part) for part in parts]
+        for half in halves:
+            next(half)  # once what it needs has arrived
+        with self.pipeline.watch(work), self.side_by_side():
+            for _ in zip_longest(*map(self.on_its_stream, parts, halves)):
+                pass
 
-    def forward(self, action: Action) -> None:
+    # ---- streams -------------------------------------------------------------------------------
+
+    @contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        """Meanwhile streams run what was queued before, and afterwards what is queued next waits
+        for them: so whatever goes from one to another is in order, memory that is free as well."""
+        streams = self.pipeline.streams
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        yield
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def on_its_stream(self, action: Action, half: Iterator[None]) -> Iterator[None]:
+        """``half``, a part at a time."""
+        is_done = None
+        while not is_done:
+            with self.stream_of(action.micro_batch):
+                is_done = next(half, True)
+            yield
+
+    def stream_of(self, micro_batch: int) -> AbstractContextManager[Any]:
+        """All of a micro-batch is on one: autograd runs a backward where its forward was, and what
+        its backward frees nobody else takes. A pair's are an odd number apart."""
+        streams = self.pipeline.streams
+        return torch.cuda.stream(streams[micro_batch % 2]) if streams else nullcontext()
+
+    # ---- actions: generators, which first take what has arrived, and rest between blocks --------
+
+    def forward(self, action: Action) -> Iterator[None]:
         """A stage's outputs from what it gets; the last stage's output is what is minimised."""
         model, stage = self.model, action.stage
-        blocks = self.stages.plan.ranges[stage]
+        got = self.take(action._replace(stage=stage - 1), stage) if stage > 0 else ()
+        yield
         batch = self.batches[action.micro_batch].to(self.stages.device)
         rows = model.prepare(batch.inputs)
-        got: Tensors = ()
-        if stage == 0:
-            x = model.embed_tokens(batch.inputs.tokens_BS)
-        else:
-            got = self.take(action._replace(stage=stage - 1), stage)
-            x = got[0]
-        x, layers = model.run(x, rows, blocks.start, blocks.stop)
-        stats_LN = torch.cat([*got[1:], *map(_packed, layers)]) if layers or got[1:] else None
-        gave: Tensors = (x,) if stats_LN is None else (x, stats_LN)
+        graph = _Graph(got, is_cut=self.learns and self.pipeline.pairs)
+        x, counts = got[0] if got else model.embed_tokens(batch.inputs.tokens_BS), list(got[1:])
+        for i in self.stages.plan.ranges[stage]:
+            x, layers = model.run(x, rows, i, i + 1)
+            x, *more = graph.cut(x, *map(_packed, layers))
+            counts += more
+            yield
+        stats = (torch.cat(counts),) if counts else ()
+        graph.gave = (x, *stats)
         if stage == self.schedule.num_stages - 1:
             if model.lm_head is None and stage > 0:
                 self.fsdp.open(model.embed)  # whose matrix is also the head's
             hidden_BSD = model.head(x, rows)
-            layers = [] if stats_LN is None else [_unpacked(row_N) for row_N in stats_LN]
-            gave = (self.finish(hidden_BSD, model.routing(layers), batch),)
+            layers = [_unpacked(row_N) for stats_LN in stats for row_N in stats_LN]
+            graph.gave = (self.finish(hidden_BSD, model.routing(layers), batch),)
         else:
-            self.made[action, stage + 1] = tuple(y.detach() for y in gave)
+            self.made[action, stage + 1] = tuple(y.detach() for y in graph.gave)
         if self.learns:
-            self.kept[action[1:]] = got, gave
+            self.kept[action[1:]] = graph
 
-    def backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> Iterator[None]:
         """Gradients of a stage's parameters, and of what it got."""
-        got, gave = self.kept.pop(action[1:])
-        gradients = None
-        if action.stage < self.schedule.num_stages - 1:
-            gradients = self.take(action._replace(stage=action.stage + 1), action.stage)
+        graph, gradients = self.kept.pop(action[1:]), self.gradients(action)
+        yield
         self.num_left -= 1
-        self.fsdp.backward(gave, gradients, is_last=self.num_left == 0)
+        is_last = self.num_left == 0
+        self.fsdp.backward(graph.gave, gradients, is_last=is_last)
+        while graph.cuts:
+            yield
+            outputs, gradients = graph.last_cut()
+            self.fsdp.backward(outputs, gradients, is_last=is_last)
+        if self.pipeline.streams:
+            self.fsdp.finish_reductions()  # where they began
         if action.stage > 0:
-            self.give_back(action, got, [x.grad for x in got])
+            self.give_back(action, graph.got, [x.grad for x in graph.got])
 
-    def inputs(self, action: Action) -> None:
+    def inputs(self, action: Action) -> Iterator[None]:
         """Gradients of what a stage got; of the first stage, which got nothing, there are none."""
-        got, gave = self.kept.pop(action[1:])
-        gradients = None
-        if action.stage < self.schedule.num_stages - 1:
-            gradients = self.take(action._replace(stage=action.stage + 1), action.stage)
+        graph, gradients = self.kept.pop(action[1:]), self.gradients(action)
+        yield
         if action.stage == 0:
-            self.halves[action[1:]] = partial(self.fsdp.backward, gave, gradients)
+            self.halves[action[1:]] = partial(self.fsdp.backward, graph.gave, gradients)
             return
-        halves = SplitBackward(gave, got)
-        self.give_back(action, got, halves.inputs(gradients))
+        halves = SplitBackward(graph.gave, graph.got)
+        self.give_back(action, graph.got, halves.inputs(gradients))
         self.halves[action[1:]] = partial(halves.weights, self.fsdp)
 
-    def weights(self, action: Action) -> None:
+    def weights(self, action: Action) -> Iterator[None]:
         """Gradients of a stage's parameters, after :meth:`inputs`."""
+        yield
         self.num_left -= 1
         self.halves.pop(action[1:])(is_last=self.num_left == 0)
+
+    def gradients(self, action: Action) -> Tensors | None:
+        """Of what ``action``'s stage gave; None: it is the last one."""
+        if action.stage == self.schedule.num_stages - 1:
+            return None
+        return self.take(action._replace(stage=action.stage + 1), action.stage)
 
     def give_back(
         self, action: Action, got: Tensors, gradients: Sequence[torch.Tensor | None]
@@ -239,7 +300,9 @@ class _Pass:
                 tensors = tuple(x.contiguous() for x in tensors)
                 sent += tensors
             else:
-                tensors, op, peer = self.like(made, receiver), dist.irecv, source
+                with self.stream_of(made.micro_batch):  # whose memory it is to be
+                    tensors = self.like(made, receiver)
+                op, peer = dist.irecv, source
                 self.made[made, receiver] = tensors
                 arriving.append((made, receiver))
             group = self.stages.group
@@ -269,6 +332,30 @@ class _Pass:
         if not num_layers:
             return (x,)
         return x, torch.empty(num_layers, 2 * arch.num_experts + 2, device=device)
+
+
+class _Graph:
+    """What a stage made of a micro-batch, for its backward: one graph of autograd, or several."""
+
+    def __init__(self, got: Tensors, *, is_cut: bool) -> None:
+        self.got, self.gave = got, got
+        self.is_cut = is_cut
+        self.cuts: list[tuple[Tensors, Tensors]] = []
+        """What a block gave, and the leaves that stand for it in the next one's graph."""
+
+    def cut(self, *outputs: torch.Tensor) -> Tensors:
+        """``outputs`` of a block, as those that come after it get them."""
+        if not self.is_cut:
+            return outputs
+        leaves = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+        self.cuts.append((outputs, leaves))
+        return leaves
+
+    def last_cut(self) -> tuple[Tensors, Tensors]:
+        """Outputs of the last block whose backward is still to come, and their gradients."""
+        pairs = [(y, leaf.grad) for y, leaf in zip(*self.cuts.pop(), strict=True)]
+        found = [(y, gradient) for y, gradient in pairs if gradient is not None]
+        return tuple(y for y, _ in found), tuple(gradient for _, gradient in found)
 
 
 def _wait_for(works: list[dist.Work]) -> None:

@@ -8,6 +8,9 @@ does to a micro-batch is an :class:`Action`:
     I  backward-input    the half of B that the stage before waits for
     W  backward-weight   the other half, of which nobody waits
 
+A :class:`Pair` is a forward and a backward of other micro-batches that a rank runs side by side, a
+block of the one and a block of the other by turns: what one waits for passes while the other works.
+
 A schedule is made by a pure function of three numbers, and holds nothing else: what is sent and
 received follows from it (:mod:`moetrain.parallel.pipeline.transfers`), and so do time and memory
 (:mod:`moetrain.parallel.pipeline.simulator`). Worked example, 1f1b of 2 ranks, 3 micro-batches::
@@ -24,6 +27,11 @@ and W:
     interleaved_1f1b  arXiv 2104.04473   (p-1)(f+i+w)    (v-1)p + 2(p-r) - 1    f, i, w / v each
     zero_bubble       arXiv 2401.10241   (p-1)(f+i-w)    p                      ZB-H1
     zbv               arXiv 2405.15362   (p-1) f         2p                     v=2, in a V
+    merged_1f1b       arXiv 2412.19437   (p-1)(f+i+w)    2(p-r)
+
+The last one is 1f1b with DualPipe's idea: every backward has a forward beside it, for which it
+needs micro-batches to choose from, twice as many as 1f1b. The bubble is that of pairs which save
+nothing; it shrinks with the pairs.
 """
 
 from __future__ import annotations
@@ -48,6 +56,30 @@ class Action(NamedTuple):
         """``F3.1``: the forward of micro-batch 3 in stage 1."""
         return f"{self.kind}{self.micro_batch}.{self.stage}"
 
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """Itself alone."""
+        return (self,)
+
+
+class Pair(NamedTuple):
+    """A forward and a backward at once: each needs what it needs by itself."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward}+{self.backward}"
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """Both."""
+        return (self.forward, self.backward)
+
+
+Work = Action | Pair
+"""What a rank does between two looks at what has arrived."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -56,7 +88,7 @@ class Schedule:
     name: str
     rank_of_stage: tuple[int, ...]
     num_micro_batches: int
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Work, ...], ...]
     """Of every rank, in order."""
 
     @property
@@ -86,7 +118,8 @@ class Schedule:
     @cached_property
     def gradient_kind(self) -> Kind:
         """Of the actions that make the gradient which the stage before needs."""
-        return "I" if any(a.kind == "I" for rank in self.actions for a in rank) else "B"
+        kinds = {part.kind for rank in self.actions for work in rank for part in work.parts}
+        return "I" if "I" in kinds else "B"
 
     def receiver(self, action: Action) -> int | None:
         """The stage that needs what ``action`` makes; None: no stage does."""
@@ -120,6 +153,17 @@ def _one_by_one(r: int, p: int, v: int, m: int) -> Iterator[Action]:
     backwards = [[Action("B", r + (v - 1 - chunk) * p, k)] for k, chunk in rounds]
     warmup = p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * p
     return _weave(forwards, backwards, warmup)
+
+
+def _merged(r: int, p: int, v: int, m: int) -> Iterator[Work]:
+    """A rank's next forward is there once the rank before had a pair's time more than it needs for
+    1f1b; and so is its next backward: on every rank they are an odd number of micro-batches apart.
+    """
+    warmup = min(m, 2 * (p - r) - 1)
+    yield from (Action("F", r, k) for k in range(warmup))
+    for k in range(m):
+        backward, next_one = Action("B", r, k), k + warmup
+        yield Pair(Action("F", r, next_one), backward) if next_one < m else backward
 
 
 def _zero_bubble(r: int, p: int, v: int, m: int) -> Iterator[Action]:
@@ -163,18 +207,24 @@ class Costs(NamedTuple):
     backward_weight: float = 1.0
     communication: float = 0.0
     """From the end of an action until another rank has what it made."""
+    saving: float = 0.0
+    """The time by which a pair is shorter than its two halves."""
+    scale: Sequence[float] | None = None
+    """By what each stage's times are to be multiplied; None: stages are alike."""
 
-    def of(self, kind: Kind) -> float:
-        """The time of an action."""
-        _, i, w = parts = self[:3]
-        return i + w if kind == "B" else dict(zip("FIW", parts, strict=True))[kind]
+    def of(self, work: Work) -> float:
+        """The time of an action or a pair."""
+        times = {"F": self[0], "B": self[1] + self[2], "I": self[1], "W": self[2]}
+        time = sum(times[part.kind] for part in work.parts)
+        time -= self.saving * (len(work.parts) - 1)
+        return time * (1 if self.scale is None else self.scale[work.parts[0].stage])
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A kind of schedule."""
 
-    actions: Callable[[int, int, int, int], Iterator[Action]]
+    actions: Callable[[int, int, int, int], Iterator[Work]]
     """Of rank r of p, with v stages, for m micro-batches."""
     virtual: Sequence[int]
     """How many stages a rank can have."""
@@ -210,6 +260,7 @@ RECIPES: Mapping[str, Recipe] = {
         lambda c: c.forward + c.backward_input - c.backward_weight,
     ),
     "zbv": Recipe(_zbv, (2,), lambda r, p, v, m: min(2 * m, 2 * p), lambda c: c.forward, is_v=True),
+    "merged_1f1b": Recipe(_merged, (1,), lambda r, p, v, m: min(m, 2 * (p - r)), _whole),
 }
 
 

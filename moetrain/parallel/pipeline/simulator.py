@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from moetrain.parallel.pipeline.schedules import Action, Costs, Schedule
+from moetrain.parallel.pipeline.schedules import Action, Schedule, Work
 
 
 class ScheduleError(ValueError):
@@ -28,7 +29,7 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """How long ``rank`` works."""
-        spans = [self.spans[action] for action in self.schedule.actions[rank]]
+        spans = [self.spans[work.parts[0]] for work in self.schedule.actions[rank]]
         return sum(end - start for start, end in spans)
 
     @property
@@ -38,10 +39,21 @@ class Timeline:
         return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
 
 
-def run_on_paper(
-    schedule: Schedule, costs: Costs, scale: Sequence[float] | None = None
-) -> Timeline:
-    """Every action's time; ``scale``: by what each stage's is to be multiplied.
+class Times(Protocol):
+    """How long things take; :class:`Costs`, or what was measured."""
+
+    @property
+    def communication(self) -> float:
+        """From the end of an action until another rank has what it made."""
+        ...
+
+    def of(self, work: Work) -> float:
+        """An action, or a pair."""
+        ...
+
+
+def run_on_paper(schedule: Schedule, costs: Times) -> Timeline:
+    """Every action's time.
 
     Raises:
         ScheduleError: as :func:`check_order`; or ranks wait for each other for ever, and it names
@@ -56,16 +68,14 @@ def run_on_paper(
         for rank in sorted(waiting):
             actions = schedule.actions[rank]
             while at[rank] < len(actions):
-                action = actions[at[rank]]
-                needed = schedule.needs(action)
+                work = actions[at[rank]]
+                needed = [other for part in work.parts for other in schedule.needs(part)]
                 if any(other not in spans for other in needed):
                     break
                 arrivals = [_arrival(schedule, rank, n, spans[n][1], costs) for n in needed]
                 start = max([clock[rank], *arrivals])
-                clock[rank] = start + costs.of(action.kind) * (
-                    1 if scale is None else scale[action.stage]
-                )
-                spans[action] = start, clock[rank]
+                clock[rank] = start + costs.of(work)
+                spans.update(dict.fromkeys(work.parts, (start, clock[rank])))
                 at[rank] += 1
         waiting = {r for r in waiting if at[r] < len(schedule.actions[r])}
         if waiting and sum(at) == before:
@@ -76,7 +86,7 @@ def run_on_paper(
     return Timeline(schedule, spans)
 
 
-def _arrival(schedule: Schedule, rank: int, needed: Action, end: float, costs: Costs) -> float:
+def _arrival(schedule: Schedule, rank: int, needed: Action, end: float, costs: Times) -> float:
     is_here = schedule.rank_of_stage[needed.stage] == rank
     return end if is_here else end + costs.communication
 
@@ -89,15 +99,16 @@ def check_order(schedule: Schedule) -> None:
         wanted = {"F"}
     done: set[Action] = set()
     for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action in done:
-                raise ScheduleError(f"{schedule.name}: {action} twice")
-            if schedule.rank_of_stage[action.stage] != rank:
-                raise ScheduleError(f"{schedule.name}: {action} on rank {rank}, which lacks it")
-            for other in schedule.needs(action):
-                if schedule.rank_of_stage[other.stage] == rank and other not in done:
-                    raise ScheduleError(f"{schedule.name}: {action} before {other}")
-            done.add(action)
+        for work in actions:
+            for action in work.parts:
+                if action in done:
+                    raise ScheduleError(f"{schedule.name}: {action} twice")
+                if schedule.rank_of_stage[action.stage] != rank:
+                    raise ScheduleError(f"{schedule.name}: {action} on rank {rank}, which lacks it")
+                for other in schedule.needs(action):
+                    if schedule.rank_of_stage[other.stage] == rank and other not in done:
+                        raise ScheduleError(f"{schedule.name}: {work} before {other}")
+            done.update(work.parts)
     everything = Counter(
         (kind, stage, k)
         for kind in wanted
@@ -114,7 +125,8 @@ def in_flight(schedule: Schedule, rank: int) -> list[int]:
     They are kept from the forward until the weights' gradients are there.
     """
     counts, held = [], 0
-    for action in schedule.actions[rank]:
-        held += {"F": 1, "I": 0}.get(action.kind, -1)
-        counts.append(held)
+    for work in schedule.actions[rank]:
+        for action in work.parts:  # of a pair the forward's come while the backward's are there
+            held += {"F": 1, "I": 0}.get(action.kind, -1)
+            counts.append(held)
     return counts

@@ -32,6 +32,8 @@ from moetrain.parallel.pipeline.simulator import in_flight, run_on_paper
 
 SPLIT = ("zero_bubble", "zbv")
 """Schedules with gradients of weights by themselves."""
+PAIRS = ("merged_1f1b",)
+"""Schedules with a forward and a backward at once."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,12 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
             f"recomputed; use one of {', '.join(name for name in RECIPES if name not in SPLIT)}, "
             "or compile.enabled no and activation.policy none",
         )
+    if parallel.pp_schedule in PAIRS and parallel.reshard_after_forward:
+        raise ConfigError(
+            "parallel.reshard_after_forward",
+            f"yes does not work with parallel.pp_schedule {parallel.pp_schedule!r}, whose halves "
+            "would take each other's parameters away; use no",
+        )
     number = config.train.micro_batches(dims.data_ranks)
     if number < dims.pp:
         raise ConfigError(
@@ -175,7 +183,7 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
     plan = plan_stages(config.parallel, arch, config.data.seq_len)
     schedule = schedule_of(config, dims, number)
     scale = stage_products(plan, arch, config.data.seq_len)
-    bubble = run_on_paper(schedule, Costs(), scale).bubble
+    bubble = run_on_paper(schedule, Costs(scale=scale)).bubble
     sizes = ",".join(str(len(blocks)) for blocks in plan.ranges)
     held = " ".join(map(str, activations_in_flight(config, dims)))
     return (

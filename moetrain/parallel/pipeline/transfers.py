@@ -15,9 +15,10 @@ received is waited for where it is needed, and what is sent at the end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from moetrain.parallel.pipeline.schedules import Action, Costs, Schedule
+from moetrain.parallel.pipeline.schedules import Action, Costs, Schedule, Work
 from moetrain.parallel.pipeline.simulator import run_on_paper
 
 CLOCK = Costs(1, 1, 1)
@@ -41,7 +42,7 @@ class Batch(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
-Step = Action | Batch
+Step = Work | Batch
 
 
 def programs(schedule: Schedule) -> list[list[Step]]:
@@ -58,17 +59,17 @@ def programs(schedule: Schedule) -> list[list[Step]]:
                 transfer = Transfer(action, receiver, source, target)
                 batches[rank].setdefault(end, []).append(transfer)
     return [
-        _in_order(actions, {a: spans[a] for a in actions}, mine)
+        _in_order(actions, spans, mine)
         for actions, mine in zip(schedule.actions, batches, strict=True)
     ]
 
 
 def _in_order(
-    actions: tuple[Action, ...],
-    spans: dict[Action, tuple[float, float]],
+    actions: tuple[Work, ...],
+    spans: Mapping[Action, tuple[float, float]],
     batches: dict[float, list[Transfer]],
 ) -> list[Step]:
     """An action before every batch of its end or later, and after all before."""
-    steps: list[tuple[float, int, Step]] = [(spans[a][1], 0, a) for a in actions]
+    steps: list[tuple[float, int, Step]] = [(spans[a.parts[0]][1], 0, a) for a in actions]
     steps += [(time, 1, Batch(time, tuple(found))) for time, found in batches.items()]
     return [step for _, _, step in sorted(steps, key=lambda item: item[:2])]

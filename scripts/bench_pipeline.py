@@ -1,0 +1,327 @@
+"""Pipeline schedules on the GPUs that there are: the same losses, how fast, and how idle.
+
+    python scripts/bench_pipeline.py --launch.nproc auto [--layers 12] [--sequences N] [--steps 5]
+        [--only NAME,...] [--recipe qwen3-30b-a3b-24l] [--results FILE.jsonl] [--profile]
+        [--timeout SECONDS] [--section.key value ...]
+
+A row is a run of its own on all GPUs, of the same model on the same batches:
+without stages, then every schedule on 2 pipeline ranks x expert parallel ranks and on pipeline
+ranks alone. Its first losses and its first gradient norm are held against those of the row without
+stages. Then steps are timed, and a few more with marks in the device's queue around everything that
+a rank does:
+
+    busy      between the marks; they are set after the wait for what has not arrived
+    bubble    the mean over ranks of 1 - busy / time from a rank's first mark to its last (of ranks
+              the longest: the first stage's, which begins first and ends last)
+    on paper  the same by the simulator, with the median times that were measured for each stage
+
+A row that fails says why in a line, and the next one runs. Schedules that split the backward run
+eager, as they must. ``--profile``: the share of dispatch and combine that is hidden, by a trace of
+rank 0. A JSON line a row, and a table in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from bench_train import commit, device_name, mark, profile_step, seconds_between, wait
+
+from moetrain.config import Config, launched_place
+from moetrain.launch import start_ranks
+from moetrain.metrics import peak_memory_gib
+from moetrain.parallel.pipeline.schedules import RECIPES, Work
+from moetrain.parallel.pipeline.simulator import run_on_paper
+from moetrain.parallel.pipeline.stages import SPLIT
+from moetrain.parallel.world import num_processes
+from moetrain.run_control import garbage_collector_off
+from moetrain.trainer import Trainer
+
+WARMUP_STEPS = 3
+MARKED_STEPS = 3
+
+
+class Layout(NamedTuple):
+    """One row."""
+
+    pp: int
+    ep: int
+    schedule: str
+
+    @property
+    def name(self) -> str:
+        return "pp1" if self.pp == 1 else f"pp{self.pp}-ep{self.ep}-{self.schedule}"
+
+    @property
+    def words(self) -> list[str]:
+        """Its settings."""
+        words = [f"parallel.{key}={getattr(self, key)}" for key in ("pp", "ep")]
+        words += [f"parallel.pp_schedule={self.schedule}"] * (self.pp > 1)
+        return words + ["compile.enabled=no"] * (self.schedule in SPLIT)
+
+
+def layouts(nproc: int) -> list[Layout]:
+    """All rows, the one without stages first."""
+    schedules = sorted(RECIPES, key=lambda name: name in SPLIT)
+    meshes = dict.fromkeys([(2, nproc // 2), (nproc, 1)])
+    return [Layout(1, nproc, "")] + [Layout(*mesh, name) for mesh in meshes for name in schedules]
+
+
+def main() -> int:
+    """Run every row, or be the launcher or a rank of one; exit code 1 where a row has failed."""
+    parser = argparse.ArgumentParser(description="Time pipelines.", allow_abbrev=False)
+    parser.add_argument("--recipe", default="qwen3-30b-a3b-24l")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--sequences", type=int, help="of a step; default: 8 a process")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", help="names of rows, or parts of them, with commas between")
+    parser.add_argument("--tolerance", type=float, default=2e-3, help="of losses; of norms 10 x")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a row")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args, settings = parser.parse_known_args()
+    nproc = num_processes(Config.load(args.recipe, settings))
+    if args.row is None:
+        return run_rows(args, nproc)
+    if launched_place() is None and nproc > 1:
+        return start_ranks([__file__, *sys.argv[1:]], nproc)
+    layout = next(one for one in layouts(nproc) if one.name == args.row)
+    with tempfile.TemporaryDirectory() as folder, garbage_collector_off():  # as in a run
+        config = config_of(args, settings, layout, nproc, folder)
+        row = bench(config, args)
+    if row is not None:
+        args.out.write_text(json.dumps({"row": layout.name, **row}))
+    return 0
+
+
+def config_of(
+    args: argparse.Namespace, settings: Sequence[str], layout: Layout, nproc: int, folder: str
+) -> Config:
+    """A row's settings."""
+    words = [f"model.num_layers={args.layers}", "train.micro_batch_size=1"]
+    words += [f"train.global_batch_size={args.sequences or 8 * nproc}", "data.source=synthetic"]
+    words.append("moe.aux_loss_coef=0")  # which is another loss for another split into batches
+    words += [f"output_dir={folder}", "log.tensorboard=no", "checkpoint.resume=never"]
+    return Config.load(args.recipe, [*words, *settings, *layout.words])
+
+
+# ---- all rows -----------------------------------------------------------------------------------
+
+
+def run_rows(args: argparse.Namespace, nproc: int) -> int:
+    """Each in processes of its own, so that none can take the others down."""
+    wanted = (args.only or "").split(",")
+    chosen = [one for one in layouts(nproc) if any(part in one.name for part in wanted)]
+    rows, plain = [], None
+    for layout in chosen:
+        row = run_row(layout.name, args.timeout)
+        if layout.pp == 1 and "error" not in row:
+            plain = row
+        if plain is not None and "error" not in row:
+            row |= compared(row, plain, args.tolerance)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if args.results is not None:
+            with args.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    print("\n".join(table(rows)), flush=True)
+    return int(any("error" in row or not row.get("equal", True) for row in rows))
+
+
+def run_row(name: str, timeout: float) -> dict[str, Any]:
+    """What it measured, or ``error``."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    # Ranks are not started where this file is, which imports another.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    how = {"capture_output": True, "text": True, "timeout": timeout, "env": environment}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, __file__, "--row", name, "--out", str(out), *sys.argv[1:]]
+        try:
+            done = subprocess.run(command, **how)
+        except subprocess.TimeoutExpired:  # its ranks go with it
+            return {"row": name, "error": f"took more than {timeout:.0f} s"}
+        if done.returncode == 0 and out.exists():
+            return json.loads(out.read_text())
+    return {"row": name, "error": last_error(done.stderr) or f"exit code {done.returncode}"}
+
+
+def last_error(text: str) -> str:
+    """The line that says why, of what a failed run printed."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [
+        line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(error|failed)\b", line, re.I)
+    ]
+    return (errors or lines or [""])[0][:300]
+
+
+def compared(row: dict[str, Any], plain: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    """How far its numbers are from those without stages, relatively."""
+    losses = max(abs(x / y - 1) for x, y in zip(row["losses"], plain["losses"], strict=True))
+    norm = abs(row["norms"][0] / plain["norms"][0] - 1)
+    equal = losses <= tolerance and norm <= 10 * tolerance
+    rate = row["tokens_per_second_per_device"] / plain["tokens_per_second_per_device"]
+    return {"loss_error": losses, "norm_error": norm, "equal": equal, "of_pp1": rate}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines for people."""
+    yield (
+        f"{'':22} {'ms/step':>8} {'tok/s/GPU':>10} {'of pp1':>6} {'GiB':>6} "
+        f"{'loss err':>8} {'norm err':>8} {'bubble':>7} {'paper':>7} {'hidden':>7}  idle by rank"
+    )
+    for row in rows:
+        if "error" in row:
+            yield f"{row['row']:22} {row['error']}"
+            continue
+        share = {key: _percent(row.get(key)) for key in ("of_pp1", "bubble", "paper", "hidden")}
+        idle = " ".join(f"{x:.1%}" for x in row.get("idle", []))
+        errors = f"{row.get('loss_error', 0):8.1e} {row.get('norm_error', 0):8.1e}"
+        yield (
+            f"{row['row']:22} {1e3 * row['step_seconds']:8.1f} "
+            f"{row['tokens_per_second_per_device']:10,.0f} {share['of_pp1']:>6} "
+            f"{row['memory_gib']:6.1f} {errors} {share['bubble']:>7} {share['paper']:>7} "
+            f"{share['hidden']:>7}  {idle}{'' if row.get('equal', True) else '  NOT EQUAL'}"
+        )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+# ---- one row ------------------------------------------------------------------------------------
+
+
+def bench(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure; the row on rank 0, None elsewhere."""
+    trainer = Trainer(config)
+    first = [trainer.train_step() for _ in range(WARMUP_STEPS)]
+    wait(trainer)
+    start, tokens = perf_counter(), trainer.tokens
+    for _ in range(args.steps):
+        trainer.train_step()
+    wait(trainer)
+    seconds = (perf_counter() - start) / args.steps
+    row = {
+        "words": sys.argv[1:],
+        "hardware": f"{trainer.world.size} x {device_name(trainer.device)}",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "layers": trainer.model.arch.num_layers,
+        "losses": [step.loss.item() for step in first],
+        "norms": [step.grad_norm.item() for step in first],
+        "step_seconds": seconds,
+        "tokens_per_second_per_device": (trainer.tokens - tokens)
+        / args.steps
+        / seconds
+        / trainer.world.size,
+        "memory_gib": max(gather(peak_memory_gib(trainer.device))),
+    }
+    if trainer.engine.pipeline is not None:
+        row |= idle_times(trainer)
+    if args.profile and (parts := profile_step(trainer)).get("dispatch + combine"):
+        row["hidden"] = 1 - parts["dispatch + combine exposed"] / parts["dispatch + combine"]
+    trainer.world.leave()
+    return row if trainer.world.is_main else None
+
+
+def gather(mine: Any) -> list[Any]:
+    """Every rank's. Collective."""
+    found: list[Any] = [mine] * dist.get_world_size()
+    if len(found) > 1:
+        dist.all_gather_object(found, mine)
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of works, by :func:`kind_of`."""
+
+    times: dict[str, float]
+    communication: float = 0.0
+
+    def of(self, work: Work) -> float:
+        """Seconds."""
+        return self.times[kind_of(work)]
+
+
+def kind_of(work: Work) -> str:
+    """The work without its micro-batches."""
+    return " ".join(f"{part.kind}{part.stage}" for part in work.parts)
+
+
+def idle_times(trainer: Trainer) -> dict[str, Any]:
+    """The bubble as it was, by rank and in all, and as the simulator has it."""
+    pipeline, stages = trainer.engine.pipeline, trainer.engine.stages
+    assert pipeline is not None  # the caller has looked
+    makespan, bubbles, idle, everything = 0.0, [], [], defaultdict(list)
+    number = trainer.config.train.micro_batches(trainer.world.dims.data_ranks)
+    schedule, _ = pipeline.program(number, True)
+    for _ in range(MARKED_STEPS):
+        marks = marked_step(trainer, schedule.actions[stages.rank])
+        spans = {work: seconds_between(*pair) for work, pair in marks.items()}
+        for work, seconds in spans.items():
+            everything[kind_of(work)].append(seconds)
+        works = schedule.actions[stages.rank]
+        total = seconds_between(marks[works[0]][0], marks[works[-1]][1])
+        by_rank = gather((stages.rank, sum(spans.values()), total))
+        makespan = max(total for *_, total in by_rank)
+        # Of ranks with the same stages, the mean.
+        shares = [
+            statistics.mean(1 - busy / makespan for rank, busy, _ in by_rank if rank == wanted)
+            for wanted in range(schedule.num_ranks)
+        ]
+        idle.append(shares)
+        bubbles.append(statistics.mean(shares))
+    mine = {kind: statistics.median(seconds) for kind, seconds in everything.items()}
+    times = gather(mine)
+    merged = {k: statistics.mean(t[k] for t in times if k in t) for t in times for k in t}
+    return {
+        "micro_batches": number,
+        "bubble": statistics.median(bubbles),
+        "idle": [statistics.median(shares) for shares in zip(*idle, strict=True)],
+        "pipeline_seconds": makespan,
+        "paper": run_on_paper(schedule, Measured(merged)).bubble,
+        "times": merged,
+    }
+
+
+def marked_step(trainer: Trainer, works: Sequence[Work]) -> dict[Work, tuple[Any, Any]]:
+    """A step's marks before and after each of this rank's ``works``, done."""
+    found: dict[Work, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def watch(work: Work) -> Iterator[None]:
+        begin = mark(trainer.device)
+        yield
+        found[work] = begin, mark(trainer.device)  # a pass that counts ahead comes before
+
+    pipeline = trainer.engine.pipeline
+    assert pipeline is not None  # the caller has looked
+    wait(trainer)
+    before, pipeline.watch = pipeline.watch, watch
+    trainer.train_step()
+    pipeline.watch = before
+    wait(trainer)
+    return {work: found[work] for work in works}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
