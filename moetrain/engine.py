@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -44,6 +44,7 @@ from moetrain.optim import (
     whole_optimizer_state,
 )
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
+from moetrain.parallel.frozen import fingerprint
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
@@ -289,11 +290,17 @@ class Engine:
     def state(self, *, keep: bool = True) -> dict[str, dict[str, torch.Tensor]]:
         """Groups ``model`` and ``optim`` of whole tensors by name, in host memory.
 
-        Empty where ``keep`` is not set. Gradients are no part of it.
+        Empty where ``keep`` is not set. Gradients are no part of it, nor is what is not trained:
+        that is where it came from (:attr:`fingerprint` tells whether it still is the same).
         """
         self._check_moments()
         optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members, self.stages)
-        return {"model": _kept(self.weights(), keep), "optim": _kept(optimizer, keep)}
+        return {"model": self.trained_state(keep=keep), "optim": _kept(optimizer, keep)}
+
+    @torch.no_grad()
+    def trained_state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        """The group ``model`` of :meth:`state`."""
+        return _kept(((name, self._whole(name)) for name in self.stages.saved), keep)
 
     def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take what :meth:`state` gave, on any layout: each of its groups that ``groups`` has.
@@ -311,6 +318,11 @@ class Engine:
         if "optim" in groups:
             members, optim = self.fsdp.members, groups["optim"]
             load_whole_optimizer_state(self.optimizer, members, self.stages, optim)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what is not trained (:mod:`moetrain.parallel.frozen`). Collective at its first use."""
+        return fingerprint(self.fsdp.members, self.stages, self.world)
 
     @torch.no_grad()
     def weights(

@@ -50,6 +50,7 @@ def save_snapshot(
         **progress,
         "architecture": engine.arch.model_dump(mode="json"),
         "config": engine.config.to_dict(),
+        "frozen": engine.fingerprint,
     }
     if writes:
         keep = engine.config.checkpoint.keep
@@ -93,6 +94,7 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
             :func:`check_same_run`.
     """
     check_same_run(found, engine, data, total_steps)
+    check_same_frozen(found, engine)
     for group in ("model", "optim"):  # one after the other: each may be most of the memory
         engine.load_state({group: found.tensors(group)})
     device, rng = engine.world.device, found.tensors("rng")
@@ -107,6 +109,20 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
     logger.info("resuming from %s", found.folder)
     for line in changed_settings(found.state["config"], engine.config.to_dict()):
         logger.info("  changed since: %s", line)
+
+
+def check_same_frozen(found: Checkpoint, engine: Engine) -> None:
+    """Raise :class:`ConfigError` unless what is not trained, and so is not in the checkpoint, has
+    the values that it had. Collective."""
+    if found.state.get("frozen", "") == engine.fingerprint:
+        return
+    model, seed = engine.config.model, engine.config.train.seed
+    raise ConfigError(
+        "checkpoint.resume",
+        f"{str(found.folder)!r} was trained beside other frozen weights than this run has, of "
+        + (f"train.seed {seed}" if model.path is None else f"model.path {shortened(model.path)}")
+        + "; set that, lora.rank and train.freeze as they were, or checkpoint.resume never",
+    )
 
 
 def check_same_run(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> None:

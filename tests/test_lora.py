@@ -5,13 +5,24 @@ import functools
 import pytest
 import torch
 from distributed import spawn
-from test_engine import WORDS, make_batches, make_engine, objective_of, weights_of
+from safetensors.torch import load_file
+from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
 from torch.nn import functional as F
 
+from moetrain.config import Config, ConfigError
+from moetrain.config_sections import LoraSection
 from moetrain.data import IGNORE_INDEX
-from moetrain.models import build_model, load_balancing_loss, router_z_loss
+from moetrain.memory import estimate_memory
+from moetrain.models import (
+    build_model,
+    load_balancing_loss,
+    resolve_architecture,
+    router_z_loss,
+)
 from moetrain.models.rules import is_adapter
 from moetrain.parallel import apply
+from moetrain.parallel.mesh import ParallelDims
+from moetrain.trainer import Trainer
 
 TOLERANCE = 1e-5
 MICRO = 2
@@ -83,7 +94,7 @@ def learn(words, base=BASE):
 
 
 def dense_reference(words, base=BASE):
-    """The same by autograd alone, in fp64: each weight is W + s B A, of a model that knows no adapters."""
+    """The same by autograd alone, in fp64; a plain model has the weights W + s B A."""
     engine = adapted(*words, base=base)
     mine, arch = {n: x.double() for n, x in weights_of(engine).items()}, engine.arch
     adapters = {n: x.detach().requires_grad_() for n, x in mine.items() if is_adapter(n)}
@@ -198,3 +209,141 @@ def test_every_mesh_equals_the_dense_reference(world):
     for answers in spawn(world, learn_all, runs, timeout=200):
         for name, answer in answers.items():
             compare(name, answer, expected)
+
+
+def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
+    """Frozen weights have no moments, no gradients, no place in a checkpoint; and do not change."""
+    engine = adapted()
+    before = weights_of(engine)
+    train(engine, range(2), MICRO)
+    after, state = weights_of(engine), engine.state()
+    trained = {name for name in before if is_adapter(name)}
+    assert set(state["model"]) == trained
+    assert {name.rpartition(".")[0] for name in state["optim"]} == trained
+    assert len(engine.optimizer.state) == len(trained)
+    for name, weight in after.items():
+        assert torch.equal(weight, before[name]) != is_adapter(name), name
+
+
+def go_on(words, state, steps):
+    """Numbers of ``steps`` from ``state`` on, the fingerprint, and the state then."""
+    engine = make_engine(*words, base=BASE, micro=MICRO)
+    engine.load_state(state)
+    return train(engine, steps, MICRO), engine.fingerprint, engine.state()["model"]
+
+
+def go_on_everywhere(runs, state, steps):
+    return {name: go_on(words, state, steps) for name, words in runs.items()}
+
+
+def test_state_goes_on_on_any_mesh():
+    engine = adapted()
+    train(engine, range(1), MICRO)
+    state = engine.state()
+    numbers, fingerprint, weights = go_on([], state, range(1, 3))
+    assert numbers == train(engine, range(1, 3), MICRO)  # bit for bit
+    assert fingerprint == engine.fingerprint
+    assert all(torch.equal(w, weights[name]) for name, w in engine.state()["model"].items())
+    runs = {"ep": ["parallel.ep=2"], "tp": ["parallel.tp=2"], "pp": ["parallel.pp=2"]}
+    for answers in spawn(2, go_on_everywhere, runs, state, range(1, 3), timeout=100):
+        for name, answer in answers.items():
+            for mine, theirs in zip(answer[0], numbers, strict=True):
+                assert mine == pytest.approx(theirs, rel=TOLERANCE), name
+            assert answer[1] == fingerprint, name
+
+
+def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny):
+    words = ["lora.rank=8", "optim.schedule=constant", "checkpoint.interval=2"]
+    straight = Trainer(tiny(*words))
+    straight.fit()
+    saved = straight.folder / "checkpoints" / "step-00000002"
+    held = load_file(saved / "model.safetensors")
+    assert held
+    assert all(map(is_adapter, held))
+    resume = [f"checkpoint.resume={saved}", f"output_dir={straight.folder}-again"]
+    again = Trainer(tiny(*words, *resume))
+    again.fit()
+    for name, weight in straight.engine.state()["model"].items():
+        assert torch.equal(weight, again.engine.state()["model"][name]), name
+    for other, problem in {
+        "train.seed=1": "beside other frozen weights.*train.seed 1",
+        "train.freeze=*.wq.*": "other frozen weights.*train.freeze as they were",
+        "lora.rank=16": "lora_a' is float32 of shape",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            Trainer(tiny(*words, *resume, other))
+
+
+def test_what_freeze_names_is_not_trained():
+    words = ["train.freeze=embed.*,layers.0.*", "lora.rank=0", "lora.alpha=32"]
+    engine = make_engine(*words, base=BASE, micro=MICRO)
+    whole = make_engine("lora.rank=0", "lora.alpha=32", base=BASE, micro=MICRO)
+    answers = []
+    for one in (engine, whole):
+        one.forward_backward(make_batches(0, MICRO), objective_of(one))
+        answers.append(gradients_of(one)[1])
+    mine, theirs = answers
+    assert set(theirs) - set(mine) == {n for n in theirs if n.startswith(("embed.", "layers.0."))}
+    for name, gradient in mine.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-5, atol=1e-7, msg=name)
+    frozen = engine.fsdp.members["layers.0.moe.experts.w_down"]
+    assert not frozen.parameter.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["lora.targets=*.nothing"],
+            r"lora\.targets: '\*\.nothing' matches no .* attn\.wq",
+        ),
+        (["lora.targets=*.q_norm"], r"lora\.targets: '\*\.q_norm' matches no module"),
+        (["lora.rank=12"], r"lora\.rank: 12 is not a multiple of 8.*layers\.0\.moe\.experts"),
+        (["lora.rank=0"], r"lora\.alpha: 4\.0 contradicts lora\.rank 0"),
+        (["train.freeze=*.wz.*"], r"train\.freeze: '\*\.wz\.\*' matches no parameter"),
+        (["train.freeze=*"], r"train\.freeze: '\*' leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        make_engine(*words, base=BASE, micro=MICRO)
+
+
+def nothing_to_train(words):
+    with pytest.raises(ConfigError, match=r"lora\.targets: pipeline rank 1 of 2 has nothing"):
+        make_engine(*words, "lora.targets=layers.0.*", base=BASE, micro=MICRO)
+    return learn(["lora.targets=layers.0.moe.experts,layers.1.attn.wo", *words])
+
+
+def test_stages_with_little_to_train():
+    """A stage's statistics need not have gradients; a rank without anything is refused."""
+    expected = dense_reference(["lora.targets=layers.0.moe.experts,layers.1.attn.wo"])
+    for answer in spawn(2, nothing_to_train, ["parallel.pp=2"], timeout=60):
+        compare("pp", answer, expected)
+
+
+def test_initial_values_and_the_scale():
+    for init, std in (("kaiming", (3 * 16) ** -0.5), ("gaussian", 1 / 8)):
+        engine = make_engine(f"lora.init={init}", "lora.targets=*.experts", base=BASE, micro=MICRO)
+        weights = weights_of(engine)
+        a = weights["layers.1.moe.experts.w_gate_up_lora_a"]
+        assert a.std().item() == pytest.approx(std, rel=0.1)
+        assert not any(w.any() for name, w in weights.items() if name.endswith("_lora_b"))
+    assert LoraSection(rank=16, alpha=8.0).scale == 0.5
+    assert LoraSection(rank=16, alpha=8.0, rs=True).scale == 2.0
+
+
+def test_memory_of_what_is_not_trained_is_not_counted():
+    words = ["train.micro_batch_size=1", "train.global_batch_size=1", "model.num_layers=4"]
+    found = []
+    for extra in ([], ["lora.rank=16"]):
+        config = Config.load("qwen3-30b-a3b", [*words, *extra], environ={})
+        arch = resolve_architecture(config.model)
+        dims = ParallelDims.resolve(config.parallel, 1, arch)
+        found.append(estimate_memory(config, arch, dims, torch.bfloat16))
+    whole, adapters = found
+    numbers = whole.weights / 4
+    trained = adapters.moments / 8
+    assert adapters.weights == pytest.approx(2 * numbers + 4 * trained, rel=1e-3)  # routers: fp32
+    assert 0.01 * numbers < trained < 0.03 * numbers
+    assert adapters.gradients <= 4 * trained

@@ -18,16 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from moetrain.config import ConfigError, LoraSection
 from moetrain.models.rules import ADAPTER
-
-if TYPE_CHECKING:
-    from moetrain.models.transformer import Transformer
 
 
 class Adapter(NamedTuple):
@@ -59,13 +56,13 @@ class Adaptable(nn.Module):
         return Adapter(a, b, self.lora_scale)
 
 
-def add_adapters(model: Transformer, lora: LoraSection) -> None:
-    """Give the modules that ``lora.targets`` names adapters, like their weights but for values.
+def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
+    """Give those modules of a model's ``layers`` that ``lora.targets`` names adapters (no values).
 
     Raises:
         ConfigError: a pattern that matches no module, or a rank that routed experts cannot take.
     """
-    modules = dict(_adaptable(model))
+    modules = dict(_adaptable(layers))
     for name in _targets(modules, lora):
         module = modules[name]
         module.lora_scale = lora.scale
@@ -81,9 +78,9 @@ def add_adapters(model: Transformer, lora: LoraSection) -> None:
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))
 
 
-def _adaptable(model: Transformer) -> Iterator[tuple[str, Adaptable]]:
+def _adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:
     """Every module that may have adapters, by name."""
-    for name, module in model.layers.named_modules(prefix="layers"):
+    for name, module in layers.named_modules(prefix="layers"):
         if isinstance(module, Adaptable):
             yield name, module
 

@@ -39,7 +39,7 @@ def plan_model(
     with torch.device("meta"):
         model = build_model(arch, kernels=config.kernels, moe=config.moe)
     if config.lora.rank:
-        add_adapters(model, config.lora)
+        add_adapters(model.layers, config.lora)
     rules = parameter_rules(find_family(arch).plan(arch), model)
     drawn = {"kaiming": config.lora.init}
     rules = {n: replace(rule, init=drawn.get(rule.init, rule.init)) for n, rule in rules.items()}

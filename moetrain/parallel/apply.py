@@ -192,13 +192,13 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
 def load_whole_state(
     model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy this rank's part of every parameter and buffer, which ``state`` has whole.
+    """Copy this rank's part of every trained parameter and buffer, which ``state`` has whole.
 
     Raises:
-        ConfigError: names other than the model's, or another shape or dtype.
+        ConfigError: names other than these, or another shape or dtype.
     """
     buffers = dict(model.named_buffers())
-    odd = set(state) ^ set(stages.table)
+    odd = set(state) ^ set(stages.saved)
     if odd and all(name.endswith("router.bias") for name in odd):
         raise ConfigError(
             "moe.bias_update_rate",
@@ -206,12 +206,15 @@ def load_whole_state(
             "set it as it was, or start again with checkpoint.resume never",
         )
     if odd:
-        raise ConfigError("checkpoint.resume", f"it is of another model: {sorted(odd)[:3]}")
-    for name, entry in stages.table.items():
-        storage = torch.float32 if entry.rule is None else entry.rule.storage
-        check_like(name, state[name], entry.shape, storage)
+        raise ConfigError(
+            "checkpoint.resume",
+            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
+        )
+    for name, entry in stages.saved.items():
+        check_like(name, state[name], entry.shape)
     for name, member in fsdp.members.items():
-        member.local.copy_(state[name][member.layout.box])
+        if member.rule.trainable:
+            member.local.copy_(state[name][member.layout.box])
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
 

@@ -194,10 +194,9 @@ class Learner:
             _copy(now, values)
 
     def reference_state(self) -> dict[str, torch.Tensor]:
-        """The reference whole, on the main rank; empty on others. Collective."""
+        """What is trained of the reference, whole, on the main rank; else empty. Collective."""
         with self.at_reference():
-            weights, keep = self.engine.weights(), self.world.is_main
-            return {name: weight.to("cpu", copy=True) for name, weight in weights if keep}
+            return self.engine.trained_state(keep=self.world.is_main)
 
     def load_reference(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of :meth:`reference_state`; the engine's weights stay as they are."""
@@ -208,9 +207,10 @@ class Learner:
         _copy(now, values)
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """This rank's part of everything that makes the model's output."""
-        members = {name: member.local for name, member in self.engine.fsdp.members.items()}
-        return members | dict(self.engine.model.named_buffers())
+        """This rank's part of everything that makes the model's output, and changes."""
+        members = self.engine.fsdp.members.items()
+        trained = {name: member.local for name, member in members if member.rule.trainable}
+        return trained | dict(self.engine.model.named_buffers())
 
 
 @torch.no_grad()

@@ -332,6 +332,12 @@ class Stages:
         return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
 
     @cached_property
+    def saved(self) -> dict[str, Entry]:
+        """What a checkpoint holds of the table: what is trained, and buffers."""
+        kept = self.table.items()
+        return {name: e for name, e in kept if e.rule is None or e.rule.trainable}
+
+    @cached_property
     def rules(self) -> dict[str, Rule]:
         """Of every parameter of the model."""
         return {n: e.rule for n, e in self.table.items() if e.rule is not None}
