@@ -207,6 +207,19 @@ class LoraSection(Section):
     """How the first matrix is drawn (the second is 0). kaiming: uniformly within 1 / sqrt(inputs);
     gaussian: normally, with a standard deviation of 1 / rank."""
 
+    path: str | None = None
+    """Folder of adapters in PEFT's format to start from, of this very rank and these targets."""
+    save: bool = True
+    """Write the adapters in PEFT's format to output_dir/adapter at the end."""
+    layout: Literal["auto", "per_expert", "fused"] = "auto"
+    """Of routed experts in those files. per_expert: a module for each expert; fused: PEFT's
+    target_parameters; auto: as servers of the model's family load them."""
+
+    @field_validator("path")
+    @classmethod
+    def _from_home(cls, value: str | None) -> str | None:
+        return value and os.path.expanduser(value)
+
     @field_validator("targets", mode="before")
     @classmethod
     def _split_patterns(cls, value: Any) -> Any:

@@ -32,6 +32,7 @@ from moetrain.models import (
     update_router_bias,
 )
 from moetrain.models.hf.files import TokenizerFiles
+from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER, is_adapter
@@ -368,6 +369,17 @@ class Engine:
         if member is None:
             return self.model.get_buffer(name)
         return member.layout.whole(member.local)
+
+    @torch.no_grad()
+    def save_peft(self, folder: Path) -> None:
+        """The adapters in PEFT's format (:mod:`moetrain.models.hf.peft`), by the main rank."""
+        adapters = []
+        for name, entry in self.stages.table.items():
+            if (adapter := self._adapter(name)) is not None and self.world.is_main:
+                halves = (adapter.a.cpu(), adapter.b.cpu())
+                adapters.append((name, entry.shape, Adapter(*halves, adapter.scale)))
+        if self.world.is_main:
+            save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
 
     def save_hf(
         self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None

@@ -209,7 +209,10 @@ class Run(ABC, Generic[S]):
             self.log.say(text)
 
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
-        """Write ``output_dir/hf``, where ``checkpoint.save_hf`` asks for it."""
+        """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them."""
+        if self.config.lora.rank and self.config.lora.save:
+            self.engine.save_peft(self.folder / "adapter")
+            self.world.wait()
         if not self.config.checkpoint.save_hf:
             return
         self.engine.save_hf(

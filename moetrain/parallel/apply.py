@@ -30,8 +30,9 @@ from moetrain.models import (
 )
 from moetrain.models import compute_dtype as compute_dtype
 from moetrain.models.hf import resolve
+from moetrain.models.hf.peft import load_peft
 from moetrain.models.init import draw
-from moetrain.models.rules import PartStyle, is_adapter, part_styles
+from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
 from moetrain.parallel.bucket import Twin
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
@@ -154,7 +155,7 @@ def place_model(
     """What this rank has of a run's model (``stages``), with values, ready to train.
 
     Raises:
-        ConfigError: ``model.path`` cannot be loaded.
+        ConfigError: ``model.path`` or ``lora.path`` cannot be loaded.
     """
     dtype = compute_dtype(config, world.device)
     model, _ = plan_model(config, arch, dtype)
@@ -167,6 +168,10 @@ def place_model(
             config.model.path, is_downloader=world.is_first_on_machine, barrier=world.wait
         )
         load_weights(model, folder, fsdp.write)
+    if config.lora.path is not None:
+        shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
+        for name, half in load_peft(config.lora.path, arch, config.lora, shapes):
+            fsdp.write(name, (), half)
     model.compute_dtype = dtype
     set_recomputation(model, config.activation)
     if config.compile.enabled:
