@@ -1,8 +1,9 @@
 """Models: single-device mathematics that never asks how it is spread over devices."""
 
 from moetrain.models.architecture import Architecture, RopeScaling
-from moetrain.models.hf import load_hf, load_weights, save_hf
+from moetrain.models.hf import attach_peft, load_hf, load_weights, save_hf
 from moetrain.models.init import init_weights
+from moetrain.models.lora import merge, unmerge
 from moetrain.models.moe import (
     Dispatched,
     Dispatcher,
@@ -28,6 +29,7 @@ __all__ = [
     "RopeScaling",
     "RoutingStats",
     "Transformer",
+    "attach_peft",
     "build_model",
     "compile_blocks",
     "compute_dtype",
@@ -37,11 +39,13 @@ __all__ = [
     "load_hf",
     "load_weights",
     "make_architecture",
+    "merge",
     "plan_model",
     "register",
     "resolve_architecture",
     "router_z_loss",
     "save_hf",
     "set_recomputation",
+    "unmerge",
     "update_router_bias",
 ]

@@ -16,7 +16,7 @@ Left out on purpose: adapters of the embedding, the head and norms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple
 
@@ -62,7 +62,7 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
     Raises:
         ConfigError: a pattern that matches no module, or a rank that routed experts cannot take.
     """
-    modules = dict(_adaptable(layers))
+    modules = dict(adaptable(layers))
     for name in _targets(modules, lora):
         module = modules[name]
         module.lora_scale = lora.scale
@@ -78,7 +78,48 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))
 
 
-def _adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:
+class Merged(NamedTuple):
+    """An adapter that is in its weight for now."""
+
+    module: Adaptable
+    weight: str
+    halves: tuple[nn.Parameter, nn.Parameter]
+    scale: float
+
+
+@torch.no_grad()
+def merge(layers: nn.ModuleList) -> list[Merged]:
+    """Let weights be what they and their adapters make together, and have no adapters.
+
+    For a model that has its parameters whole; what it gives for :func:`unmerge` holds the adapters.
+    """
+    merged: list[Merged] = []
+    for _, module in adaptable(layers):
+        if module.lora_scale is None:
+            continue
+        for leaf in module.weights:
+            weight = module.get_parameter(leaf)
+            a, b = (module.get_parameter(leaf + half) for half in ADAPTER)
+            weight.copy_(Adapter(a.float(), b.float(), module.lora_scale).merged(weight.float()))
+            merged.append(Merged(module, leaf, (a, b), module.lora_scale))
+            for half in ADAPTER:
+                delattr(module, leaf + half)
+        module.lora_scale = None
+    return merged
+
+
+@torch.no_grad()
+def unmerge(merged: Sequence[Merged]) -> None:
+    """Inverse of :func:`merge`, up to the rounding of weights in their dtype."""
+    for module, leaf, (a, b), scale in merged:
+        weight = module.get_parameter(leaf)
+        weight.copy_(Adapter(a.float(), b.float(), -scale).merged(weight.float()))
+        for half, parameter in zip(ADAPTER, (a, b), strict=True):
+            module.register_parameter(leaf + half, parameter)
+        module.lora_scale = scale
+
+
+def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:
     """Every module that may have adapters, by name."""
     for name, module in layers.named_modules(prefix="layers"):
         if isinstance(module, Adaptable):

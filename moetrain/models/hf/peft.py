@@ -28,9 +28,10 @@ from moetrain.config import ConfigError, LoraSection
 from moetrain.models.architecture import Architecture
 from moetrain.models.family import HFFamily
 from moetrain.models.hf.files import listing, open_shard, read_json, replace, write_json
-from moetrain.models.lora import Adapter
+from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.registry import find_family
 from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
 from moetrain.models.weight_map import Place, all_pieces
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -136,8 +137,10 @@ def load_peft(
         ConfigError: other adapters than these, or of another rank; what is not supported.
     """
     folder, hf = Path(folder).expanduser(), find_family(arch).hf
-    settings = read_json(folder / SETTINGS)
-    factor = _scale_of(folder, settings, lora) / lora.scale
+    rank, scale = _rank_and_scale(folder, read_json(folder / SETTINGS))
+    if rank != lora.rank:
+        problem = f"{lora.rank}, but lora.path {str(folder)!r} has rank {rank}"
+        raise ConfigError("lora.rank", problem)
     with open_shard(folder / TENSORS) as file:
         stored = set(file.keys())
         wanted: set[str] = set()
@@ -155,7 +158,36 @@ def load_peft(
             else:
                 a, b = _read_sites(file, folder, where, shape, lora.rank)
             yield name + ADAPTER[0], a
-            yield name + ADAPTER[1], factor * b
+            yield name + ADAPTER[1], scale / lora.scale * b
+
+
+def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
+    """Give ``model``, which has its parameters whole, the adapters in ``folder``.
+
+    In the dtype and on the device of the weights; not trained, unless somebody lets them be.
+
+    Raises:
+        ConfigError: as :func:`load_peft`, or adapters of what the model has none for.
+    """
+    folder, hf = Path(folder).expanduser(), find_family(model.arch).hf
+    rank, scale = _rank_and_scale(folder, read_json(folder / SETTINGS))
+    with open_shard(folder / TENSORS) as file:
+        stored = set(file.keys())
+    targets: list[str] = []
+    shapes: dict[str, torch.Size] = {}
+    for name, module in adaptable(model.layers):
+        own = {f"{name}.{leaf}": module.get_parameter(leaf).shape for leaf in module.weights}
+        sites = {site.module for key, shape in own.items() for site in _sites(hf, key, shape)}
+        sites |= {_fused_module(key) for key, shape in own.items() if len(shape) == 3}
+        if any(module + _HALVES[0] in stored for module in sites):
+            targets.append(name)
+            shapes |= own
+    lora = LoraSection(rank=rank, alpha=scale * rank, targets=tuple(targets) or ("nothing",))
+    halves = list(load_peft(folder, model.arch, lora, shapes))  # before the model is changed
+    add_adapters(model.layers, lora)
+    with torch.no_grad():
+        for name, half in halves:
+            model.get_parameter(name).copy_(half)
 
 
 def _read_fused(
@@ -182,8 +214,8 @@ def _read_sites(
     return a, b
 
 
-def _scale_of(folder: Path, settings: Mapping[str, Any], lora: LoraSection) -> float:
-    """By which the file's adapters are multiplied."""
+def _rank_and_scale(folder: Path, settings: Mapping[str, Any]) -> tuple[int, float]:
+    """Of the file's adapters, and by what they are multiplied."""
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if settings.get("peft_type") != "LORA" or type(rank) is not int or rank < 1:
         raise _error(folder, f"{SETTINGS} is of no LoRA adapter with a rank")
@@ -192,11 +224,7 @@ def _scale_of(folder: Path, settings: Mapping[str, Any], lora: LoraSection) -> f
     for key in _REFUSED:
         if settings.get(key):
             raise _error(folder, f"{SETTINGS}: {key} is {settings[key]!r:.80}, not supported")
-    if rank != lora.rank:
-        raise ConfigError(
-            "lora.rank", f"{lora.rank}, but lora.path {str(folder)!r} has rank {rank}"
-        )
-    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    return rank, alpha / (rank**0.5 if settings.get("use_rslora") else rank)
 
 
 def _check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
