@@ -299,7 +299,8 @@ class _Sizes:
     def loss_gradients(self) -> float:
         """Of the head and the hidden states, made in the loss's forward."""
         hidden = self.share.tokens * self.arch.hidden_size
-        return self.is_last * self.width * (self.vocabulary_numbers() + hidden)
+        head = self.share_trained * self.vocabulary_numbers()
+        return self.is_last * self.width * (head + hidden)
 
     def logits_chunk(self) -> float:
         """The logits that are there at once."""
