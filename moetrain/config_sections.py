@@ -199,6 +199,9 @@ class LoraSection(Section):
     """What adapters give is multiplied by alpha / rank."""
     rs: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped while it learns. Of routed experts and routers
+    none can be."""
     targets: tuple[str, ...] = ("auto",)
     """Patterns of the modules that have adapters, with commas between: *.attn.*, *.wq, *.mlp.*,
     layers.1.moe.experts, *.router. auto: attention, and routed experts or, in a model that has

@@ -34,7 +34,7 @@ from moetrain.models import (
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
-from moetrain.models.lora import Adapter
+from moetrain.models.lora import Adapter, own_draws
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
@@ -151,8 +151,14 @@ class Engine:
     def _learn(
         self, batches: Sequence[B], objective: Objective[B], sizes: Mapping[str, torch.Tensor]
     ) -> _Run[B]:
-        with self.work():
+        with self.work(), self._draws():
             return _Run(self, objective, sizes, learns=True).over(batches)
+
+    def _draws(self) -> AbstractContextManager[None]:
+        if not self.config.lora.dropout:
+            return nullcontext()
+        key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
+        return own_draws(key, self.world.device)
 
     def _forget(self) -> None:
         """Forget what was added up since the last step."""

@@ -305,6 +305,7 @@ def test_what_freeze_names_is_not_trained():
         ),
         (["lora.targets=*.q_norm"], r"lora\.targets: '\*\.q_norm' matches no module"),
         (["lora.rank=12"], r"lora\.rank: 12 is not a multiple of 8.*layers\.0\.moe\.experts"),
+        (["lora.dropout=0.1"], r"lora\.dropout: 0\.1, but of what layers\.0\.moe\.experts gets"),
         (["lora.rank=0"], r"lora\.alpha: 4\.0 contradicts lora\.rank 0"),
         (["train.freeze=*.wz.*"], r"train\.freeze: '\*\.wz\.\*' matches no parameter"),
         (["train.freeze=*"], r"train\.freeze: '\*' leaves nothing to train"),
@@ -337,6 +338,43 @@ def test_initial_values_and_the_scale():
         assert not any(w.any() for name, w in weights.items() if name.endswith("_lora_b"))
     assert LoraSection(rank=16, alpha=8.0).scale == 0.5
     assert LoraSection(rank=16, alpha=8.0, rs=True).scale == 2.0
+
+
+DROPPING = ["lora.targets=*.attn.*", "lora.dropout=0.5"]
+
+
+def test_what_is_dropped_is_dropped_again_where_it_is_recomputed():
+    torch.manual_seed(0)
+    plain = learn(["lora.targets=*.attn.*"])
+    policies = ("none", "full", "selective")
+    runs = {p: [*DROPPING, f"activation.policy={p}"] for p in policies}
+    runs["compiled"] = [*runs["selective"], "compile.enabled=yes"]
+    answers = {}
+    for name, words in runs.items():
+        torch.manual_seed(0)
+        answers |= learn_all({name: words})
+    for name, answer in answers.items():
+        compare(name, answer, answers["none"])
+    assert answers["none"][1] != pytest.approx(plain[1], rel=0.01)
+    engine, without = adapted(*DROPPING), adapted("lora.targets=*.attn.*")
+    seen = [
+        one.forward(make_batches(0, MICRO), objective_of(one)).total for one in (engine, without)
+    ]
+    assert seen[0] == seen[1]
+
+
+def test_every_call_drops_anew_and_the_same_again():
+    engine = adapted(*DROPPING)
+    states, losses = [], []
+    for _ in range(2):
+        states.append(torch.get_rng_state())
+        totals = engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
+        losses.append(totals.total.item())
+        engine._forget()
+    assert losses[0] != losses[1]
+    torch.set_rng_state(states[1])
+    totals = engine.forward_backward(make_batches(0, MICRO), objective_of(engine))
+    assert totals.total.item() == losses[1]
 
 
 def test_memory_of_what_is_not_trained_is_not_counted():

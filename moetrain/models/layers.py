@@ -60,6 +60,8 @@ class RMSNorm(nn.Module):
 class Linear(Adaptable):
     """``x @ weight^T + bias``; ``weight`` is [out, in]."""
 
+    can_drop = True
+
     def __init__(self, in_dim: int, out_dim: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
@@ -93,6 +95,8 @@ def _products(
 
 def _added(x_TD: torch.Tensor, y_TN: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """``y`` and what the adapter makes of ``x``, in one product: they are rounded together."""
+    if adapter.dropout and torch.is_grad_enabled():
+        x_TD = F.dropout(x_TD, adapter.dropout)
     (u_TR,) = _products(x_TD, [adapter.a], [None])
     return torch.addmm(y_TN, u_TR, adapter.b.t(), alpha=adapter.scale)
 

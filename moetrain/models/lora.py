@@ -16,7 +16,9 @@ Left out on purpose: adapters of the embedding, the head and norms.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple
 
@@ -35,6 +37,7 @@ class Adapter(NamedTuple):
     b: torch.Tensor
     """[..., out, rank]."""
     scale: float
+    dropout: float = 0.0
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """``W + scale * B @ A``, in ``weight``'s dtype."""
@@ -45,27 +48,33 @@ class Adaptable(nn.Module):
     """A module that uses the adapters of its ``weights`` wherever there are some."""
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)
+    can_drop: ClassVar[bool] = False
+    """Whether it drops some of what its adapters get, while gradients are made."""
     lora_scale: float | None = None
     """None: there are no adapters."""
+    lora_dropout: float = 0.0
 
     def adapter(self, weight: str, dtype: torch.dtype) -> Adapter | None:
         """That of ``weight``, as it is used."""
         if self.lora_scale is None:
             return None
         a, b = (getattr(self, weight + half).to(dtype) for half in ADAPTER)
-        return Adapter(a, b, self.lora_scale)
+        return Adapter(a, b, self.lora_scale, self.lora_dropout)
 
 
 def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
     """Give those modules of a model's ``layers`` that ``lora.targets`` names adapters (no values).
 
     Raises:
-        ConfigError: a pattern that matches no module, or a rank that routed experts cannot take.
+        ConfigError: a pattern that matches no module, or what a module of those cannot have.
     """
     modules = dict(adaptable(layers))
     for name in _targets(modules, lora):
         module = modules[name]
-        module.lora_scale = lora.scale
+        if lora.dropout and not module.can_drop:
+            problem = f"{lora.dropout}, but of what {name} gets nothing can be dropped"
+            raise ConfigError("lora.dropout", f"{problem}; use 0, or other lora.targets")
+        module.lora_scale, module.lora_dropout = lora.scale, lora.dropout
         for leaf in module.weights:
             weight = module.get_parameter(leaf)
             *stack, out_dim, in_dim = weight.shape
@@ -76,6 +85,16 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
             shapes = (*stack, lora.rank, in_dim), (*stack, out_dim, lora.rank)
             for half, shape in zip(ADAPTER, shapes, strict=True):
                 module.register_parameter(leaf + half, nn.Parameter(weight.new_empty(shape)))
+
+
+@contextmanager
+def own_draws(key: str, device: torch.device) -> Iterator[None]:
+    """Meanwhile random numbers are others for every ``key`` and call, and follow from torch's state,
+    of which a call draws one: who goes on from a state that was noted has the same ones again."""
+    call = int(torch.randint(2**31, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(zlib.crc32(f"{key}.{call}".encode()))
+        yield
 
 
 class Merged(NamedTuple):
