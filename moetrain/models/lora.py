@@ -89,8 +89,8 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
 
 @contextmanager
 def own_draws(key: str, device: torch.device) -> Iterator[None]:
-    """Meanwhile random numbers are others for every ``key`` and call, and follow from torch's state,
-    of which a call draws one: who goes on from a state that was noted has the same ones again."""
+    """Meanwhile random numbers are others for every ``key`` and call. They follow from torch's
+    state, of which a call draws one: what goes on from a state that was noted has the same ones."""
     call = int(torch.randint(2**31, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(f"{key}.{call}".encode()))
