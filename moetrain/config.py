@@ -231,6 +231,8 @@ class Config(Section):
         default = dict(leaves(Config().model_dump()))
         values = dict(leaves(self.model_dump()))
         for name, other, fitting in _ONLY_WITH:
+            if self._origins.get(name, "").startswith("recipe "):
+                continue  # made for the recipe's other settings, which a user may change
             if values[name] != default[name] and values[other] not in fitting:
                 value = values[name]
                 shown = ",".join(value) if isinstance(value, tuple) else value
@@ -268,11 +270,17 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("rl.prompts", "rl.env", {"jsonl"}),
     ("rl.reward", "rl.env", {"jsonl"}),
     ("rl.dual_clip", "rl.policy", {"clip"}),
+    ("rl.dual_clip", "rl.ratio", {"proximal", "rollout"}),
+    ("rl.clip_low", "rl.ratio", {"proximal", "rollout"}),  # the current one is 1
+    ("rl.clip_high", "rl.ratio", {"proximal", "rollout"}),
     ("rl.importance_how", "rl.ratio", {"current", "proximal"}),
     ("rl.importance_how", "rl.importance", {"auto", "token", "sequence"}),
     ("rl.importance_high", "rl.ratio", {"current", "proximal"}),
     ("rl.importance_high", "rl.importance", {"auto", "token", "sequence"}),
     ("rl.importance_low", "rl.importance_how", {"mask"}),
+    ("rl.resample", "rl.advantage", {"dr_grpo", "grpo", "rloo", "reinforce_pp_baseline"}),
+    ("rl.supervised_lr", "rl.supervised_steps", _SOME),
+    ("rl.eval_temperature", "rl.eval_tasks", _SOME),
 )
 
 

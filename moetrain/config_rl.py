@@ -14,6 +14,7 @@ from moetrain.config_sections import Section
 from moetrain.config_sources import ConfigError
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
+SleepName = Literal["never", "cache", "all"]
 AdvantageName = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 # 1 - low and 1 + high bound the ratio. Clip: PPO's, with DAPO's higher upper one; GSPO's are of
@@ -103,7 +104,10 @@ class RlSection(Section):
     """Optimizer steps in one step of the run, each on a part of its groups."""
     max_staleness: int = Field(default=0, ge=0)
     """Steps by which generation may run ahead. 0: every trajectory is made by the weights that it
-    trains; s: prompts are begun s steps before theirs and go on over the updates between."""
+    trains; s: prompts are begun s steps before theirs and go on over the updates between. Training
+    and generation take turns on the same devices all the same: what this gives is that a step does
+    not wait with few sequences for its longest one, as those of later steps are generated beside
+    it."""
     resample: int = Field(default=0, ge=0)
     """Rounds in which groups that teach nothing (rewards all equal) are replaced by further prompts
     (dynamic sampling, arXiv 2503.14476)."""
@@ -125,6 +129,10 @@ class RlSection(Section):
     """Trajectories that one rank generates at once; others wait."""
     cache_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one rank's key/value cache; unset: rl.max_sequences rows of data.seq_len."""
+    sleep: Literal["auto", "never", "cache", "all"] = "auto"
+    """What of generation's memory is given back while weights are updated. cache: keys and values;
+    all: its copy of the weights too; auto: the least with which the estimate fits the device. On
+    CUDA what comes back lies elsewhere, so graphs are captured again at every step."""
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -291,7 +291,7 @@ class ParallelSection(Section):
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), 2 with zbv, else 1."""
     pp_split: tuple[int, ...] | None = None
     """How many blocks each stage has, with commas between, in the model's order; unset: such that
-    the slowest stage has the least arithmetic, which for the last includes the head's."""
+    the slowest rank has the least arithmetic, which for the last stage includes the head's."""
     ep: int = Field(default=1, gt=0)
     """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
     cp: int = Field(default=1, gt=0)

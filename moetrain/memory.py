@@ -4,7 +4,8 @@ Weights, gradients and moments follow from the parameters' number and how they a
 block keeps for its backward its parts say, tensor by tensor, as autograd (or the compiler's
 partitioner) saves it; here it is added up. Two moments can be the peak: the start of the backward,
 when every block's activations are there, and its end, when on a device that shards nothing every
-gradient is.
+gradient is. Where a run generates too, with a model and a cache beside the trainer's, there is a
+third: while it does.
 
 Against the allocator's peak on H200s: ``tests/test_memory.py``. What is left out on purpose: the
 allocator's own fragmentation (1 to 3 GiB there), buffers that communication libraries allocate, and
@@ -17,14 +18,16 @@ parallel rank, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from moetrain.config import Config, ConfigError
+from moetrain.config_rl import SleepName
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture, plan_model
 from moetrain.models.parts import FP32, Part, Share
@@ -60,6 +63,10 @@ class MemoryEstimate:
     """A chunk of logits, and the gradients that the loss makes in its forward."""
     working_set: float
     """What the largest block's backward holds while it runs."""
+    generator: float = 0.0
+    """Weights of generation's own, in the compute dtype."""
+    cache: float = 0.0
+    """Generation's keys and values."""
 
     @property
     def total(self) -> float:
@@ -71,25 +78,38 @@ class MemoryEstimate:
         parts = ", ".join(
             f"{field.name.replace('_', ' ')} {getattr(self, field.name) / GIB:.1f}"
             for field in fields(self)
+            if getattr(self, field.name) or field.default != 0.0
         )
         return f"{self.total / GIB:.1f} GiB a device: {parts}"
 
 
 def estimate_memory(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+    config: Config,
+    arch: Architecture,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    sleep: SleepName | None = None,
 ) -> MemoryEstimate:
-    """The peak of a training step; ``dtype`` is the compute dtype. Of pipeline ranks, the most."""
-    ranks = estimate_ranks(config, arch, dims, dtype)
+    """The peak of a training step; ``dtype`` is the compute dtype. Of pipeline ranks, the most.
+
+    Args:
+        sleep: what of a generator is gone while its run trains; None: nothing generates.
+    """
+    ranks = estimate_ranks(config, arch, dims, dtype, sleep)
     return max(ranks, key=lambda estimate: estimate.total)
 
 
 def estimate_ranks(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+    config: Config,
+    arch: Architecture,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    sleep: SleepName | None = None,
 ) -> list[MemoryEstimate]:
     """:func:`estimate_memory` of every pipeline rank."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
-    plan, found = plan_stages(config.parallel, arch, config.data.seq_len), []
+    plan, found = plan_stages(config, arch), []
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for rank, in_flight in enumerate(activations_in_flight(config, dims)):
@@ -102,9 +122,26 @@ def estimate_ranks(
         trained = sum(numels[name] for name in mine if rules[name].trainable)
         kept = (stored, trained, trained / sum(numels[name] for name in mine))
         sizes = _Sizes(config, arch, dims, share, layers, passes, is_first, is_last, *kept)
-        start, end = _start_of_backward(sizes), _end_of_backward(sizes)
-        found.append(max(start, end, key=lambda estimate: estimate.total))
+        moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
+        if sleep is not None:
+            there = {"generator": sizes.generator() * (sleep != "all")}
+            there |= {"cache": sizes.cache() * (sleep == "never")}
+            moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
+        found.append(max(moments, key=lambda estimate: estimate.total))
     return found
+
+
+def least_sleep(
+    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype, capacity: float
+) -> SleepName:
+    """``rl.sleep``, and for auto the least that fits into ``capacity`` bytes for sure."""
+    if config.rl.sleep != "auto":
+        return config.rl.sleep
+    ways: tuple[SleepName, ...] = ("never", "cache")
+    for sleep in ways:
+        if estimate_memory(config, arch, dims, dtype, sleep).total * (1 + MARGIN) <= capacity:
+            return sleep
+    return "all"
 
 
 def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> None:
@@ -116,6 +153,10 @@ def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> N
     if estimate.total * (1 - MARGIN) <= capacity:
         return
     problem = f"takes about {estimate.describe()}; this device has {capacity / GIB:.1f} GiB"
+    others = estimate.total - estimate.cache
+    if estimate.cache > capacity or others * (1 - MARGIN) <= capacity:
+        field = "max_sequences" if config.rl.cache_tokens is None else "cache_tokens"
+        raise ConfigError(f"rl.{field}", f"{getattr(config.rl, field)} {problem}. Lower it")
     state = estimate.weights + estimate.moments
     if state > capacity or config.train.micro_batch_size == 1:
         field = "model.path" if config.model.path is not None else "model.preset"
@@ -128,13 +169,18 @@ def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> N
     )
 
 
-def plan_memory(config: Config, arch: Architecture) -> str:
+def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
     """The estimate in words, for as many devices as the settings speak of; needs none of them.
 
     A GPU is assumed unless ``train.device`` says cpu.
 
+    Args:
+        generates: the run is one of reinforcement learning. Where its devices are here, what they
+            have decides what ``rl.sleep`` auto means.
+
     Raises:
-        ConfigError: the degrees do not fit the model or the number of processes.
+        ConfigError: the degrees do not fit the model or the number of processes; what generates
+            does not fit into the devices that are here.
     """
     p, nproc = config.parallel, config.launch.nproc
     named = p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp
@@ -142,7 +188,14 @@ def plan_memory(config: Config, arch: Architecture) -> str:
     dims = plan_world(config, arch, size)
     on_cpu = config.train.device == "cpu"
     dtype = compute_dtype(config, torch.device("cpu" if on_cpu else "cuda"))
-    ranks = estimate_ranks(config, arch, dims, dtype)
+    sleep: SleepName | None = None
+    if generates:
+        device = torch.device("cpu" if on_cpu else "cuda")
+        is_here = on_cpu or torch.cuda.is_available()
+        capacity = device_capacity(device) if is_here else math.inf
+        sleep = least_sleep(config, arch, dims, dtype, capacity)
+        check_memory(estimate_memory(config, arch, dims, dtype, sleep), config, capacity)
+    ranks = estimate_ranks(config, arch, dims, dtype, sleep)
     found = max(ranks, key=lambda estimate: estimate.total)
     words = f"memory on {size} x {'cpu' if on_cpu else 'GPU'}, estimated: {found.describe()}"
     if dims.pp == 1:
@@ -258,6 +311,21 @@ class _Sizes:
         vocabulary = self.matrices * self.vocabulary_numbers()
         return FP32 * self.share_trained * (self.all_layers(self.numbers) + vocabulary)
 
+    # Generation's, on one rank: every stage, but for other ranks' experts, and whole heads.
+    def generator(self) -> float:
+        """Bytes of its weights."""
+        share = replace(self.share, tp=1)
+        numbers = sum(part.numbers(share) for layer in self.arch.layers() for part in layer)
+        copies = 1 if self.arch.tie_embeddings else 2
+        return self.width * (numbers + copies * self.arch.vocab_size * self.arch.hidden_size)
+
+    def cache(self) -> float:
+        """Bytes of its keys and values."""
+        rl = self.config.rl
+        tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
+        each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
+        return self.width * tokens * each
+
     # Activations, as bytes of one block.
     def activations(self, layer: Layer) -> float:
         """What one block keeps in all (``activation.policy none``).
@@ -322,6 +390,23 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
         activations=s.all_activations(),
         logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
         working_set=backward,
+    )
+
+
+def _generating(s: _Sizes) -> MemoryEstimate:
+    """Between updates. Buckets of gradients stay where ranks reduce into them."""
+    trained, is_offloaded = s.local_trained(), s.config.rl.offload
+    gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
+    return MemoryEstimate(
+        weights=s.local_weights(),
+        gradients=0.0 if s.is_alone else trained + s.unreduced(),
+        moments=0.0 if is_offloaded else 2 * trained,
+        gathered=gathered,
+        activations=0.0,
+        logits=0.0,
+        working_set=0.0,
+        generator=s.generator(),
+        cache=s.cache(),
     )
 
 

@@ -23,7 +23,7 @@ from moetrain.config import Config, RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.engine import Engine
-from moetrain.memory import check_memory, device_capacity, estimate_memory
+from moetrain.memory import MemoryEstimate, check_memory, device_capacity, estimate_memory
 from moetrain.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
 from moetrain.models import Architecture
 from moetrain.parallel.apply import compute_dtype
@@ -64,8 +64,7 @@ class Run(ABC, Generic[S]):
         self.world = join_world(config, arch)
         self.device = self.world.device
         check_what_can_run(config, arch, self.device)
-        memory = estimate_memory(config, arch, self.world.dims, compute_dtype(config, self.device))
-        check_memory(memory, config, device_capacity(self.device))
+        check_memory(self.estimate(arch), config, device_capacity(self.device))
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)
@@ -91,6 +90,11 @@ class Run(ABC, Generic[S]):
         return claimed(self.folder) if self.world.is_main else nullcontext()
 
     # ---- what a run is of ----------------------------------------------------------------------
+
+    def estimate(self, arch: Architecture) -> MemoryEstimate:
+        """What it takes on this rank's device."""
+        dtype = compute_dtype(self.config, self.device)
+        return estimate_memory(self.config, arch, self.world.dims, dtype)
 
     @abstractmethod
     def build(self, arch: Architecture) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moetrain.config import (
     TRAIN_RECIPES,
@@ -43,6 +43,17 @@ class Program(NamedTuple):
     recipes: Recipes
     foreign: tuple[str, ...] = ()
     """Beginnings of names of settings that it has no use for."""
+    plan: str = "moetrain.memory:plan_memory"
+    """``MODULE:FUNCTION`` of settings and model, for a dry run: raises ConfigError for what the run
+    would refuse, and says how much memory it takes."""
+    inspect: str | None = None
+    """The same before several processes are started, without a look at devices; None: no need."""
+
+    @staticmethod
+    def find(name: str) -> Any:
+        """What ``MODULE:NAME`` means."""
+        module, _, key = name.partition(":")
+        return getattr(import_module(module), key)
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for a setting that would change nothing."""
@@ -77,11 +88,10 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         config = Config.load(source, overrides, recipes=program.recipes)
         program.check(config)
         if dry_run:
-            from moetrain.memory import plan_memory  # these import torch, as all below
-            from moetrain.preflight import resolve_run
+            from moetrain.preflight import resolve_run  # imports torch, as all below
 
             config, arch = resolve_run(config)
-            estimate = plan_memory(config, arch)
+            estimate = program.find(program.plan)(config, arch)
             print(json.dumps(config.to_dict(), indent=2))
             print(estimate, file=sys.stderr)
             return 0
@@ -112,15 +122,17 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     from moetrain.launch import start_ranks
     from moetrain.preflight import prepare
 
-    plan_world(*prepare(config), nproc)  # before anything is started
+    resolved = prepare(config)
+    plan_world(*resolved, nproc)  # before anything is started
+    if program.inspect is not None:
+        program.find(program.inspect)(*resolved)
     return start_ranks(["-m", program.module, *words], nproc)
 
 
 def _fit(config: Config, program: Program) -> int:
     from safetensors import SafetensorError
 
-    module, _, name = program.run.partition(":")
-    run = getattr(import_module(module), name)
+    run = program.find(program.run)
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()

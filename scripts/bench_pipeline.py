@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", help="names of rows, or parts of them, with commas between")
     parser.add_argument("--tolerance", type=float, default=2e-3, help="of losses; of norms 10 x")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a row")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a row")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--row", help=argparse.SUPPRESS)

@@ -142,13 +142,22 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
     w = torch.randn(300, 32, generator=generator, device=place).to(dtype) / 2
     keys = torch.arange(70, device=place, dtype=torch.int32) * 7919 - 2**20
     inverse = torch.tensor([0.0, 1.0, 0.5, 3.0, 0.0, 1.0, 1.0], device=place).repeat(10)
+    temperatures = (0.7, 1.0, 1.9)  # of the log-probabilities, each row's own
+    turn = torch.arange(70, device=place) % 3
+    scales = torch.tensor([1 / t for t in temperatures], device=place)[turn]
     for known in (300, 250):
-        tokens, logprobs = choose_next(h, w, keys, inverse, known, "triton")
-        wanted, _ = choose_next_reference(h.float(), w.float(), keys, inverse, known)
+        tokens, logprobs = choose_next(h, w, keys, inverse, scales, known, "triton")
+        plain = (h.float(), w.float(), keys, inverse, scales, known)
+        wanted, plain_logprobs = choose_next_reference(*plain)
         assert torch.equal(tokens, wanted)
         assert (tokens < known).all()
-        losses = linear_cross_entropy(h, w, tokens, backend="triton").loss_T
-        assert torch.equal(logprobs, -losses)
+        for i, temperature in enumerate(temperatures):
+            rows = turn == i
+            how = {"temperature": temperature}
+            losses = linear_cross_entropy(h, w, tokens, **how, backend="triton").loss_T
+            assert torch.equal(logprobs[rows], -losses[rows])
+            losses = linear_cross_entropy(*plain[:2], tokens, **how, backend="reference").loss_T
+            assert torch.equal(plain_logprobs[rows], -losses[rows])
 
 
 @pytest.mark.gpu
@@ -209,5 +218,16 @@ def test_sleeping_gives_the_cache_back_and_waking_goes_on():
     generator.sleep()
     assert torch.cuda.mem_get_info()[0] - free > 0.95 * cache
     generator.wake()
+    after = generator.generate([request])[0][0]
+    assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    weights = [(name, tensor.detach().clone()) for name, tensor in tensors]
+    generator.sleep()
+    there = torch.cuda.memory_allocated()
+    generator.sleep(weights=True)
+    own = sum(parameter.numel() for parameter in model.parameters()) * 2
+    assert there - torch.cuda.memory_allocated() >= own
+    generator.wake()
+    generator.update_weights(weights)
     after = generator.generate([request])[0][0]
     assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)

@@ -1,6 +1,8 @@
 """Trajectories: many at once over one generator, with environments that may fail in any way."""
 
 import asyncio
+import math
+import sys
 import time
 
 import numpy as np
@@ -144,48 +146,76 @@ async def hang_later():
     await asyncio.sleep(3600)
 
 
-FAULTS = {
-    "raised": lambda: 1 / 0,
-    "timeout": hang,
-    "timeout ": hang_later,
-    "nonsense": lambda: None,
-    "nonsense  a reward that is none": lambda: Turn((1,), reward=float("nan")),
-    "nonsense  another": lambda: Turn((1,), reward="1"),
-    "nonsense  tokens that are none": lambda: Turn((1, 264)),
-    "nonsense  tokens that are text": lambda: Turn("abc"),
-    "nonsense  below 0": lambda: Turn((-1,)),
-    "nonsense  beyond every float": lambda: Turn((1,), reward=10**400),
-    "nonsense  an end that is none": lambda: Turn((1,), done=np.array([True, False])),
-}
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
 
 
-@pytest.mark.parametrize(
-    ("what", "when"),
-    [("raised", "episode"), ("timeout", "episode")]
-    + [(what, when) for what in FAULTS for when in ("reset", "step")],
-)
-def test_a_fault_costs_its_own_trajectory(what, when):
+def raise_it():
+    raise Unprintable
+
+
+FAULTS = [
+    ("raised", lambda: 1 / 0),
+    ("raised", raise_it),
+    ("raised", sys.exit),
+    ("timeout", hang),
+    ("timeout", hang_later),
+    ("nonsense", lambda: None),
+    ("nonsense", lambda: ((1,), 0.0, False)),  # no Turn
+    ("nonsense", lambda: Turn((1,), reward=float("nan"))),
+    ("nonsense", lambda: Turn((1,), reward=-math.inf)),
+    ("nonsense", lambda: Turn((1,), reward="1")),
+    ("nonsense", lambda: Turn((1,), reward=10**400)),
+    ("nonsense", lambda: Turn((1,), reward=torch.zeros(2))),
+    ("nonsense", lambda: Turn((1, 264))),  # beyond the vocabulary
+    ("nonsense", lambda: Turn((-1,))),
+    ("nonsense", lambda: Turn("abc")),
+    ("nonsense", lambda: Turn((1.0, 2.5))),
+    ("nonsense", lambda: Turn((True, 1))),
+    ("nonsense", lambda: Turn([1, 2])),
+    ("nonsense", lambda: Turn(((1, 2), (3,)))),
+    ("nonsense", lambda: Turn((1,), done=np.array([True, False]))),
+]
+"""What an environment may give in place of an answer, and by what word it is counted."""
+
+
+@pytest.fixture(scope="module")
+def sound():
+    """Two turns each, of tasks 0, 1, ... without a fault."""
+    return played(Counting(2), groups=len(FAULTS) + 3, max_tokens=30)[0]
+
+
+@pytest.mark.parametrize("when", ["episode", "reset", "step"])
+def test_a_fault_costs_its_own_trajectory(when, sound):
+    """Every kind at once, each of one task."""
+    # What episode() gives is looked at by calling it.
+    faults = dict(enumerate(FAULTS[:4] if when == "episode" else FAULTS))
+
     class Faulty(Counting):
         def episode(self, task):
-            if when == "episode" and task == 2:
-                return FAULTS[what]()
+            if when == "episode" and task in faults:
+                return faults[task][1]()
             return FaultyEpisode(self, task)
 
     class FaultyEpisode(CountingEpisode):
+        def _or(self, moment, answer):
+            return faults[self.task][1]() if when == moment and self.task in faults else answer
+
         def reset(self):
-            return FAULTS[what]() if when == "reset" and self.task == 2 else super().reset()
+            return self._or("reset", super().reset())
 
         def step(self, action):
-            return FAULTS[what]() if when == "step" and self.task == 2 else super().step(action)
+            return self._or("step", super().step(action))
 
-    sound, _, _ = played(Counting(2), max_tokens=30)
-    found, groups, collector = played(Faulty(2), max_tokens=30)
-    faults = [[t.fault for t in group] for group in groups]
-    assert [fault for i, group in enumerate(faults) for fault in group if i != 2] == [None] * 12
-    expected = what.split()[0]
-    assert faults[2] == [expected] * 3
-    for i in (0, 1, 3, 4):
-        assert [t[0] for t in found[i]] == [t[0] for t in sound[i]]
+    found, groups, collector = played(Faulty(2), groups=len(sound), max_tokens=30)
+    for task, group in enumerate(groups):
+        expected = faults[task][0] if task in faults else None
+        assert [t.fault for t in group] == [expected] * 3, task
+        if expected is None:
+            assert [t[0] for t in found[task]] == [t[0] for t in sound[task]]
+        else:
+            assert all(t.detail for t in group)
     assert not collector.generator.is_busy
 
 

@@ -127,6 +127,8 @@ class Mine:
     num_tasks = 3
     def __init__(self, prompts, power=1):
         self.power = power
+    def episode(self, task):
+        raise NotImplementedError
 """
 
 
@@ -327,6 +329,19 @@ def test_plain_calls_are_waited_for_and_others_are_not():
     assert calls.finished() == []
     go.set()
     assert all_of(calls) == {"b": "done"}
+
+
+def test_quick_calls_share_a_thread_and_slow_ones_are_made_together():
+    calls, made = Calls(limit=60), []
+    for i in range(600):
+        calls.start(i, lambda: made.append(threading.get_ident()))
+    assert len(calls.finished()) == 600
+    assert len(set(made)) < 60  # one, but for what else the machine does
+    started = time.monotonic()
+    for i in range(300):
+        calls.start(i, time.sleep, 0.2)
+    assert calls.finished() == [(i, None) for i in range(300)]
+    assert time.monotonic() - started < 10  # of the minute that one thread takes
 
 
 # ---- which prompts when ------------------------------------------------------------------------

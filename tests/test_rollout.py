@@ -191,6 +191,24 @@ def test_log_probabilities_and_routes_are_the_models():
     assert torch.equal(completion.routes, torch.stack(routes, 1)[:-1])
 
 
+def test_log_probabilities_at_the_temperature_of_sampling():
+    own = SamplingParams(max_tokens=9, temperature=0.7, logprobs=2)
+    told = [replace(own, tempered=True), own, replace(own, tempered=True, temperature=0)]
+    requests = [Request(str(i), (5, 6, 7), params) for i, params in enumerate(told)]
+    found = [completions[0] for completions in make_generator(num_pages=9).generate(requests)]
+    assert found[0].tokens == found[1].tokens
+    for completion, temperature in zip(found, (0.7, 1, 1), strict=True):
+        with torch.no_grad():
+            logits = make_model()(torch.tensor([[5, 6, 7, *completion.tokens]]))[0, 2:-1]
+        expected = (logits / temperature).log_softmax(-1)
+        chosen = expected[torch.arange(9), completion.tokens]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), chosen, rtol=1e-5, atol=1e-5)
+        for row, top in zip(expected, completion.top_logprobs, strict=True):
+            assert list(top.values()) == pytest.approx(row.topk(2).values.tolist(), rel=1e-4)
+    with pytest.raises(ValueError, match=r"^tempered True .*out of range"):
+        SamplingParams(top_k=3, tempered=True)
+
+
 def test_what_begins_alike_is_read_once():
     generator = make_generator(page_size=4, num_pages=64)
     read = []
@@ -277,6 +295,12 @@ def test_sleep_pause_and_abort():
     with pytest.raises(RuntimeError, match="wake"):
         generator.step()
     generator.wake()
+    for _ in range(5):
+        generator.step()
+    generator.sleep(weights=True)
+    assert all(p.untyped_storage().nbytes() == 0 for p in generator.model.parameters())
+    generator.wake()
+    generator.update_weights(make_model().named_parameters())
     while generator.is_busy:
         generator.step()
     assert completion.tokens == expected

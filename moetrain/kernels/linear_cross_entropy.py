@@ -159,7 +159,7 @@ def linear_cross_entropy_reference(
 ) -> TokenLosses:
     """:func:`linear_cross_entropy` with the logits held whole, softmax in fp32."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TV = (h_TD @ w_VD.T).to(wide) / temperature
+    logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as all others have it
     valid_T = targets_T != ignore_index
     target_T = torch.where(valid_T, targets_T, 0)
     lse_T = logits_TV.logsumexp(-1)

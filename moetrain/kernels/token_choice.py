@@ -4,19 +4,22 @@
 
 With Gumbel noise that draws from the softmax exactly (the Gumbel-max trick). The noise is a hash of
 a key and the token id, ``-log(-log u)`` with uniform u of 24 bits, so it is nobody's state. The
-log-probability is that of the loss (:mod:`moetrain.kernels.linear_cross_entropy`) at temperature 1,
-with its bits on the same device.
+log-probability is that of the loss (:mod:`moetrain.kernels.linear_cross_entropy`) at a temperature
+that each row has for it, with the loss's bits on the same device.
 
 Legend: N rows, D width, V vocabulary.
 """
 
+from typing import TypeVar
+
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.linear_cross_entropy import check_fast, linear_cross_entropy
+from moetrain.kernels.linear_cross_entropy import check_fast
 from moetrain.kernels.vocabulary_chunk import choose_tokens
 
 MASK = 2**32 - 1
+Words = TypeVar("Words", int, torch.Tensor)
 
 
 def choose_next(
@@ -24,20 +27,23 @@ def choose_next(
     w_VD: torch.Tensor,
     keys_N: torch.Tensor,
     inverse_temperatures_N: torch.Tensor,
+    scales_N: torch.Tensor,
     known: int,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's token (int64) and its log-probability at temperature 1 (fp32), without gradient.
+    """Each row's token (int64) and its log-probability (fp32), without gradient.
 
     Args:
         keys_N: int32, any bits.
         inverse_temperatures_N: fp32; 0 stands for temperature 0, the likeliest token.
+        scales_N: fp32, above 0: 1 / the temperature of the log-probability.
         known: tokens from this one on are never chosen.
     """
+    rows = keys_N, inverse_temperatures_N, scales_N
     if use_fast(backend, h_ND):
         check_fast(h_ND, w_VD)
-        return choose_tokens(h_ND, w_VD, keys_N, inverse_temperatures_N, known)
-    return choose_next_reference(h_ND, w_VD, keys_N, inverse_temperatures_N, known)
+        return choose_tokens(h_ND, w_VD, *rows, known)
+    return choose_next_reference(h_ND, w_VD, *rows, known)
 
 
 def choose_next_reference(
@@ -45,13 +51,21 @@ def choose_next_reference(
     w_VD: torch.Tensor,
     keys_N: torch.Tensor,
     inverse_temperatures_N: torch.Tensor,
+    scales_N: torch.Tensor,
     known: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`choose_next` with the logits held whole."""
-    chosen_N = choose(
-        (h_ND @ w_VD.T).float()[:, :known], gumbel(keys_N, known), inverse_temperatures_N
-    )
-    return chosen_N, -linear_cross_entropy(h_ND, w_VD, chosen_N, backend="reference").loss_T.float()
+    logits_NV = (h_ND @ w_VD.T).float()
+    chosen_N = choose(logits_NV[:, :known], gumbel(keys_N, known), inverse_temperatures_N)
+    return chosen_N, log_probability(logits_NV, chosen_N, scales_N)
+
+
+def log_probability(
+    logits_NV: torch.Tensor, chosen_N: torch.Tensor, scales_N: torch.Tensor
+) -> torch.Tensor:
+    """Of each row's token under ``softmax(logits * scale)``, [N]."""
+    scaled_NV = logits_NV * scales_N[:, None]
+    return scaled_NV.gather(1, chosen_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
 
 
 def choose(
@@ -73,8 +87,8 @@ def gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return -(-uniform_NV.log()).log()
 
 
-def mix(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3 of int64 numbers of 32 bits; what products overflow is cut."""
+def mix(x: Words) -> Words:
+    """The finalizer of MurmurHash3 of (int64) numbers of 32 bits; what products overflow is cut."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
     return x ^ (x >> 16)

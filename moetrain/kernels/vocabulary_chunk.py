@@ -107,7 +107,7 @@ def chunk_stats(
         TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
         TensorDescriptor.from_tensor(exps_CV, [tile.tokens, tile.columns]) if store else None,
         targets_C, largest_NC, total_NC, weighted_NC, stats.target_logit_C,
-        None, None, None, None, None, C, V, V, D, scale,
+        None, None, None, None, None, None, C, V, V, D, scale,
         BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=store, WIDEN=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -143,9 +143,11 @@ def choose_tokens(
     w_VD: torch.Tensor,
     keys_N: torch.Tensor,
     inverse_temperatures_N: torch.Tensor,
+    scales_N: torch.Tensor,
     known: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token of the largest score, int64, and its log-probability: with the bits of the loss.
+    """Each token of the largest score, int64, and its log-probability: with the bits of the loss
+    whose logits are multiplied by the row's scale.
 
     The fast path of :func:`moetrain.kernels.token_choice.choose`, not an op.
     """
@@ -162,7 +164,7 @@ def choose_tokens(
         TensorDescriptor.from_tensor(h_ND, [tile.tokens, tile.depth]),
         TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
         None, None, largest_NC, total_NC, weighted_NC, None,
-        keys_N, inverse_temperatures_N, score_NC, token_NC, logit_NC, C, V, known, D, 1.0,
+        keys_N, inverse_temperatures_N, scales_N, score_NC, token_NC, logit_NC, C, V, known, D, 1.0,
         BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=False, WIDEN=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -253,7 +255,7 @@ def loss_gradients(
 def _product_kernel(
     h_desc, w_desc, exps_desc, targets_ptr,
     largest_ptr, total_ptr, weighted_ptr, target_logit_ptr,
-    keys_ptr, inverse_ptr, score_ptr, chosen_ptr, chosen_logit_ptr,
+    keys_ptr, inverse_ptr, scale_ptr, score_ptr, chosen_ptr, chosen_logit_ptr,
     C, V, known, D, scale,
     BC: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
     STORE: tl.constexpr, WIDEN: tl.constexpr,
@@ -262,7 +264,8 @@ def _product_kernel(
 
     2^x [C, V] if STORE, sum(2^x) and sum(2^x * x) [N, C], and the target's logit (in nats) if the
     target is here; with keys, instead of a target's, that of the token with the largest score
-    (:mod:`moetrain.kernels.token_choice`), which token that is, and its score, all [N, C].
+    (:mod:`moetrain.kernels.token_choice`), which token that is, and its score, all [N, C]; then
+    every row has a scale of its own.
     Programs that share columns of w follow one another, so w is read once.
     """
     token_tiles = tl.cdiv(C, BC)
@@ -280,23 +283,27 @@ def _product_kernel(
     if tile * BV + BV > V:
         # Past the vocabulary: far below any logit, yet finite, so that 2^x * x is 0.
         products = tl.where((col < V)[None, :], products, -1e30)
-    scale *= _LOG2_E
-    largest = tl.max(products, axis=1) * scale
-    x = products * scale - largest[:, None]
+    in_chunk = row < C
+    if keys_ptr is None:
+        scale = tl.full((), scale, tl.float32) * _LOG2_E  # the interpreter has it in fp64
+        largest = tl.max(products, axis=1) * scale
+        x = products * scale - largest[:, None]
+    else:
+        scales = tl.load(scale_ptr + row, mask=in_chunk, other=1.0) * _LOG2_E
+        largest = tl.max(products, axis=1) * scales
+        x = products * scales[:, None] - largest[:, None]
     exps = tl.exp2(x)
     if STORE:
         exps_desc.store([first_row, tile * BV], exps.to(exps_desc.dtype))
-    in_chunk = row < C
     tile_row = tile.to(tl.int64) * C + row
     tl.store(largest_ptr + tile_row, largest, mask=in_chunk)
     tl.store(total_ptr + tile_row, tl.sum(exps, axis=1), mask=in_chunk)
     tl.store(weighted_ptr + tile_row, tl.sum(exps * x, axis=1), mask=in_chunk)
     if keys_ptr is not None:
-        score = products * (scale * _LN_2)
         inverse = tl.load(inverse_ptr + row, mask=in_chunk, other=0.0)[:, None]
         noise = gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
         # An inverse temperature of 0 stands for the likeliest token.
-        score = tl.where(inverse > 0, score * inverse + noise, score)
+        score = tl.where(inverse > 0, products * inverse + noise, products)
         score = tl.where((col < known)[None, :], score, float("-inf"))
         best = tl.argmax(score, axis=1)
         tl.store(score_ptr + tile_row, tl.max(score, axis=1), mask=in_chunk)

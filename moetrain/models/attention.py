@@ -85,6 +85,9 @@ class GroupedQueryAttention(AttentionPart):
             values += (w if share.is_compiled else FP32 + w) * numbers
         return share.tokens * (values + FP32 * self.num_heads) / share.tp
 
+    def cached_numbers(self) -> int:
+        return 2 * self.widths[1]
+
     def saved(self, share: Share) -> Mapping[SavedName, float]:
         w, (q_dim, kv_dim) = share.width, self.widths
         products = share.tokens * w * (q_dim + 2 * kv_dim) / share.tp

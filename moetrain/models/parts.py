@@ -119,6 +119,10 @@ class Part(ABC):
         """Gradients of what is wider than the residual stream, while its backward runs."""
         return 0.0
 
+    def cached_numbers(self) -> int:
+        """What generation keeps of every token that was read."""
+        return 0
+
     def _matrices(self) -> Iterator[Weight]:
         return (weight for weight in self.weights.values() if len(weight.shape) > 1)
 

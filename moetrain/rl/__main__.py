@@ -14,7 +14,14 @@ from moetrain.train import Program, main
 
 FOREIGN = ("data.source", "data.path", "data.eval", "data.packing", "data.num_documents")
 FOREIGN += ("data.text_field", "train.eval_rows", "train.sample")
-RL = Program("moetrain.rl", "moetrain.rl.trainer:RlTrainer", RL_RECIPES, FOREIGN)
+RL = Program(
+    "moetrain.rl",
+    "moetrain.rl.trainer:RlTrainer",
+    RL_RECIPES,
+    FOREIGN,
+    plan="moetrain.rl.setup:plan",
+    inspect="moetrain.rl.setup:inspect",
+)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

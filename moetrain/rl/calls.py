@@ -1,10 +1,11 @@
 """Calls of an environment, each with a time limit, none of which can stop the others.
 
-Every call starts in a thread of its own. One that gives its answer there is waited for, so that a
-run whose environment is quick is the same at every rerun. One that gives an awaitable goes on, on
-an event loop that all of them share, beside whatever else is done meanwhile.
+Every call starts in a thread beside the caller's. One that gives its answer there is waited for, so
+that a run whose environment is quick is the same at every rerun. One that gives an awaitable goes
+on, on an event loop that all of them share, beside whatever else is done meanwhile.
 
-A thread cannot be ended from outside: one that hangs is left behind, as a daemon that does not keep
+One thread makes all calls that are quick; where one is not, there are soon as many as calls. A
+thread cannot be ended from outside: one that hangs is left behind, as a daemon that does not keep
 the process alive. So is a loop that somebody blocks.
 """
 
@@ -17,6 +18,8 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger("moetrain")
@@ -25,6 +28,8 @@ K = TypeVar("K")
 
 GRACE_SECONDS = 1.0
 """After its limit, in which a loop that works has ended a call."""
+QUICK_SECONDS = 0.005
+"""What a call may take before others no longer wait for its thread."""
 
 
 class Failed(NamedTuple):
@@ -44,6 +49,8 @@ class Calls(Generic[K]):
         self._plain: dict[K, _Call] = {}
         self._later: dict[K, _Call] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._num_threads = 0
 
     def start(self, key: K, function: Callable[..., Any], *args: Any) -> None:
         """Begin ``function(*args)``."""
@@ -51,7 +58,9 @@ class Calls(Generic[K]):
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         call = _Call(Future(), time.monotonic() + self.limit, self._loop)
-        threading.Thread(target=call.run, args=(function, *args), daemon=True).start()
+        self._queue.put(partial(call.run, function, *args))
+        if not self._num_threads:
+            self._add_threads(1)
         self._plain[key] = call
 
     def __len__(self) -> int:
@@ -65,6 +74,8 @@ class Calls(Generic[K]):
         """
         done: list[tuple[K, Any]] = []
         for key, call in self._plain.items():
+            while not self._queue.empty() and not _is_done(call.future, QUICK_SECONDS):
+                self._add_threads(min(self._num_threads, self._queue.qsize()))
             result = _result(call.future, call.deadline - time.monotonic())
             if isinstance(result, Future):
                 self._later[key] = call._replace(future=result)
@@ -82,6 +93,16 @@ class Calls(Generic[K]):
                     self._loop = None
         return done
 
+    def _add_threads(self, number: int) -> None:
+        for _ in range(number):
+            threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
+        self._num_threads += number
+
+
+def _work(queue: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        queue.get()()
+
 
 class _Call(NamedTuple):
     """A call under way."""
@@ -92,7 +113,7 @@ class _Call(NamedTuple):
     loop: asyncio.AbstractEventLoop
 
     def run(self, function: Callable[..., Any], *args: Any) -> None:
-        """In a thread of its own."""
+        """In one of the threads."""
         try:
             result = function(*args)
             if isinstance(result, Awaitable):
@@ -120,12 +141,17 @@ async def _contained(result: Awaitable[Any]) -> Any:
 
 def _result(future: Future[Any], seconds: float) -> Any:
     """What ``future`` has come to after ``seconds`` at most, or why nothing."""
-    if not wait([future], max(0, seconds)).done:
+    if not _is_done(future, max(0, seconds)):
         return Failed("timeout", "no answer within rl.step_timeout")
     error = future.exception()
     if error is None:
         return future.result()
     return _failed(error)
+
+
+def _is_done(future: Future[Any], seconds: float) -> bool:
+    """Whether it is, within ``seconds``."""
+    return future.done() or bool(wait([future], seconds).done)
 
 
 def _failed(error: BaseException) -> Failed:

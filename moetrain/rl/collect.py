@@ -26,6 +26,7 @@ from typing import Any, SupportsFloat, cast
 from moetrain.config_rl import RlSection
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Environment, Episode, Turn
+from moetrain.rl.faults import are_tokens
 from moetrain.rl.trajectory import Trajectory
 from moetrain.rollout import Completion, Generator, Request, SamplingParams
 
@@ -198,9 +199,7 @@ class Collector:
         if reward is None or done is None:
             name, value = ("reward", answer.reward) if reward is None else ("done", answer.done)
             return Failed("nonsense", f"its {name}, a {type(value).__name__}, is no finite number")
-        if not isinstance(tokens, tuple) or not all(
-            type(token) is int and 0 <= token < vocabulary for token in tokens
-        ):
+        if not are_tokens(tokens, vocabulary):
             problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
             return Failed("nonsense", problem)
         if not trajectory.answers and (done or not tokens):
@@ -209,7 +208,7 @@ class Collector:
 
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed
-        trajectory.fault = reason
+        trajectory.fault, trajectory.detail = reason, detail
         if reason not in self._said:  # each kind once: a bad environment has one at every call
             self._said.add(reason)
             logger.warning(
@@ -241,6 +240,7 @@ class Collector:
             seed=trajectory.seed,
             stop_ids=self.stop_ids,
             routes=self.settings.routing_replay,
+            tempered=True,
         )
         self.generator.submit(Request(name, tuple(trajectory.tokens), params))
         part.is_speaking = True

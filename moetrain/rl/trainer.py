@@ -13,34 +13,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from moetrain.checkpoint import Checkpoint
-from moetrain.config import Config, ConfigError
-from moetrain.data.tokenizer import load_tokenizer
+from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config_rl import SleepName
+from moetrain.config_sources import shortened
 from moetrain.engine import Engine
 from moetrain.kernels import cudnn_attention
 from moetrain.loss import Pretraining
+from moetrain.memory import MemoryEstimate, device_capacity, estimate_memory, least_sleep
 from moetrain.metrics import plot_curves, routing_health
 from moetrain.models import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.apply import compute_dtype
 from moetrain.rl.advantages import Advantages, Outcome, advantages
-from moetrain.rl.buffer import Tasks, Window
+from moetrain.rl.buffer import Window
 from moetrain.rl.collect import Collector
-from moetrain.rl.envs import Demonstrates, Marked, open_environment
+from moetrain.rl.envs import Demonstrates, Marked
 from moetrain.rl.evaluate import figures, write_completions
+from moetrain.rl.faults import Demonstrations, Failing
 from moetrain.rl.learn import Learned, Learner, gather
 from moetrain.rl.rows import Sample
+from moetrain.rl.setup import check_same_tasks, set_up
+from moetrain.rl.timing import TimeSplit, line_of, table_of
 from moetrain.rl.trajectory import Trajectory, from_state, to_state
 from moetrain.rollout import Generator
-from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run import Run
@@ -72,53 +74,46 @@ class Rollout(NamedTuple):
 class RlTrainer(Run[Learned]):
     """One run of reinforcement learning. ``RlTrainer(config).fit()`` is all there is to call."""
 
+    def estimate(self, arch: Architecture) -> MemoryEstimate:
+        """With the generator; settles what ``rl.sleep`` means on these devices."""
+        sizes = self.config, arch, self.world.dims, compute_dtype(self.config, self.device)
+        mine = least_sleep(*sizes, device_capacity(self.device))
+        # One for all: graphs that are captured anew send tokens to other ranks.
+        self.sleep = cast("SleepName", self.world.share(mine))
+        return estimate_memory(*sizes, self.sleep)
+
     def build(self, arch: Architecture) -> None:
         """Tasks, engine, and a generator beside it."""
         self.config = config = with_training_bits(self.config, self.device)
-        rl = config.rl
-        self.total_steps = self._check()
-        self.tokenizer = load_tokenizer(config.data.tokenizer)
-        if self.tokenizer.vocab_size > arch.vocab_size:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{config.data.tokenizer!r} has {self.tokenizer.vocab_size} tokens, more than the "
-                f"model's vocabulary of {arch.vocab_size}; use the model's own",
-            )
-        self.environment = open_environment(rl, self.tokenizer)
-        if rl.supervised_steps and not isinstance(self.environment, Demonstrates):
-            raise ConfigError(
-                "rl.supervised_steps", f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
-            )
-        self.tasks = Tasks(self.environment.num_tasks, rl.eval_tasks, config.train.seed)
+        self.setup = set_up(config, arch, self.device.type)
+        self.total_steps = self.setup.total_steps
+        self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
+        self.environment, self.demonstrations = self.setup.environment, None
+        if isinstance(self.environment, Demonstrates):
+            limit = config.rl.step_timeout
+            self.demonstrations = Demonstrations(self.environment, limit, arch.vocab_size)
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
         self._build_generator()
-        self.window = Window(rl.max_staleness * self.num_groups)
+        self.window = Window(config.rl.max_staleness * self.setup.num_groups)
         self.weights_at = -1
         """The step whose weights the generator has."""
         self.lr = 0.0
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.time = TimeSplit(self.device)
+        self.began_at = self.logged_at = self.step
+        self.generated = self.trained = 0
+        """Tokens, of all ranks, since the run began or went on."""
+        self.failing = Failing()
         self.rollout_row: dict[str, float] = {}
 
     def _build_generator(self) -> None:
-        config, rl = self.config, self.config.rl
-        longest = config.data.seq_len
-        if rl.cache_tokens is None:
-            num_pages = rl.max_sequences * -(-longest // PAGE_SIZE)
-        else:
-            num_pages = rl.cache_tokens // PAGE_SIZE
-        if num_pages * PAGE_SIZE < longest:
-            raise ConfigError(
-                "rl.cache_tokens",
-                f"{rl.cache_tokens}, in pages of {PAGE_SIZE}, do not hold a row of data.seq_len "
-                f"{longest}; raise it",
-            )
+        rl = self.config.rl
         model, experts = replica(self.engine)
         self.generator = Generator(
             model,
             self.tokenizer,
-            num_pages=num_pages,
+            num_pages=self.setup.num_pages,
             max_sequences=rl.max_sequences,
             experts=experts,
         )
@@ -128,43 +123,21 @@ class RlTrainer(Run[Learned]):
             self.environment,
             rl,
             stop_ids=end_ids(self.engine.model, self.tokenizer),
-            longest=longest,
+            longest=self.config.data.seq_len,
         )
-
-    def _check(self) -> int:
-        """The steps of the run; ConfigError where settings of several sections do not fit."""
-        train, rl = self.config.train, self.config.rl
-        size = train.global_batch_size * rl.updates_per_rollout
-        self.num_groups = size // rl.group_size
-        if size % rl.group_size or self.num_groups < rl.updates_per_rollout:
-            raise ConfigError(
-                "rl.group_size",
-                f"{rl.group_size} does not divide the {size} trajectories of a step "
-                "(train.global_batch_size x rl.updates_per_rollout) into a group for each update",
-            )
-        if rl.temperature != 1:
-            raise ConfigError(
-                "rl.temperature",
-                f"{rl.temperature}: generation reports log-probabilities at 1 alone; use 1",
-            )
-        if train.steps is None:
-            raise ConfigError("train.epochs", "reinforcement learning counts steps: train.steps")
-        if rl.supervised_steps > train.steps:
-            problem = f"{rl.supervised_steps} are more than train.steps {train.steps}, all of them"
-            raise ConfigError("rl.supervised_steps", problem)
-        return train.steps
 
     @property
     def identity(self) -> str:
-        rl = self.config.rl
-        parts = [rl.env, rl.env_args, rl.prompts, rl.reward, rl.eval_tasks]
-        text = json.dumps([*parts, self.tokenizer.fingerprint])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.setup.identity).encode()).hexdigest()
 
     @property
     def trained_on(self) -> str:
         rl = self.config.rl
-        return f"{rl.env}: {self.num_groups} prompts x {rl.group_size} trajectories a step"
+        return f"{rl.env}: {self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
+
+    def run(self) -> None:
+        self.time = TimeSplit(self.device)  # not of what lies between building and running
+        super().run()
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -185,7 +158,15 @@ class RlTrainer(Run[Learned]):
             self.lr = learning_rate(done, self.total_steps - rl.supervised_steps, optim)
             learned = self._reinforce()
         self.step += 1
+        if self.failing.is_hopeless:
+            self._give_up()
         return learned
+
+    def _give_up(self) -> None:
+        """End a run whose environment answers nobody."""
+        checkpoint = self.config.checkpoint
+        saved = f"; saved to {self.save()}" if checkpoint.interval or checkpoint.at_end else ""
+        raise RunFailed(f"rl.env {shortened(self.config.rl.env)}: {self.failing.describe()}{saved}")
 
     def _begin(self) -> None:
         """What comes before the first trajectory: where the policy starts from."""
@@ -196,10 +177,11 @@ class RlTrainer(Run[Learned]):
 
     def _imitate(self) -> Learned:
         """One update on demonstrations."""
-        assert isinstance(self.environment, Demonstrates)  # build has seen to it
+        assert self.demonstrations is not None  # there are supervised steps
         size = self.config.train.global_batch_size
         numbers = range(self.step * size, (self.step + 1) * size)
-        shown = [self.environment.demonstrate(self.tasks.trained(n)) for n in numbers]
+        with self.time.part("rewards"):
+            shown = self.demonstrations.of([self.tasks.trained(number) for number in numbers])
         samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
@@ -211,7 +193,8 @@ class RlTrainer(Run[Learned]):
 
     def _reinforce(self) -> Learned:
         """Trajectories, and updates on them."""
-        with self.engine.offloaded() if self.config.rl.offload else nullcontext():
+        away = self.engine.offloaded() if self.config.rl.offload else nullcontext()
+        with self.time.part("offload"), away, self.time.part("generate"):
             rollout = self.roll_out()
         self.rollout_row, samples = rollout.row, rollout.samples()
         if not samples:  # nothing to learn: neither momentum nor decay moves the weights
@@ -227,11 +210,13 @@ class RlTrainer(Run[Learned]):
 
     def sync_weights(self) -> None:
         """The generator's weights are the engine's from here on. Collective."""
-        if self.weights_at == self.step:
-            return
-        with self._timed("update_weights"):
-            self.update_weights()
-        self.weights_at = self.generator.version = self.step
+        if self.generator.is_asleep:
+            with self.time.part("offload"):
+                self.generator.wake()
+        if self.weights_at != self.step:
+            with self.time.part("weights"):
+                self.update_weights()
+            self.weights_at = self.generator.version = self.step
 
     # ---- trajectories --------------------------------------------------------------------------
 
@@ -239,18 +224,20 @@ class RlTrainer(Run[Learned]):
         """The trajectories that are due, of all ranks, in the same order on each."""
         rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
-        found = self._next_groups(self.num_groups)
+        found = self._next_groups(self.setup.num_groups)
         worth = advantages(self._outcomes(found), rl)
         for _ in range(rl.resample):
-            missing = self.num_groups - worth_learning(found, worth)
+            missing = self.setup.num_groups - worth_learning(found, worth)
             if missing <= 0:
                 break
             found += self._next_groups(missing)
             worth = advantages(self._outcomes(found), rl)
+        self.failing.look_at(found)
         seconds = self.collector.seconds
-        for name, value in seconds.items():
-            self.seconds[name] += value
+        self.time.move(seconds["environment"], "generate", "rewards")
         generated = sum(gather(self.world, self.collector.generated))
+        self.generated += generated
+        rate = generated / max(1e-9, sum(seconds.values()))
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
         row = figures(found) | {
             "prompts": self.window.taken - first,
@@ -258,7 +245,8 @@ class RlTrainer(Run[Learned]):
             "advantage_spread": worth.spread,
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
-            "generated_tokens_per_second": generated / max(1e-9, sum(seconds.values())),
+            "generated_tokens_per_second": rate,
+            "generated_tokens_per_second_per_device": rate / self.world.size,
         }
         row |= {f"left_out/{reason}": number for reason, number in worth.left_out.items()}
         return Rollout(found, worth.values, row)
@@ -277,7 +265,8 @@ class RlTrainer(Run[Learned]):
         kls: dict[int, float] = {}
         if rl.kl_coef and rl.kl_in == "reward":
             whole = [i for i, t in enumerate(trajectories) if t.fault is None]
-            sums = self.learner.kl_sums([trajectories[i].sample(0.0) for i in whole])
+            with self.time.part("train"):
+                sums = self.learner.kl_sums([trajectories[i].sample(0.0) for i in whole])
             kls = dict(zip(whole, sums, strict=True))
         return [
             Outcome(t.group, t.reward, t.fault, t.is_overlong, kls.get(i, 0.0))
@@ -298,10 +287,14 @@ class RlTrainer(Run[Learned]):
 
     def evaluate(self) -> None:
         """Log the reward on ``rl.eval_tasks`` held-out tasks, and write what was said."""
-        rl = self.config.rl
-        if not rl.eval_tasks or self.evaluated_at == self.step:
+        if not self.config.rl.eval_tasks or self.evaluated_at == self.step:
             return
         self.sync_weights()
+        with self.time.part("evaluate"):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        rl = self.config.rl
         mine = self._mine(range(rl.eval_tasks))
         for index in mine:  # numbers below 0, which no prompt of training has
             task = self.tasks.held_out(index)
@@ -315,7 +308,8 @@ class RlTrainer(Run[Learned]):
 
     def log_step(self, result: Learned) -> None:
         """Log the step just done."""
-        seconds, self.seconds = self.seconds, defaultdict(float)
+        steps, self.logged_at = max(1, self.step - self.logged_at), self.step
+        seconds = {name: taken / steps for name, taken in self.time.take().items()}
         row: dict[str, float | None] = {
             **dict.fromkeys(("entropy", "kl", "mismatch") if self.rollout_row else ()),
             **result.row,
@@ -333,6 +327,7 @@ class RlTrainer(Run[Learned]):
             for text in self.routing_watch.update(routing):
                 self.log.say(text)
         self.log.log(self.step, row)
+        self.log.say(line_of(seconds))
 
     def finish(self) -> None:
         """What a run leaves behind beside its checkpoint: an evaluation, a plot, weights."""
@@ -340,26 +335,45 @@ class RlTrainer(Run[Learned]):
         self.export(self.tokenizer, self.tokenizer.chat_template)
         if self.world.is_main:
             plot_curves(self.log.path, self.folder / "reward.png", CURVES, "reward")
+        for line in self._summary():
+            self.log.say(line)
+
+    def _summary(self) -> list[str]:
+        """Where the time has gone since the run began or went on, and what came of it."""
+        self.time.take()
+        total, size = self.time.total, self.world.size
+        whole = sum(total.values())
+        rates = {
+            "generation": self.generated / max(1e-9, total["generate"] + total["rewards"]),
+            "training": self.trained / max(1e-9, total["train"]),
+            "trained over all": self.trained / whole,
+        }
+        shown = ", ".join(f"{name} {rate / size:,.0f}" for name, rate in rates.items())
+        compared, differing = self.learner.compared, self.learner.differing
+        return [
+            f"time of {self.step - self.began_at:,} steps: {whole:,.1f} s",
+            *table_of(total),
+            f"tokens/s per device: {shown}",
+            f"rl mismatch: compared {compared:,} tokens with the trainer's own, "
+            f"differing {differing:,}",
+        ]
 
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
         """Meanwhile ``samples`` are learned, and the clock runs."""
+        if self.sleep != "never" and not self.generator.is_asleep:
+            with self.time.part("offload"):
+                self.generator.sleep(weights=self.sleep == "all")
+            if self.sleep == "all":
+                self.weights_at = -1
         self.clock.start()
-        with self._timed("train"):
+        with self.time.part("train"):
             yield
         self.clock.stop()
         tokens = sum(len(sample.tokens) - 1 for sample in samples)
         self.tokens += tokens
+        self.trained += tokens
         self.clock.count(tokens // self.world.size)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Meanwhile time counts as ``name``."""
-        started = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - started
 
     # ---- saving and resuming -------------------------------------------------------------------
 
@@ -370,6 +384,7 @@ class RlTrainer(Run[Learned]):
             "sample_index": self.window.taken,
             "begun": self.window.begun,
             "under_way": rows,
+            "tasks": self.setup.identity,
         }
 
     def progress_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -377,6 +392,11 @@ class RlTrainer(Run[Learned]):
         if self.learner.reference:
             groups["reference"] = self.learner.reference_state()
         return groups
+
+    def resume(self, found: Checkpoint) -> None:
+        check_same_tasks(found, self.config, self.setup.identity)
+        super().resume(found)
+        self.began_at = self.logged_at = self.step
 
     def take_up(self, found: Checkpoint) -> None:
         if "under_way" not in found.state:

@@ -38,6 +38,8 @@ class Trajectory:
     """It was cut off: at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
     """Why it failed, in a word; None: it did not."""
+    detail: str = ""
+    """And in a line."""
     tokens: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -27,7 +27,7 @@ from moetrain.models import Transformer
 from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.pages import PAGE_SIZE, Pages
 from moetrain.rollout.request import Completion, FinishReason, Request, RequestError
-from moetrain.rollout.sampling import choose_filtered, has_filters, keys_of
+from moetrain.rollout.sampling import choose_filtered, keys_of
 from moetrain.rollout.scheduler import Running, Scheduler
 from moetrain.rollout.steps import Planned, Step, Steps
 
@@ -87,6 +87,8 @@ class Generator:
         self.steps = Steps(model, self.pages, min(known, model.arch.vocab_size), experts)
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens)
         self.version, self.paused, self.is_asleep = 0, False, False
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        """The parameters' memory while it is given back, and its bytes."""
         self._live: dict[str, list[Running]] = {}
         """Every request's completions, until all of them are finished."""
 
@@ -248,15 +250,30 @@ class Generator:
         self.pages.forget()
         self.version += 1
 
-    def sleep(self) -> None:
-        """Give the cache's memory back; completions under way go on after :meth:`wake`."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Give the cache's memory back; completions under way go on after :meth:`wake`.
+
+        Args:
+            weights: give that of the parameters back too; their values are lost.
+        """
         self.scheduler.preempt_all()
         self.pages.forget()
-        self.steps.free()
+        if weights:
+            for parameter in self.model.parameters():
+                storage = parameter.untyped_storage()
+                self._asleep.append((storage, storage.nbytes()))
+                storage.resize_(0)
+        self.steps.free()  # and the graphs, which know addresses
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Serve again; the cache has memory from the next step on."""
+        """Serve again; the cache has memory from the next step on.
+
+        Parameters that were given back have memory, and need values before that.
+        """
+        for storage, num_bytes in self._asleep:
+            storage.resize_(num_bytes)
+        self._asleep.clear()
         self.is_asleep = False
 
     # ---- a step --------------------------------------------------------------------------------
@@ -277,14 +294,14 @@ class Generator:
         special = [
             i
             for i, sequence in enumerate(sequences)
-            if has_filters(sequence.request.params) or sequence.request.params.logprobs
+            if sequence.request.params.has_filters or sequence.request.params.logprobs
         ]
         if special:
             hidden_ND = step.hidden_ND[[at[i] for i in special]]
             found = self._consider_all([sequences[i] for i in special], hidden_ND)
             for i, (token, logprob, top) in zip(special, found, strict=True):
                 params = sequences[i].request.params
-                if has_filters(params):  # whoever only looks at logits, has what it would have had
+                if params.has_filters:  # whoever only looks at logits, has what it would have had
                     tokens[i], logprobs[i] = token, logprob
                 if params.logprobs:
                     sequences[i].completion.top_logprobs.append(top)
@@ -311,7 +328,9 @@ class Generator:
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = min(max(p.logprobs for p in params), known)
         # Stable: which of equals topk takes depends on how many others ask for.
-        top = logits_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        scales_N = torch.tensor([sequence.scale for sequence in sequences], device=device)
+        scaled_NV = logits_NV * scales_N[:, None]
+        top = scaled_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
         tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
         likeliest = [

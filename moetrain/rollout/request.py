@@ -50,6 +50,9 @@ class SamplingParams:
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False
     """Whether to report which experts each token was sent to."""
+    tempered: bool = False
+    """Report log-probabilities at ``temperature``, which is what training at it takes; else, and at
+    temperature 0, those at 1. Filters are no part of them, so there must be none."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
@@ -68,10 +71,16 @@ class SamplingParams:
             "stop": not isinstance(self.stop, str)
             and all(text and isinstance(text, str) for text in self.stop),
             "logprobs": self.logprobs >= 0,
+            "tempered": not (self.tempered and self.has_filters),
         }
         for name, is_good in good.items():
             if not is_good:
                 raise ValueError(f"{name} {getattr(self, name)!r} is out of range")
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are ruled out, which takes all logits."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,8 @@ class Completion:
     """Of the request's ``n``, from 0."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each token under the model: before temperature and filters, in nats."""
+    """Of each token under the model: before filters, and at temperature 1 unless ``tempered``; in
+    nats."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """The likeliest tokens at each place and their log-probabilities; empty: not asked for."""
     versions: list[int] = field(default_factory=list)

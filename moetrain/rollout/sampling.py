@@ -22,10 +22,10 @@ _SALT = 0x9E3779B9
 
 def stream_of(params: SamplingParams, completion: int) -> int:
     """32 bits, as a signed number, of all that a completion's noise depends on but the position."""
-    stream = torch.zeros((), dtype=torch.int64)
+    stream = 0
     for word in (params.seed & MASK, params.seed >> 32, completion):
-        stream = mix(stream ^ mix(torch.tensor((word + _SALT) & MASK)))
-    return int(stream.int())
+        stream = mix(stream ^ mix((word + _SALT) & MASK))
+    return stream - (stream >> 31 << 32)
 
 
 def inverse_temperature(params: SamplingParams) -> float:
@@ -38,9 +38,9 @@ def keys_of(streams_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
     return mix((streams_N.long() & MASK) ^ mix((positions_N.long() + _SALT) & MASK)).int()
 
 
-def has_filters(params: SamplingParams) -> bool:
-    """Whether some tokens are ruled out, which takes all logits."""
-    return bool(params.top_k or params.top_p < 1 or params.min_p)
+def scale_of(params: SamplingParams) -> float:
+    """What logits are multiplied by in the log-probabilities that are reported."""
+    return (params.tempered and inverse_temperature(params)) or 1.0
 
 
 def choose_filtered(

@@ -18,7 +18,7 @@ import torch
 
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
-from moetrain.rollout.sampling import inverse_temperature, stream_of
+from moetrain.rollout.sampling import inverse_temperature, scale_of, stream_of
 
 
 @dataclass(eq=False)
@@ -35,6 +35,8 @@ class Running:
     """What its noise depends on (:func:`moetrain.rollout.sampling.stream_of`)."""
     inverse: float
     """1 / temperature, and 0 at temperature 0."""
+    scale: float
+    """Of the logits in what is reported (:func:`moetrain.rollout.sampling.scale_of`)."""
     pages: list[int] = field(default_factory=list)
     num_read: int = 0
     """Tokens whose keys and values lie in ``pages``."""
@@ -53,6 +55,7 @@ class Running:
             list(request.tokens),
             stream_of(params, index),
             inverse_temperature(params),
+            scale_of(params),
         )
 
     @property

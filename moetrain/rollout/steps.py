@@ -4,7 +4,7 @@ Where every sequence reads one token (most steps, once prompts are read) shapes 
 such a step is a graph, captured at the first use of its size, with the sequences in lanes of which
 some may be empty. All that a lane must be told is one row of numbers. Other steps run eagerly.
 
-Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 4 + M numbers
+Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 5 + M numbers
 of a lane, D model width, K experts a token.
 """
 
@@ -36,7 +36,7 @@ Planned = Sequence[tuple[Running, int]]
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 """Lanes of a graph."""
-_TOKEN, _POSITION, _STREAM, _INVERSE, _PAGES = range(5)  # the columns of a lane
+_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # the columns of a lane
 
 
 class Step(NamedTuple):
@@ -150,10 +150,10 @@ class Steps:
             np.array(ends, np.int32),
             np.array([sequence.num_read for sequence, _ in planned], np.int32),
             np.array([sequence.stream for sequence, _ in planned], np.int32),
-            np.array([sequence.inverse for sequence, _ in planned], np.float32),
+            np.array([[s.inverse for s, _ in planned], [s.scale for s, _ in planned]], np.float32),
             np.stack([self._no_pages, *(sequence.table for sequence, _ in planned)])[1:],
         ]
-        tokens_T, positions_T, slots_T, ends_N, seen_N, streams_N, inverse_N, pages_NM = (
+        tokens_T, positions_T, slots_T, ends_N, seen_N, streams_N, how_2N, pages_NM = (
             torch.from_numpy(x).to(self.device) for x in integers
         )
         rows = PagedRows(
@@ -166,7 +166,7 @@ class Steps:
         with self._noted(routes) as chosen:
             hidden_TD = self._read(tokens_T, positions_T, rows, None)
         last_N = ends_N[1:].long() - 1
-        return self._choose(hidden_TD[last_N], streams_N, positions_T[last_N], inverse_N, chosen)
+        return self._choose(hidden_TD[last_N], streams_N, positions_T[last_N], how_2N, chosen)
 
     def _read(
         self,
@@ -188,12 +188,13 @@ class Steps:
         hidden_ND: torch.Tensor,
         streams_N: torch.Tensor,
         positions_N: torch.Tensor,
-        inverse_N: torch.Tensor,
+        how_2N: torch.Tensor,
         routes: list[torch.Tensor],
     ) -> Step:
         keys_N, model = keys_of(streams_N, positions_N + 1), self.model
-        backend = model.kernels.backend
-        chosen = choose_next(hidden_ND, model.head_weight, keys_N, inverse_N, self.known, backend)
+        backend, head_VD = model.kernels.backend, model.head_weight
+        inverse_N, scales_N = how_2N
+        chosen = choose_next(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
         return Step(hidden_ND, torch.stack([x.double() for x in chosen]), routes)
 
     @contextmanager
@@ -223,8 +224,8 @@ class Steps:
         rows[:used, _TOKEN] = [sequence.tokens[sequence.num_read] for sequence in sequences]
         rows[:used, _POSITION] = [sequence.num_read for sequence in sequences]
         rows[:used, _STREAM] = [sequence.stream for sequence in sequences]
-        inverse = np.array([sequence.inverse for sequence in sequences], np.float32)
-        rows[:used, _INVERSE] = inverse.view(np.int32)
+        how = np.array([[s.inverse for s in sequences], [s.scale for s in sequences]], np.float32)
+        rows[:used, _INVERSE:_PAGES] = how.view(np.int32).T
         for row, sequence in zip(rows, sequences, strict=False):
             row[_PAGES:] = sequence.table
         rows[used:size] = 0
@@ -233,8 +234,8 @@ class Steps:
 
     def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> Step:
         """The step of a token a lane; nothing depends on what ``lanes_LC`` holds but values."""
-        tokens_L, positions_L, streams_L, inverse_L = lanes_LC[:, :_PAGES].unbind(1)
-        inverse_L = inverse_L.contiguous().view(torch.float32)
+        tokens_L, positions_L, streams_L = lanes_LC[:, :_INVERSE].unbind(1)
+        how_2L = lanes_LC[:, _INVERSE:_PAGES].T.contiguous().view(torch.float32)
         is_empty_L, size = positions_L < 0, self.pages.page_size
         positions_L = positions_L.clamp(min=0)
         pages_LM = lanes_LC[:, _PAGES:]
@@ -245,7 +246,7 @@ class Steps:
         rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, num_single=lanes)
         with self._noted(routes) as chosen:
             hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L)
-        return self._choose(hidden_LD, streams_L, positions_L, inverse_L, chosen)
+        return self._choose(hidden_LD, streams_L, positions_L, how_2L, chosen)
 
     def _capture(self, size: int) -> _Graph:
         """The graph of ``size`` lanes. Collective: the warm-up sends tokens, as all steps do."""

@@ -1,16 +1,18 @@
 """Which blocks each stage has, and which tensors of the model lie on which pipeline rank.
 
-The list of blocks is cut where the slowest stage is fastest, by the parts' own counts of
-multiply-adds; the first stage also has the embedding, which multiplies nothing, and the last one
-the final norm and the head. With tied embeddings both ends have the one matrix: each keeps a copy,
-and their gradients are added up before the step.
+The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
+multiply-adds and of parameters, which every micro-batch moves through memory; the first stage also
+has the embedding, which multiplies nothing, and the last one the final norm and the head. With tied
+embeddings both ends have the one matrix: each keeps a copy, and their gradients are added up before
+the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate, permutations
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.models import Architecture, Transformer, compute_dtype, plan_model
+from moetrain.models.parts import Share
 from moetrain.models.rules import Rule
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
@@ -32,6 +35,10 @@ from moetrain.parallel.pipeline.simulator import in_flight, run_on_paper
 
 SPLIT = ("zero_bubble", "zbv")
 """Schedules with gradients of weights by themselves."""
+_FLOPS, _BANDWIDTH = 6e14, 4e12
+"""Of one H200, as matrix products and copies reach them; only their ratio matters."""
+_BYTES_MOVED = 16
+"""A parameter and micro-batch: read twice in bf16, its gradient written and added up in fp32."""
 PAIRS = ("merged_1f1b",)
 """Schedules with a forward and a backward at once."""
 
@@ -65,12 +72,13 @@ class StagePlan:
         return (last,)
 
 
-def plan_stages(parallel: ParallelSection, arch: Architecture, seq_len: int) -> StagePlan:
-    """The stages that ``parallel`` asks for.
+def plan_stages(config: Config, arch: Architecture) -> StagePlan:
+    """The stages that ``config.parallel`` asks for.
 
     Raises:
         ConfigError: more stages than blocks, or a split that is none of the blocks.
     """
+    parallel = config.parallel
     recipe = RECIPES[parallel.pp_schedule if parallel.pp > 1 else "1f1b"]
     virtual = _stages_per_rank(parallel)
     rank_of_stage = place_stages(parallel.pp, virtual, is_v=recipe.is_v)
@@ -82,7 +90,8 @@ def plan_stages(parallel: ParallelSection, arch: Architecture, seq_len: int) -> 
             f"stages, and the model has {blocks} blocks; use {blocks // virtual} or fewer",
         )
     if parallel.pp_split is None:
-        sizes = balance([_products(arch, i, seq_len) for i in range(blocks)], _head(arch), count)
+        *costs, head = _costs(config, arch)
+        sizes = balance(tuple(costs), head, rank_of_stage)
     else:
         sizes = parallel.pp_split
         if len(sizes) != count or sum(sizes) != blocks:
@@ -102,7 +111,7 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
     parallel = config.parallel
     if dims.pp == 1:
         return
-    plan_stages(parallel, arch, config.data.seq_len)
+    plan_stages(config, arch)
     if config.moe.dispatch_mode == "static":
         raise ConfigError(
             "moe.dispatch_mode",
@@ -180,9 +189,11 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
     and of communication that takes no time.
     """
     number = config.train.micro_batches(dims.data_ranks)
-    plan = plan_stages(config.parallel, arch, config.data.seq_len)
+    plan = plan_stages(config, arch)
     schedule = schedule_of(config, dims, number)
-    scale = stage_products(plan, arch, config.data.seq_len)
+    *costs, head = _costs(config, arch)
+    scale = [sum(costs[i] for i in blocks) for blocks in plan.ranges]
+    scale[-1] += head
     bubble = run_on_paper(schedule, Costs(scale=scale)).bubble
     sizes = ",".join(str(len(blocks)) for blocks in plan.ranges)
     held = " ".join(map(str, activations_in_flight(config, dims)))
@@ -192,45 +203,57 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
     )
 
 
-def _products(arch: Architecture, block: int, seq_len: int) -> float:
-    parts = (arch.attention(block), arch.feed_forward(block))
-    return sum(part.products_per_token(seq_len) for part in parts)
+def _costs(config: Config, arch: Architecture) -> list[float]:
+    """Seconds a token of every block, and of the head: forward and backward of one micro-batch."""
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    share = Share(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.enabled)
+
+    def seconds(products: float, numbers: float) -> float:
+        flops = 6 * products / share.tp
+        return flops / _FLOPS + _BYTES_MOVED * numbers / share.tokens / _BANDWIDTH
+
+    found = []
+    for parts in arch.layers():
+        products = sum(part.products_per_token(config.data.seq_len) for part in parts)
+        found.append(seconds(products, sum(part.numbers(share) for part in parts)))
+    matrix = arch.vocab_size * arch.hidden_size
+    return [*found, seconds(matrix, matrix / share.tp)]
 
 
-def _head(arch: Architecture) -> float:
-    return float(arch.vocab_size * arch.hidden_size)
+@lru_cache
+def balance(
+    costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
+) -> tuple[int, ...]:
+    """How many blocks of ``costs`` each stage has, one at least; the last also has ``head``.
+
+    From equal numbers on, one block at a time goes from a stage to another, as long as the slowest
+    rank becomes faster, or else ranks more alike, or else stages.
+    """
+    sums = [0.0, *accumulate(costs)]
+
+    def weights(sizes: tuple[int, ...]) -> tuple[float, ...]:
+        pairs = zip(accumulate(sizes), sizes, strict=True)
+        stages = [sums[end] - sums[end - size] for end, size in pairs]
+        stages[-1] += head
+        ranks = [0.0] * (max(rank_of_stage) + 1)
+        for rank, cost in zip(rank_of_stage, stages, strict=True):
+            ranks[rank] += cost
+        return max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)
+
+    even, more = divmod(len(costs), len(rank_of_stage))
+    sizes = tuple(even + (i < more) for i in range(len(rank_of_stage)))
+    while True:
+        better = min(_moves(sizes), key=weights, default=sizes)
+        if weights(better) >= weights(sizes):
+            return sizes
+        sizes = better
 
 
-def stage_products(plan: StagePlan, arch: Architecture, seq_len: int) -> list[float]:
-    """Multiply-adds a token of every stage's forward."""
-    costs = [sum(_products(arch, i, seq_len) for i in blocks) for blocks in plan.ranges]
-    costs[-1] += _head(arch)
-    return costs
-
-
-def balance(costs: Sequence[float], head: float, count: int) -> list[int]:
-    """How many blocks each of ``count`` stages has, one at least, so that the largest sum of
-    ``costs`` is smallest, with ``head`` on the last; of equals, later stages have fewer."""
-    total = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    @cache
-    def best(start: int, stages: int) -> tuple[float, int]:
-        """The largest sum of the ``stages`` last stages from block ``start``; the first's end."""
-        if stages == 1:
-            return sums[total] - sums[start] + head, total
-        ends = range(total - stages + 1, start, -1)
-        found = ((max(sums[end] - sums[start], best(end, stages - 1)[0]), end) for end in ends)
-        return min(found, key=lambda one: one[0])
-
-    sizes, start = [], 0
-    for stages in range(count, 0, -1):
-        end = best(start, stages)[1]
-        sizes.append(end - start)
-        start = end
-    return sizes
+def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``sizes`` with one block fewer in a stage and one more in another."""
+    for source, target in permutations(range(len(sizes)), 2):
+        if sizes[source] > 1:
+            yield tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
 
 
 # ---- one rank's view ----------------------------------------------------------------------------
@@ -266,7 +289,7 @@ class Stages:
 
     @classmethod
     def of(cls, config: Config, arch: Architecture, meshes: Meshes, device: torch.device) -> Stages:
-        plan = plan_stages(config.parallel, arch, config.data.seq_len)
+        plan = plan_stages(config, arch)
         model, rules = plan_model(config, arch, compute_dtype(config, device))
         tensors = [*model.named_parameters(), *model.named_buffers()]
         is_tied = arch.tie_embeddings

@@ -56,9 +56,25 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
         if gym == "reasoning-gym" and task:
             return ReasoningGym(prompts, task, **args)
         others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK"
-        return load_function(name, "rl.env", others)(prompts, **args)
+        return _checked(name, load_function(name, "rl.env", others)(prompts, **args))
     except TypeError as error:  # an argument that it does not have, or of another type
         raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
+        problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
+        raise ConfigError("rl.env", problem) from error
+
+
+def _checked(name: str, environment: Any) -> Environment:
+    """``environment``, if it is one as far as can be seen."""
+    number = getattr(environment, "num_tasks", "missing")
+    if number is not None and not (type(number) is int and number > 0):
+        problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
+        raise ConfigError("rl.env", f"{name!r}: {problem}")
+    if not callable(getattr(environment, "episode", None)):
+        raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
+    return environment
 
 
 def _open_jsonl(settings: RlSection, prompts: Prompts) -> Jsonl:

@@ -1,0 +1,153 @@
+"""Time whole steps of reinforcement learning: generation, updates, and what lies between.
+
+    torchrun --nproc-per-node 4 scripts/bench_rl.py [--layers 24] [--section.key value ...]
+
+Random weights of ``qwen3-30b-a3b``, cut to ``--layers``; prompts of ``--prompt`` random tokens in
+groups of 8, ``--responses`` tokens each (none ends before), ``--sequences`` trajectories a rank and
+step. The reward is the share of even tokens, so that every group has a spread. The first step
+compiles, captures and connects and is not counted.
+
+A line for the whole, and one for every part: seconds and share. Generated tokens are counted as
+published ones are: of responses alone, over the whole step. Exit code 1 where a log-probability of
+generation differs from training's though the kernels of both are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_train import commit, device_name
+
+from moetrain.config import Config, launched_place
+from moetrain.models import Architecture
+from moetrain.rl.envs import Episode, Turn
+from moetrain.rl.trainer import RlTrainer
+
+GROUP = 8
+
+
+class Noise(Episode):
+    """A prompt of random tokens."""
+
+    def __init__(self, task: int, length: int, vocabulary: int) -> None:
+        rng = random.Random(task)
+        self.prompt = tuple(rng.randrange(vocabulary) for _ in range(length))
+
+    def reset(self) -> Turn:
+        return Turn(self.prompt)
+
+    def step(self, action: Sequence[int]) -> Turn:
+        return Turn(reward=sum(token % 2 == 0 for token in action) / len(action), done=True)
+
+
+class Noises:
+    """Of every number one."""
+
+    num_tasks: int | None = None
+
+    def __init__(self, length: int, vocabulary: int) -> None:
+        self.length, self.vocabulary = length, vocabulary
+
+    def episode(self, task: int) -> Noise:
+        return Noise(task, self.length, self.vocabulary)
+
+
+class Bench(RlTrainer):
+    """A run in which nothing ends a response but its length."""
+
+    prompt = 256
+
+    def build(self, arch: Architecture) -> None:
+        super().build(arch)
+        self.collector.environment = Noises(self.prompt, self.tokenizer.vocab_size)
+        self.collector.stop_ids = ()
+
+    def finish(self) -> None:
+        """Leave nothing: these weights are of no use."""
+
+
+def main() -> int:
+    """Run, and print on rank 0."""
+    parser = argparse.ArgumentParser(description="Time RL steps.", allow_abbrev=False)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--responses", type=int, default=2048)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    args, words = parser.parse_known_args()
+    place = launched_place()
+    ranks = 1 if place is None else place.world_size
+    Bench.prompt = args.prompt
+    row = args.prompt + args.responses
+    settings = {
+        "model.preset": "qwen3-30b-a3b",
+        "model.num_layers": args.layers,
+        "data.seq_len": 2 * row,
+        "train.steps": args.steps,
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": ranks * args.sequences,
+        "train.eval_interval": 0,
+        "parallel.ep": ranks,
+        "optim.lr": 1e-6,
+        "rl.group_size": GROUP,
+        "rl.max_tokens": args.responses,
+        "rl.max_sequences": args.sequences,
+        "rl.cache_tokens": args.sequences * (row + 64),
+        "rl.eval_tasks": 0,
+        "rl.ratio": "rollout",
+        "rl.offload": "yes",
+        "compile.enabled": "yes",
+        "checkpoint.at_end": "no",
+        "log.interval": 1,
+        "log.tensorboard": "no",
+        "output_dir": args.output_dir,
+    }
+    given = [f"{key}={value}" for key, value in settings.items()]
+    trainer = Bench(Config.load(None, [*given, *words]))
+    world = trainer.world
+    hardware = f"{world.size} x {device_name(world.device)}, {world.dims.describe()}"
+    main_rank = world.is_main
+    trainer.fit()
+    if not main_rank:
+        return 0
+    lines = (args.output_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "step_seconds" in row][1:]
+    print(f"{hardware}, commit {commit()}: {args.layers} layers")
+    print(report(rows, world.size, args), flush=True)
+    is_exact = trainer.config.kernels.attention == "exact"
+    return 1 if is_exact and any(row.get("mismatch_share") for row in rows) else 0
+
+
+def report(rows: Sequence[dict[str, Any]], ranks: int, args: argparse.Namespace) -> str:
+    """The rows of the steps that count, in words."""
+    mean = {
+        name: sum(row[name] for row in rows) / len(rows)
+        for name in rows[0]
+        if isinstance(rows[0][name], int | float)
+    }
+    whole = mean["step_seconds"]
+    responses = args.sequences * mean["length"]
+    text = responses + args.sequences * args.prompt
+    lines = [
+        f"{len(rows)} steps of {whole:.2f} s: {responses / whole:,.0f} generated tokens/s/GPU, "
+        f"{text / whole:,.0f} with prompts; length {mean['length']:.0f}, "
+        f"mismatch {mean.get('mismatch_share', float('nan')):.3g}, "
+        f"{mean['memory_gib']:.1f} GiB, ranks {ranks}"
+    ]
+    for name, value in mean.items():
+        if name.startswith("seconds/"):
+            lines.append(f"  {name[8:]:<16} {value:8.3f} s  {value / whole:6.1%}")
+    lines.append(f"  generation {mean['generated_tokens_per_second'] / ranks:,.0f} tokens/s/GPU, ")
+    lines[-1] += f"training {mean['tokens_per_second_per_device']:,.0f}"
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Environments that are of no use at all: the run ends, says why, and keeps what it has."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from test_rl_run import lines_of, words_of
+
+from moetrain.config import RunFailed
+from moetrain.rl.__main__ import run
+from moetrain.rl.envs import Marked
+from moetrain.rl.faults import HOPELESS_STEPS, Demonstrations, Failing
+from moetrain.rl.trajectory import Trajectory
+
+GONE = """
+from moetrain.rl.envs.generated import Sort
+
+class Gone(Sort):
+    left = 16 * 2 + 5  # attempts of two steps, and some of the third
+
+    def score(self, problem, answer):
+        Gone.left -= 1
+        if Gone.left < 0:
+            raise ConnectionError("the sandbox\\nis gone")
+        return super().score(problem, answer)
+"""
+
+
+def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
+    (tmp_path / "gone.py").write_text(GONE)
+    values = {"rl.env": f"{tmp_path}/gone.py:Gone", "rl.supervised_steps": 0, "train.steps": 20}
+    out = tmp_path / "out"
+    assert run(words_of(out, **values, **{"train.eval_interval": 0})) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"failed: rl.env '{tmp_path}/gone.py:Gone': every trajectory of 3 step")
+    assert "failed (raised), and nothing was learned; of task " in error
+    assert ": ConnectionError: the sandbox is gone; saved to " in error
+    rows = [row for row in lines_of(out) if "reward" in row]
+    faults = [row.get("left_out/raised", 0) for row in rows]
+    assert len(rows) == 2 + 1 + HOPELESS_STEPS - 1  # the last of them was not logged any more
+    assert faults[:2] == [0, 0]
+    assert 0 < faults[2] < 16  # which cost nothing but themselves
+    assert faults[3:] == [16] * 2
+    (saved,) = (out / "checkpoints").iterdir()
+    assert json.loads((saved / "state.json").read_text())["step"] == 6
+    assert run(words_of(out, **values, **{"train.eval_interval": 0})) == 1  # for a while
+    assert [row["step"] for row in lines_of(out) if "reward" in row] == [
+        *range(1, 6),
+        *range(7, 12),
+    ]
+
+
+def ended(*faults):
+    return [Trajectory(0, i, 7, 0, 1.0, fault=f, detail=f"{f}!") for i, f in enumerate(faults)]
+
+
+def test_hopeless_is_what_fails_alike_step_after_step():
+    failing = Failing()
+    steps = [("raised", "raised"), ("raised", "raised"), ("raised", None), ("timeout",) * 2]
+    steps += [("raised", "timeout"), ("raised",) * 2, ("raised",) * 2, ("timeout",) * 2]
+    for step in steps:
+        failing.look_at(ended(*step))
+        assert not failing.is_hopeless
+    for _ in range(HOPELESS_STEPS - 1):
+        failing.look_at(ended("timeout", "timeout"))
+    assert failing.is_hopeless
+    assert failing.describe().endswith("(timeout), and nothing was learned; of task 7: timeout!")
+
+
+async def later():
+    return Marked((1, 2), (False, True))
+
+
+SHOWN = {
+    "raises": lambda: 1 / 0,
+    "hangs": lambda: time.sleep(3600),
+    "hangs later": lambda: asyncio.sleep(3600),
+    "nothing": lambda: None,
+    "no mask": lambda: Marked((1, 2), None),
+    "a mask of another length": lambda: Marked((1, 2, 3), (False, True)),
+    "tokens beyond the vocabulary": lambda: Marked((1, 2, 300), (False, True, True)),
+    "tokens that are none": lambda: Marked((1, 2.0), (False, True)),
+    "one token": lambda: Marked((1,), (False,)),
+    "an action that nothing predicts": lambda: Marked((1, 2), (True, True)),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_a_demonstration_that_is_none_is_one_line(kind):
+    class Shows:
+        def demonstrate(self, task):
+            return SHOWN[kind]()
+
+    with pytest.raises(
+        RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is none: )"
+    ):
+        Demonstrations(Shows(), 0.2, 264).of([4])
+
+
+def test_a_demonstration_is_passed_on():
+    class Shows:
+        def demonstrate(self, task):
+            return later() if task == 5 else Marked((1, 2, task), (False, True, 1))
+
+    found = Demonstrations(Shows(), 5, 264).of([4, 5, 6])
+    assert found[1] == Marked((1, 2), (False, True))
+    assert [shown.tokens for shown in found[::2]] == [(1, 2, 4), (1, 2, 6)]
+    assert found[0].mask == (False, True, True)
