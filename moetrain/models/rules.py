@@ -132,8 +132,8 @@ def parameter_rules(plan: Plan, model: nn.Module) -> dict[str, Rule]:
 def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
     half = next(i for i, suffix in enumerate(ADAPTER) if name.endswith(suffix))
     adapted = rules[name.removesuffix(ADAPTER[half])]
-    style, init = _ADAPTER_STYLES[adapted.style][half], ("kaiming", "zeros")[half]
-    return Rule(style, init=init, decay=adapted.decay, gather=adapted.gather)
+    rule = Rule(_ADAPTER_STYLES[adapted.style][half], decay=adapted.decay, gather=adapted.gather)
+    return replace(rule, init="zeros" if half else "kaiming")
 
 
 def train_only(

@@ -93,7 +93,8 @@ def save_peft(
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
-    for name, shape, (a, b, _) in adapters:
+    for name, shape, adapter in adapters:
+        a, b = adapter.a, adapter.b
         if len(shape) == 3 and layout == "fused":
             module, rank = _fused_module(name), a.shape[1]
             wide = b.permute(1, 2, 0).reshape(shape[1], rank * shape[0])
@@ -146,9 +147,12 @@ def load_peft(
         wanted: set[str] = set()
         found: dict[str, list[_Site] | str] = {}
         for name, shape in shapes.items():
-            is_fused = len(shape) == 3 and _fused_module(name) + _HALVES[0] in stored
-            found[name] = _fused_module(name) if is_fused else _sites(hf, name, shape)
-            modules = [found[name]] if is_fused else [site.module for site in found[name]]
+            fused = _fused_module(name) if len(shape) == 3 else ""
+            if fused + _HALVES[0] in stored:
+                found[name], modules = fused, [fused]
+            else:
+                sites = found[name] = _sites(hf, name, shape)
+                modules = [site.module for site in sites]
             wanted |= {f"{module}{half}" for module in modules for half in _HALVES}
         _check_names(folder, stored, wanted)
         for name, shape in shapes.items():
@@ -219,7 +223,7 @@ def _rank_and_scale(folder: Path, settings: Mapping[str, Any]) -> tuple[int, flo
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if settings.get("peft_type") != "LORA" or type(rank) is not int or rank < 1:
         raise _error(folder, f"{SETTINGS} is of no LoRA adapter with a rank")
-    if type(alpha) not in (int, float):
+    if not isinstance(alpha, int | float):
         raise _error(folder, f"{SETTINGS}: lora_alpha is {alpha!r:.80}, not a number")
     for key in _REFUSED:
         if settings.get(key):
