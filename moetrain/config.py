@@ -240,6 +240,7 @@ class Config(Section):
                     name, f"{shown!r} contradicts {other} {values[other]!r}; unset one"
                 )
         self.rl.check()
+        self.checkpoint.check()
         ep = self.parallel.ep
         how = self.moe.dispatcher
         if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):

@@ -419,6 +419,11 @@ class CheckpointSection(Section):
     """Write a checkpoint at the end of the run."""
     keep: int = Field(default=2, gt=0)
     """Checkpoints kept; older ones are removed."""
+    keep_every: int = Field(default=0, ge=0)
+    """Besides those, checkpoints at multiples of so many steps are kept for good; 0: none are."""
+    asynchronous: bool = False
+    """Write while training goes on, from a copy in host memory (pinned, with a GPU): as much in
+    every process as its part of weights and moments, 12 bytes a parameter in all."""
     resume: str = "auto"
     """auto: the newest checkpoint of output_dir, if any; never; or a checkpoint's folder."""
     save_hf: bool = False
@@ -426,6 +431,15 @@ class CheckpointSection(Section):
     all that model.path holds besides (its other tensors and files)."""
     hf_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of those weights. auto: as each tensor is in model.path; from a preset, float32."""
+
+    def check(self) -> None:
+        """Raise ConfigError for milestones that would never come."""
+        if self.keep_every and (not self.interval or self.keep_every % self.interval):
+            raise ConfigError(
+                "checkpoint.keep_every",
+                f"{self.keep_every} is no multiple of checkpoint.interval {self.interval}: nothing "
+                "is saved then; make it one",
+            )
 
     @field_validator("resume")
     @classmethod
@@ -452,6 +466,9 @@ class LaunchSection(Section):
     nothing is started: the run takes its place among their processes."""
     join_timeout: float = Field(default=300.0, gt=0)
     """Seconds in which all processes of a run must have come to where they meet."""
+    max_restarts: int = Field(default=0, ge=0)
+    """Times that a run which failed is started again, from its newest checkpoint, when a process of
+    it was killed or has failed. torchrun has a setting of its own: --max-restarts."""
 
     @field_validator("nproc")
     @classmethod

@@ -305,6 +305,10 @@ class LaunchedPlace(NamedTuple):
     """Processes of this machine; None: the launcher does not say."""
     store_is_served: bool = False
     """Whether the launcher serves the store at ``address``; else rank 0 does."""
+    restarts: int = 0
+    """How often the launcher has started the ranks again, ..."""
+    max_restarts: int = 0
+    """... and will at most."""
 
 
 SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
@@ -340,8 +344,11 @@ def read_place(variables: Mapping[str, str]) -> LaunchedPlace | None:
         if count is not None and value >= count:
             raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
     is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    restarts = (_number(variables, name) if name in variables else 0 for name in counts)
+    address = f"{host}:{port}"
     return LaunchedPlace(
-        rank, local_rank, world_size, f"{host}:{port}", error_file, on_machine, is_served
+        rank, local_rank, world_size, address, error_file, on_machine, is_served, *restarts
     )
 
 

@@ -13,7 +13,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,19 +21,25 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
 from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.models import (
     Architecture,
     RoutingStats,
     build_model,
     find_family,
-    save_hf,
     update_router_bias,
 )
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
-from moetrain.models.hf.save import ExportDtype, warn_about_router_bias
+from moetrain.models.hf.save import (
+    DEFAULT_SHARD_BYTES,
+    ExportDtype,
+    Share,
+    save_stream,
+    warn_about_router_bias,
+    what_does_not_fit,
+)
 from moetrain.models.lora import Adapter, own_draws
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
@@ -41,11 +47,12 @@ from moetrain.optim import (
     HostMoments,
     build_optimizer,
     guarded_step,
-    load_whole_optimizer_state,
-    whole_optimizer_state,
+    load_optimizer_state,
+    optimizer_parts,
 )
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
 from moetrain.parallel.frozen import fingerprint
+from moetrain.parallel.layout import Part, Region
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
@@ -121,6 +128,8 @@ class Engine:
         self.optimizer = build_optimizer(self.fsdp.members, config.optim)
         self.static = static_transport(self.model)
         self._moments = HostMoments(self.optimizer)
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before weights or moments change; whoever copies them meanwhile sets it."""
         self.retried_steps = 0
         self._since_step: list[Totals] = []
 
@@ -183,6 +192,7 @@ class Engine:
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
         norm = self.fsdp.gradient_norm()
+        self.before_change()
         done, self._since_step = self._since_step, []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -207,6 +217,7 @@ class Engine:
     def offloaded(self) -> Iterator[None]:
         """Meanwhile moments, and parameters gathered, take no device memory; no step, no state."""
         self.fsdp.release()
+        self.before_change()
         self._moments.leave()
         try:
             yield
@@ -294,23 +305,25 @@ class Engine:
 
     # ---- weights and state ---------------------------------------------------------------------
 
-    def state(self, *, keep: bool = True) -> dict[str, dict[str, torch.Tensor]]:
-        """Groups ``model`` and ``optim`` of whole tensors by name, in host memory.
+    def state(self) -> dict[str, dict[str, Part]]:
+        """Groups ``model`` and ``optim``: this rank's own parts of tensors, by name; not copies.
 
-        Empty where ``keep`` is not set. Gradients are no part of it, nor is what is not trained:
-        that is where it came from (:attr:`fingerprint` tells whether it still is the same).
+        Gradients are no part of it, nor is what is not trained: that is where it came from
+        (:attr:`fingerprint` tells whether it still is the same).
         """
         self._check_moments()
-        optimizer = whole_optimizer_state(self.optimizer, self.fsdp.members, self.stages)
-        return {"model": self.trained_state(keep=keep), "optim": _kept(optimizer, keep)}
+        members, among = self.fsdp.members, self.stages.among
+        model = {
+            name: among(name, member.layout.part(member.local))
+            for name, member in members.items()
+            if member.rule.trainable
+        }
+        common = next(iter(members.values())).layout.common
+        model |= {name: among(name, common(x)) for name, x in self.model.named_buffers()}
+        return {"model": model, "optim": optimizer_parts(self.optimizer, members, self.stages)}
 
-    @torch.no_grad()
-    def trained_state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """The group ``model`` of :meth:`state`."""
-        return _kept(((name, self._whole(name)) for name in self.stages.saved), keep)
-
-    def load_state(self, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take what :meth:`state` gave, on any layout: each of its groups that ``groups`` has.
+    def load_state(self, groups: Mapping[str, Mapping[str, Region]]) -> None:
+        """Take what all ranks' :meth:`state` were, on any layout: each group that ``groups`` has.
 
         Forgets the step's gradients.
 
@@ -319,12 +332,13 @@ class Engine:
         """
         self.fsdp.check_idle()
         self._check_moments()
+        self.before_change()
         self._forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
             members, optim = self.fsdp.members, groups["optim"]
-            load_whole_optimizer_state(self.optimizer, members, self.stages, optim)
+            load_optimizer_state(self.optimizer, members, self.stages, optim)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -388,23 +402,25 @@ class Engine:
             save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
 
     def save_hf(
-        self, folder: Path, *, dtype: ExportDtype = "auto", tokenizer: TokenizerFiles | None = None
+        self,
+        folder: Path,
+        *,
+        dtype: ExportDtype = "auto",
+        tokenizer: TokenizerFiles | None = None,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> None:
-        """:func:`moetrain.save_hf` of the whole model, adapters merged, by the main rank."""
-        state = _kept(self.weights(merged=True), self.world.is_main)
-        if self.world.is_main:
-            with torch.device("meta"):
-                whole = build_model(self.arch)
-            parameters = {name: state[name] for name, _ in whole.named_parameters()}
-            whole.load_state_dict(parameters, assign=True)
-            whole.source = self.model.source
+        """:func:`moetrain.save_hf` of the model, adapters merged; every rank writes some files."""
+        with torch.device("meta"):
+            whole = build_model(self.arch)
+        whole.source, world = self.model.source, self.world
+        here = {name: member.local for name, member in self.fsdp.members.items()}
+        if unfit := world.any(what_does_not_fit(whole, here, dtype)):
+            raise ConfigError("checkpoint.hf_dtype", unfit)
+        if world.is_main:
             warn_about_router_bias(self.model)
-            save_hf(whole, folder, dtype=dtype, tokenizer=tokenizer)
-
-
-def _kept(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    """Copies in host memory; without ``keep`` none, but making ``tensors`` is collective."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors if keep}
+        share = Share(world.rank, world.size, world.wait)
+        weights = self.weights(hf=True)
+        save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
 
 
 class _Run(Generic[B]):

@@ -2,9 +2,9 @@
 
 :func:`start_ranks` uses the process layer of torch's elastic launcher and gives the ranks the
 variables that torchrun would, so a rank cannot tell the two apart. The rest of that launcher is
-not used: it re-starts and re-numbers ranks, which a checkpointed run has no need of; it gives a
-stopped run 30 seconds, whatever the size of its checkpoint; and after a failure it gives the other
-ranks, which hang in a collective, as long.
+not used: it re-numbers ranks, which a checkpointed run has no need of; it gives a stopped run 30
+seconds, whatever the size of its checkpoint; and after a failure it gives the other ranks, which
+hang in a collective, as long.
 
 How a run ends:
 
@@ -14,7 +14,10 @@ How a run ends:
     a rank is killed         one line that says by what signal; the others are killed: 1
     this process is killed   so are the ranks (:mod:`moetrain.rank`)
 
-Left out on purpose: several machines (torchrun, srun), and starting over after a failure.
+Where it ends with 1, all ranks may be started again (``launch.max_restarts``); a run then goes on
+from its newest checkpoint.
+
+Left out on purpose: several machines (torchrun, srun).
 """
 
 from __future__ import annotations
@@ -45,15 +48,29 @@ GRACE_SECONDS = 5.0
 """After a rank failed: for the others to report what they know, before they are killed."""
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of ranks that were asked to stop, and did; they may take their time."""
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that torch's start_processes sets handlers for."""
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that torch's start_processes sets handlers for, and what batch systems warn with."""
+FAILED = 1
 
 
-def start_ranks(command: Sequence[str], nproc: int) -> int:
+def start_ranks(command: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
     Only from the main thread, which is where signals arrive.
+
+    Args:
+        max_restarts: how often to start all ranks again after a failure.
     """
+    restarts = 0
+    while (code := _run_ranks(command, nproc, restarts, max_restarts)) == FAILED:
+        if restarts == max_restarts:
+            break
+        restarts += 1
+        print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
+    return code
+
+
+def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -63,6 +80,8 @@ def start_ranks(command: Sequence[str], nproc: int) -> int:
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks are all clients of that store
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "OMP_NUM_THREADS": str(max(1, threads)),
@@ -104,6 +123,7 @@ def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any], failed_m
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        number = signal.SIGTERM if number == signal.SIGUSR1 else number  # which is what it means
         forwarded.append(number)
         for pid in pids:
             os.kill(pid, number)
@@ -129,7 +149,7 @@ def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any], failed_m
     ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
     failed = [code for code in ended if code not in (0, *STOPPED)]
     # A bad setting (2) that one rank found fails the others in other ways (1).
-    return max(1, *failed) if failed else max(ended)
+    return max(FAILED, *failed) if failed else max(ended)
 
 
 def _exit_code(pid: int) -> int | None:

@@ -61,7 +61,7 @@ class Throughput:
         self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
         self.device = device
         self._started: float | None = None
-        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+        self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
 
     def start(self) -> None:
         """Let the clock run."""
@@ -80,6 +80,10 @@ class Throughput:
         self._tokens += tokens
         self._steps += 1
 
+    def count_blocked(self, seconds: float) -> None:
+        """Add time in which a checkpoint kept training from going on."""
+        self._blocked += seconds
+
     def take(self) -> dict[str, float | None]:
         """Rates since the last call, per device."""
         seconds = max(self._seconds, 1e-9)
@@ -92,7 +96,9 @@ class Throughput:
             "memory_gib": peak_memory_gib(self.device),
             "step_seconds": seconds / max(self._steps, 1),
         }
-        self._seconds, self._tokens, self._steps = 0.0, 0, 0
+        if self._blocked:
+            row["checkpoint_blocked_seconds"] = self._blocked
+        self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
         return row
 
 
@@ -109,7 +115,13 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+        # Not in place: a disk that is full, or a kill, would take lines that are long written.
+        new = folder / ".metrics.jsonl"
+        try:
+            new.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+            new.replace(self.path)
+        finally:
+            new.unlink(missing_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if config.tensorboard:

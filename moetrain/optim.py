@@ -8,14 +8,14 @@ optimizer sees plain tensors, a rank's shards where the model is sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from moetrain.config import ConfigError, OptimSection
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.bucket import Member
+from moetrain.parallel.layout import Part, Region
 from moetrain.parallel.pipeline.stages import Stages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -129,32 +129,27 @@ def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def whole_optimizer_state(
+def optimizer_parts(
     optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each ``"<parameter>.<moment>"``, whole; nothing before the first step. Collective."""
-    for name, entry in stages.trained.items() if optimizer.state else ():
-        for key in ("step", *MOMENTS):
-            here = partial(_whole_here, optimizer, members, name, key)
-            shape = entry.shape if key in MOMENTS else torch.Size()
-            yield f"{name}.{key}", stages.whole(entry._replace(shape=shape), here)
+) -> dict[str, Part]:
+    """What this rank holds of each ``"<parameter>.<moment>"``; nothing before the first step."""
+    return {
+        # The step is a scalar, the same on every rank.
+        f"{name}.{key}": stages.among(
+            name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
+        )
+        for name, member in members.items()
+        for key, value in optimizer.state.get(member.local, {}).items()
+    }
 
 
-def _whole_here(
-    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], name: str, key: str
-) -> torch.Tensor:
-    value = optimizer.state[members[name].local][key]
-    # The step is a scalar, the same on every rank.
-    return members[name].layout.whole(value) if key in MOMENTS else value
-
-
-def load_whole_optimizer_state(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     members: Mapping[str, Member],
     stages: Stages,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Region],
 ) -> None:
-    """Inverse of :func:`whole_optimizer_state`: every rank takes its part.
+    """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
 
     Moments get the very layout of their parameters: fused updates walk the two side by side. An
     empty ``state`` is that of before the first step.
@@ -177,5 +172,5 @@ def load_whole_optimizer_state(
         for key, value in loaded.items():
             whole = state[f"{name}.{key}"]
             check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
-            value.copy_(whole[member.layout.box] if key in MOMENTS else whole)
+            value.copy_(whole[member.layout.box if key in MOMENTS else ()])
         optimizer.state[local] = loaded

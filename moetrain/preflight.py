@@ -205,7 +205,11 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
     saves = int(checkpoint.at_end)
     if checkpoint.interval:
         saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
-    copies = min(saves, checkpoint.keep + 1)  # the oldest goes when the newest is complete
+    milestones = 0
+    if checkpoint.keep_every and steps is not None:
+        milestones = steps // checkpoint.keep_every
+    # The oldest goes when the newest is complete.
+    copies = min(saves, checkpoint.keep + 1 + milestones)
     one = arch.num_params() * CHECKPOINT_BYTES
     export = arch.num_params() * EXPORT_BYTES * checkpoint.save_hf
     # New checkpoints take the place of these.

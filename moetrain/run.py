@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from moetrain.checkpoint import Checkpoint, checkpoint_name
-from moetrain.config import Config, RunFailed
+from moetrain.checkpoint import Checkpoint, Saved, checkpoint_name
+from moetrain.config import Config, ConfigError, RunFailed, launched_place
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.engine import Engine
@@ -27,6 +29,7 @@ from moetrain.memory import MemoryEstimate, check_memory, device_capacity, estim
 from moetrain.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
 from moetrain.models import Architecture
 from moetrain.parallel.apply import compute_dtype
+from moetrain.parallel.layout import Part
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare
 from moetrain.run_control import (
@@ -36,8 +39,10 @@ from moetrain.run_control import (
     make_deterministic,
     stop_signals,
 )
-from moetrain.run_folder import CHECKPOINTS, claimed, set_aside, where_it_failed
-from moetrain.snapshot import find_snapshot, restore_snapshot, save_snapshot
+from moetrain.run_folder import CHECKPOINTS, claimed, resume_now, set_aside, where_it_failed
+from moetrain.snapshot import Snapshots, find_snapshot, restore_snapshot
+
+logger = logging.getLogger("moetrain")
 
 
 class Stepped(Protocol):
@@ -78,9 +83,10 @@ class Run(ABC, Generic[S]):
         self.clock = Throughput(flops, self.device)
         with self.claim():
             # Before anything slow.
-            found = find_snapshot(config, self.folder, arch, self.world)
+            found = self.find(arch, None)
             self.build(arch)
             self.model, self.optimizer = self.engine.model, self.engine.optimizer
+            self.snapshots = Snapshots(self.engine)
             if found is not None:
                 self.resume(found)
             self.world.wait()  # until every rank has read what may be moved from now on
@@ -130,8 +136,9 @@ class Run(ABC, Generic[S]):
     def progress(self) -> dict[str, Any]:
         """Of a checkpoint's ``state.json``: ``sample_index``, and whatever else is JSON."""
 
-    def progress_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Groups of a checkpoint besides the engine's. Collective, after :meth:`progress`."""
+    def progress_tensors(self) -> Mapping[str, Mapping[str, Part]]:
+        """This rank's parts of groups of a checkpoint besides the engine's; after :meth:`progress`.
+        Every rank names every group."""
         return {}
 
     @abstractmethod
@@ -175,11 +182,13 @@ class Run(ABC, Generic[S]):
                         self.evaluate()
                     if self.due(config.checkpoint.interval):
                         self.save_if_good()
+                    self.report_saved(self.snapshots.finished())
                     if self.due(config.train.gc_interval):
                         gc.collect()
                 self.watch.check_end()
                 if config.checkpoint.at_end:
                     self.save()  # before all that takes time, and while a stop signal can wait
+                self.report_saved(self.snapshots.wait())
                 if self.count_stops(stop).item() > 0:
                     self.save()
                     number = stop[0] if stop else signal.SIGTERM  # another rank's
@@ -229,30 +238,44 @@ class Run(ABC, Generic[S]):
     # ---- saving and resuming -------------------------------------------------------------------
 
     def save(self, *, failed: bool = False) -> Path:
-        """Write a checkpoint of the current step, unless there is one already.
+        """Write a checkpoint of the current step, unless there is one; it is complete on return.
 
         Raises:
-            RunFailed: it cannot be written.
+            RunFailed: it cannot be written, or one that was under way could not.
         """
+        path = self.begin_save(failed=failed)
+        self.report_saved(self.snapshots.wait())
+        return path
+
+    def begin_save(self, *, failed: bool = False) -> Path:
+        """:meth:`save`, which with ``checkpoint.asynchronous`` goes on while the run does."""
         path = self.folder / CHECKPOINTS / checkpoint_name(self.step, failed=failed)
         if self.saved_at == self.step and not failed:
             return path
         self.clock.stop()
+        started = time.perf_counter()
+        self.report_saved(self.snapshots.wait())  # one at a time
         progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
         progress |= self.progress()
-        extra = self.progress_tensors()
-        save_snapshot(self.engine, path.parent, progress, extra, failed=failed)
-        self.log.say(f"checkpoint: {path}")
+        self.snapshots.save(path.parent, progress, self.progress_tensors(), failed=failed)
+        if not self.config.checkpoint.asynchronous:
+            self.report_saved(self.snapshots.wait())
+        self.clock.count_blocked(time.perf_counter() - started)
         self.saved_at, self.continues = self.step, path
         self.clock.start()
         return path
 
+    def report_saved(self, saved: Saved | None) -> None:
+        """Say that a checkpoint is complete, if one is."""
+        if saved is not None:
+            self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
+
     def save_if_good(self) -> None:
-        """:meth:`save`, but not while steps are skipped: it would push out what was good."""
+        """:meth:`begin_save`, but not while steps are skipped: it would push out what was good."""
         if self.watch.in_row():
             self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
         else:
-            self.save()
+            self.begin_save()
 
     def save_failed(self) -> str:
         """Save what a failed run has come to, apart from the good; returns what to say."""
@@ -261,9 +284,26 @@ class Run(ABC, Generic[S]):
         except RunFailed as failure:
             return str(failure)
 
+    def find(self, arch: Architecture, before: int | None) -> Checkpoint | None:
+        """The checkpoint to go on from, of an earlier step than ``before``. Collective."""
+        place, resume = launched_place(), self.config.checkpoint.resume
+        if place is not None and self.world.is_main:
+            resume = resume_now(resume, self.folder, place.restarts)
+        self.resume_from = self.world.share(resume)
+        return find_snapshot(self.resume_from, self.folder, arch, self.world, before)
+
     def resume(self, found: Checkpoint) -> None:
-        """Take up where ``found`` was saved."""
-        restore_snapshot(found, self.engine, self.identity, self.total_steps)
+        """Take up the state of ``found``; if it is damaged, with ``auto``, of one before it."""
+        data, total = self.identity, self.total_steps
+        while damaged := restore_snapshot(found, self.engine, data, total):
+            if self.resume_from != "auto":
+                raise ConfigError("checkpoint.resume", damaged)
+            if self.world.is_main:
+                logger.warning("a damaged checkpoint is passed over: %s", damaged)
+            earlier = self.find(self.engine.arch, before=found.state["step"])
+            if earlier is None:
+                raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")
+            found = earlier
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]
         self.continues = found.folder

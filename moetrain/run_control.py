@@ -18,6 +18,10 @@ from moetrain.config import RunFailed
 logger = logging.getLogger("moetrain")
 
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
+
+
 class BadSteps(RunFailed):
     """Too many steps in a row were not finite; the state is what it was before them."""
 
@@ -107,18 +111,21 @@ def make_deterministic() -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT append to; a second Ctrl-C interrupts at once."""
+    """A list that SIGTERM and SIGINT append to; a second Ctrl-C interrupts at once.
+
+    SIGUSR1, which batch systems send some time before the end, counts as SIGTERM.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may set handlers; its owner decides what stops it
         return
 
     def note(number: int, frame: Any) -> None:
-        received.append(number)
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         logger.info("stopping; a checkpoint will be written")
 
-    before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {s: signal.signal(s, note) for s in STOPS}
     try:
         yield received
     finally:

@@ -26,6 +26,8 @@ logger = logging.getLogger("moetrain")
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+BEGUN = ".begun"
+"""Says that what lies in the folder is of the run that was last started there."""
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 """What ``flock`` answers on file systems without it."""
 
@@ -93,10 +95,11 @@ def _lock(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def find_checkpoint(resume: str, folder: Path) -> Path | None:
+def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Path | None:
     """The checkpoint that ``checkpoint.resume`` asks for; None: start afresh.
 
-    ``auto`` passes over damaged checkpoints, with a warning, to the newest that is intact.
+    ``auto`` passes over damaged checkpoints, with a warning, to the newest that is intact; those of
+    step ``before`` and later are known to be damaged.
 
     Raises:
         ConfigError: a named folder is not an intact checkpoint, or none of ``folder``'s is.
@@ -108,12 +111,15 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         return open_checkpoint(Path(resume)).folder
     damaged: list[str] = []
     for newest in reversed(list_checkpoints(root)):
+        if before is not None and (step_of(newest) or 0) >= before:
+            damaged.append(f"{newest.name}, as said before")
+            continue
         try:
             open_checkpoint(newest)
         except ConfigError as error:
             damaged.append(error.problem)
             continue
-        for problem in damaged:
+        for problem in damaged if before is None else ():
             logger.warning("a damaged checkpoint is passed over: %s", problem)
         return newest
     if damaged:
@@ -123,6 +129,16 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
             "one, or start afresh with never",
         )
     return None
+
+
+def resume_now(resume: str, folder: Path, restarts: int) -> str:
+    """What ``checkpoint.resume`` means after the launcher has started a run again ``restarts``
+    times: ``auto``, once the run it has first started has got as far as :func:`set_aside`."""
+    mark = folder / BEGUN
+    if restarts and mark.exists():
+        return "auto"
+    mark.unlink(missing_ok=True)
+    return resume
 
 
 def where_it_failed(saved: Path) -> str:
@@ -159,6 +175,7 @@ def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
             if path.exists():
                 path.rename(old / path.name)
         logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
+    (folder / BEGUN).touch()
 
 
 def _next_earlier(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """What of a run's state goes into a checkpoint, and back: weights, optimizer, random numbers.
 
-Everything is whole in the file and in parts on the ranks, so a checkpoint goes on on any mesh.
+Tensors are in parts on the ranks and in pieces in the files, each of which says where in the whole
+it lies; so a checkpoint goes on on any mesh, where every rank reads its own part alone.
 """
 
 from __future__ import annotations
@@ -13,59 +14,125 @@ from typing import Any
 
 import torch
 
-from moetrain.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
-from moetrain.config import Config, ConfigError
+from moetrain.checkpoint import (
+    Checkpoint,
+    Damaged,
+    Plan,
+    Saved,
+    Saver,
+    Staging,
+    open_checkpoint,
+    written_here,
+)
+from moetrain.config import ConfigError
 from moetrain.config_sources import changed_settings, leaves, shortened
 from moetrain.engine import Engine
 from moetrain.models import Architecture
+from moetrain.optim import MOMENTS
+from moetrain.parallel.bucket import aligned
+from moetrain.parallel.layout import Part
 from moetrain.parallel.world import World
 from moetrain.run_folder import find_checkpoint
 
 logger = logging.getLogger("moetrain")
 
+ENGINE_GROUPS = ("model", "optim")
 
-def save_snapshot(
-    engine: Engine,
-    root: Path,
-    progress: Mapping[str, Any],
-    tensors: Mapping[str, Mapping[str, torch.Tensor]],
-    *,
-    failed: bool,
-) -> None:
-    """Write a checkpoint of ``engine`` and of the run's progress under ``root``. Collective.
 
-    Args:
-        progress: as JSON.
-        tensors: groups besides the engine's.
+class Snapshots:
+    """Saves what a run has come to: at once, or behind its back (``checkpoint.asynchronous``).
 
-    Raises:
-        RunFailed: it cannot be written.
+    Every rank makes the same calls.
     """
-    device, writes = engine.world.device, engine.world.is_main
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises RunFailed: there is no host memory for copies that are written later."""
+        self.engine, self.settings = engine, engine.config.checkpoint
+        self.saver = Saver(engine.world.own_meeting())
+        self.staging: Staging | None = None
+        if self.settings.asynchronous:
+            self.staging = Staging(engine.world.device)
+            engine.before_change = self.staging.hold_changes
+            if self.settings.interval:  # before there is anything to be kept waiting
+                self.staging.reserve(state_bytes(engine))
+
+    def save(
+        self,
+        root: Path,
+        progress: Mapping[str, Any],
+        tensors: Mapping[str, Mapping[str, Part]],
+        *,
+        failed: bool,
+    ) -> Path:
+        """Begin to write a checkpoint under ``root``, once the one before is written.
+
+        It is complete when :meth:`wait` returns; without copies nothing may change before.
+
+        Args:
+            progress: as JSON.
+            tensors: this rank's parts of groups besides the engine's.
+
+        Raises:
+            RunFailed: it, or the one before, cannot be written.
+        """
+        self.wait()
+        engine, keep = self.engine, self.settings.keep
+        groups = {**engine.state(), "rng": _random_numbers(engine.world), **tensors}
+        groups = {group: written_here(parts) for group, parts in groups.items()}
+        state = {
+            **progress,
+            "architecture": engine.arch.model_dump(mode="json"),
+            "config": engine.config.to_dict(),
+            "frozen": engine.fingerprint,
+        }
+        plan = Plan(root, progress["step"], keep, self.settings.keep_every, failed)
+        if self.staging is None:
+            self.saver.start(plan, groups, state)
+        else:
+            copies, ready = self.staging.copy(groups)
+            self.saver.start(plan, copies, state, ready)
+        return plan.path
+
+    def finished(self) -> Saved | None:
+        """What was written since the last call, if it is complete; RunFailed: it failed."""
+        return self.saver.finished()
+
+    def wait(self) -> Saved | None:
+        """:meth:`finished`, when it is."""
+        return self.saver.wait()
+
+
+def _random_numbers(world: World) -> dict[str, Part]:
+    """The main rank's state of random numbers, which is every rank's after a resumption."""
+    if not world.is_main:
+        return {}
     rng = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(device)
-    groups = {**engine.state(keep=writes), "rng": rng, **tensors}
-    state = {
-        **progress,
-        "architecture": engine.arch.model_dump(mode="json"),
-        "config": engine.config.to_dict(),
-        "frozen": engine.fingerprint,
-    }
-    if writes:
-        keep = engine.config.checkpoint.keep
-        save_checkpoint(root, progress["step"], groups, state, keep, failed=failed)
-    engine.world.wait()
+    if world.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(world.device)
+    return {name: Part.all_of(state) for name, state in rng.items()}
+
+
+def state_bytes(engine: Engine) -> int:
+    """What copies of what this rank writes take, moments that are still to come included."""
+    total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
+    for name, member in engine.fsdp.members.items():
+        part = member.layout.part(member.local)
+        names = [name, *(f"{name}.{key}" for key in MOMENTS)] if member.rule.trainable else []
+        num_written = sum(map(part.is_written_here, names))
+        total += num_written * aligned(part.tensor.nbytes) + aligned(1)
+    return total
 
 
 def find_snapshot(
-    config: Config, folder: Path, arch: Architecture, world: World
+    resume: str, folder: Path, arch: Architecture, world: World, before: int | None = None
 ) -> Checkpoint | None:
-    """What ``checkpoint.resume`` asks for, chosen by the main rank; None: start afresh.
+    """What ``resume`` asks for, chosen by the main rank; None: start afresh.
+
+    ``before``: of what ``auto`` finds, only a checkpoint of an earlier step.
 
     Collective; raises :class:`ConfigError` as ``find_checkpoint`` and :func:`check_continues` do.
     """
-    path = find_checkpoint(config.checkpoint.resume, folder) if world.is_main else None
+    path = find_checkpoint(resume, folder, before) if world.is_main else None
     shared = world.share("" if path is None else str(path))
     if not shared:
         return None
@@ -86,18 +153,38 @@ def check_continues(found: Checkpoint, arch: Architecture) -> None:
         )
 
 
-def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> None:
-    """Inverse of :func:`save_snapshot`, each rank for itself.
+def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> str:
+    """Inverse of :meth:`Snapshots.save`; every byte is read by a rank, and checked.
+
+    Collective. Returns what is damaged, the same on every rank; the engine's state is then neither
+    this nor that. Empty: all is well.
 
     Raises:
-        ConfigError: files missing or damaged; tensors of other names, shapes, dtypes; or as
-            :func:`check_same_run`.
+        ConfigError: tensors of other names, shapes, dtypes; or as :func:`check_same_run`.
     """
     check_same_run(found, engine, data, total_steps)
     check_same_frozen(found, engine)
-    for group in ("model", "optim"):  # one after the other: each may be most of the memory
-        engine.load_state({group: found.tensors(group)})
-    device, rng = engine.world.device, found.tensors("rng")
+    world = engine.world
+    try:
+        for group in ENGINE_GROUPS:  # one after the other: each may be most of the memory
+            engine.load_state({group: found.group(group)})
+        _set_random_numbers(found, world.device)
+        for name in set(found.groups) - {*ENGINE_GROUPS, "rng"}:
+            for stored in found.group(name).values():
+                stored.check(world.rank, world.size)
+        damaged = ""
+    except Damaged as error:
+        damaged = error.problem
+    if damaged := world.any(damaged):
+        return damaged
+    logger.info("resuming from %s", found.folder)
+    for line in changed_settings(found.state["config"], engine.config.to_dict()):
+        logger.info("  changed since: %s", line)
+    return ""
+
+
+def _set_random_numbers(found: Checkpoint, device: torch.device) -> None:
+    rng = found.tensors("rng")
     try:
         torch.set_rng_state(rng["cpu"])
         if device.type == "cuda" and "cuda" in rng:
@@ -106,9 +193,6 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
         raise ConfigError(
             "checkpoint.resume", f"{str(found.folder)!r} has no state of random numbers: {error}"
         ) from None
-    logger.info("resuming from %s", found.folder)
-    for line in changed_settings(found.state["config"], engine.config.to_dict()):
-        logger.info("  changed since: %s", line)
 
 
 def check_same_frozen(found: Checkpoint, engine: Engine) -> None:

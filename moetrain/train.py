@@ -116,8 +116,8 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     # These import torch, which --help or a misspelt setting need not wait for.
     from moetrain.parallel.world import num_processes, plan_world
 
-    nproc = num_processes(config)
-    if nproc == 1:
+    nproc, max_restarts = num_processes(config), config.launch.max_restarts
+    if nproc == 1 and not max_restarts:
         return _fit(config, program)
     from moetrain.launch import start_ranks
     from moetrain.preflight import prepare
@@ -126,7 +126,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     plan_world(*resolved, nproc)  # before anything is started
     if program.inspect is not None:
         program.find(program.inspect)(*resolved)
-    return start_ranks(["-m", program.module, *words], nproc)
+    return start_ranks(["-m", program.module, *words], nproc, max_restarts)
 
 
 def _fit(config: Config, program: Program) -> int:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoints import GROUPS, rewrite, save, save_first_format, state_of, tensors_of
 
-from moetrain import checkpoint, run_folder
-from moetrain.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
+from moetrain import run_folder
+from moetrain.checkpoint import format as checkpoint_format
+from moetrain.checkpoint import list_checkpoints, open_checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.metrics import read_metrics
 from moetrain.models import resolve_architecture
@@ -27,15 +28,6 @@ from moetrain.train import main
 from moetrain.trainer import Trainer
 
 
-def state_of(step):
-    return {"step": step, "tokens": 0, "sample_index": 0, "architecture": {}, "config": {}}
-
-
-def save(root, step, value=0.0, keep=2, failed=False):
-    groups = {name: {"x": torch.full((3,), value)} for name in ("model", "optim", "rng")}
-    return save_checkpoint(root, step, groups, state_of(step), keep, failed=failed)
-
-
 def newest(folder):
     """What the next run's ``auto`` finds: its step and value; None: nothing."""
     with claimed(folder):
@@ -43,7 +35,7 @@ def newest(folder):
     if found is None:
         return None
     opened = open_checkpoint(found)
-    values = {opened.tensors(group)["x"][0].item() for group in ("model", "optim", "rng")}
+    values = {opened.tensors(group)["x"][0].item() for group in GROUPS}
     assert len(values) == 1
     return opened.state["step"], values.pop()
 
@@ -82,8 +74,7 @@ def kill_after(monkeypatch):
 
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
         guard(os, name)
-    guard(checkpoint, "save_file", lambda tensors, path: Path(path).write_bytes(b"half"))
-    guard(Path, "write_text", lambda path, text, *rest: path.write_bytes(text[:20].encode()))
+    guard(checkpoint_format, "write_all", lambda file, data: os.write(file, data[: len(data) // 2]))
 
     def set_left(number):
         calls["left"] = number
@@ -167,12 +158,18 @@ def damage_state(**changes):
     return damage
 
 
+def file_of(folder, group):
+    (found,) = folder.glob(f"{group}*.safetensors")
+    return found
+
+
 DAMAGES = {
-    "cut weights": lambda f: (f / "model.safetensors").write_bytes(
-        (f / "model.safetensors").read_bytes()[:-1]
+    "cut weights": lambda f: os.truncate(
+        file_of(f, "model"), file_of(f, "model").stat().st_size - 1
     ),
-    "no optimizer": lambda f: (f / "optim.safetensors").unlink(),
-    "empty file": lambda f: (f / "rng.safetensors").write_bytes(b""),
+    "no optimizer": lambda f: file_of(f, "optim").unlink(),
+    "empty file": lambda f: file_of(f, "rng").write_bytes(b""),
+    "not a header": lambda f: file_of(f, "rng").write_bytes(b"{" * 40),
     "no state": lambda f: (f / "state.json").unlink(),
     "cut state": lambda f: (f / "state.json").write_text('{"step": 2'),
     "not UTF-8": lambda f: (f / "state.json").write_bytes(b"\xff\xfe"),
@@ -190,11 +187,12 @@ DAMAGES = {
 }
 
 
+@pytest.mark.parametrize("write", [save, save_first_format])
 @pytest.mark.parametrize("name", DAMAGES)
-def test_auto_passes_over_a_damaged_checkpoint_and_says_so(name, tmp_path, caplog):
+def test_auto_passes_over_a_damaged_checkpoint_and_says_so(name, write, tmp_path, caplog):
     root = tmp_path / "checkpoints"
     save(root, 1)
-    damaged = save(root, 2)
+    damaged = write(root, 2)
     DAMAGES[name](damaged)
     assert newest(tmp_path) == (1, 0.0)
     assert "damaged checkpoint is passed over" in caplog.text
@@ -223,10 +221,10 @@ def test_where_all_are_damaged_nothing_starts_afresh(tmp_path):
 def test_a_run_goes_on_past_a_damaged_checkpoint_and_keeps_it(tiny, caplog):
     fit(tiny("checkpoint.interval=2", "train.steps=4"))
     root = Path(tiny().output_dir) / "checkpoints"
-    weights = root / "step-00000004" / "model.safetensors"
+    weights = file_of(root / "step-00000004", "model")
     weights.write_bytes(weights.read_bytes()[:100])
     trainer = fit(tiny("train.steps=6"))
-    assert "model.safetensors" in caplog.text
+    assert weights.name in caplog.text
     assert names(root) == ["step-00000002", "step-00000006"]
     assert names(root.parent / "earlier-1" / "checkpoints") == ["step-00000004"]
     assert [row["step"] for row in read_metrics(trainer.log.path) if "loss" in row] == [
@@ -266,10 +264,7 @@ def change(name, make):
 def test_tensors_of_another_shape_or_type_are_refused(group, edit, named, tiny):
     config = tiny("train.steps=1", "train.sample_tokens=0")
     trainer = fit(config)
-    file = trainer.folder / "checkpoints" / "step-00000001" / f"{group}.safetensors"
-    tensors = load_file(file)
-    edit(tensors)
-    save_file(tensors, file)
+    rewrite(trainer.folder / "checkpoints" / "step-00000001", lambda found: edit(found[group]))
     with pytest.raises(ConfigError, match=named) as caught:
         Trainer(config)
     assert caught.value.field == "checkpoint.resume"
@@ -292,12 +287,12 @@ def test_a_run_from_an_older_checkpoint_keeps_both_branches(tiny):
     fit(tiny(*every, older, "train.steps=4", "optim.lr=1e-5"))
     assert names(root) == ["step-00000002", "step-00000004"]
     again = Trainer(tiny("train.steps=4"))  # auto: the new branch
-    new = load_file(root / "step-00000004" / "model.safetensors")
+    new = tensors_of(root / "step-00000004")["model"]
     assert again.step == 4
     assert torch.equal(again.model.norm.weight.to_local(), new["norm.weight"])
     earlier = first.folder / "earlier-1"
     assert names(earlier / "checkpoints") == ["step-00000004", "step-00000006"]
-    old = load_file(earlier / "checkpoints" / "step-00000004" / "model.safetensors")
+    old = tensors_of(earlier / "checkpoints" / "step-00000004")["model"]
     assert not torch.equal(old["norm.weight"], new["norm.weight"])
     assert read_metrics(earlier / "metrics.jsonl")[-1]["step"] == 6
     assert read_metrics(first.log.path)[-1]["step"] == 4
@@ -433,7 +428,7 @@ def test_a_checkpoint_that_goes_while_room_is_looked_for(tiny, monkeypatch):
     root = Path(config.output_dir) / "checkpoints"
     for step in (1, 2):
         save(root, step)
-    optim = root / "step-00000002" / "optim.safetensors"
+    optim = file_of(root / "step-00000002", "optim")
     optim.unlink()
     optim.symlink_to("nowhere")
     before = os.lstat

@@ -3,12 +3,15 @@
 import contextlib
 import errno
 import io
+import json
 import resource
 
 import pytest
 from safetensors import SafetensorError
 
+from moetrain.config import LogSection
 from moetrain.data import build_data
+from moetrain.metrics import MetricsLog
 from moetrain.train import main
 from moetrain.trainer import Trainer
 
@@ -42,26 +45,40 @@ def test_no_file_may_grow_beyond_a_size(longest, board, tiny, tiny_words, capsys
     assert "out" in line
 
 
+def test_a_full_disk_takes_no_line_that_was_written(tmp_path):
+    lines = "".join(json.dumps({"step": n, "loss": 1.0}) + "\n" for n in range(1, 100))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            MetricsLog(tmp_path, LogSection(tensorboard=False), 100, 90)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             OSError(errno.ENOSPC, "", "a/model.x"),
             "No space left on device: a/",
         ),
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             SafetensorError("I/O error: oh (os error 28)"),
             "No space left on dev",
         ),
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             OSError(errno.EDQUOT, ""),
             "Disk quota exceeded: in output_dir '",
         ),
         (
-            "moetrain.snapshot.save_checkpoint",
+            "moetrain.snapshot.Saver.start",
             OSError(errno.EROFS, "", "a"),
             "Read-only file system: a",
         ),

@@ -164,10 +164,15 @@ def test_forward_gives_the_same_totals_and_leaves_no_gradient():
     assert seen.routing.num_tokens == ROWS * SEQ_LEN
 
 
+def copy_of(state):
+    """On one rank, whose parts are all there is."""
+    return {g: {name: part.tensor.clone() for name, part in x.items()} for g, x in state.items()}
+
+
 def test_state_goes_on_bit_for_bit():
     first = make_engine()
     train(first, range(2))
-    state = first.state()
+    state = copy_of(first.state())
     straight = train(first, range(2, 4))
     second = make_engine("train.seed=9")
     second.load_state({"model": state["model"]})
@@ -175,7 +180,6 @@ def test_state_goes_on_bit_for_bit():
     assert train(second, range(2, 4)) == straight
     for (name, mine), (_, theirs) in zip(second.weights(), first.weights(), strict=True):
         assert torch.equal(mine, theirs), name
-    assert first.state(keep=False) == {"model": {}, "optim": {}}
 
 
 @pytest.mark.parametrize(("base", "is_tied"), [(WORDS, False), (DENSE, True)])
@@ -310,7 +314,7 @@ def test_a_call_that_fails_leaves_nothing_behind():
 
 def test_a_state_of_before_the_first_step_is_the_beginning():
     engine = make_engine()
-    state = engine.state()
+    state = copy_of(engine.state())
     first = train(engine, range(2))
     engine.forward_backward(make_batches(2), CrossEntropy())
     engine.load_state(state)
@@ -322,7 +326,7 @@ def test_parameters_do_not_change_within_work():
     engine.forward_backward(make_batches(0), CrossEntropy())
     with engine.work():
         with pytest.raises(RuntimeError, match=r"within FSDP\.work"):
-            engine.load_state(engine.state())
+            engine.load_state(copy_of(engine.state()))
         with pytest.raises(RuntimeError, match=r"within FSDP\.work"):
             engine.step(0.1)
     assert not engine.step(0.1).skipped

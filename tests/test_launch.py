@@ -326,7 +326,7 @@ def test_a_group_that_cannot_form_is_one_line(tiny_words):
     assert "launch.join_timeout" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
     process = start("wait_for_a_signal")
     deadline = time.monotonic() + 20
@@ -335,7 +335,8 @@ def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
         time.sleep(0.05)
     process.send_signal(number)
     out, error = process.communicate(timeout=30)
-    assert (process.returncode, error) == (128 + number, "")
+    means = signal.SIGTERM if number == signal.SIGUSR1 else number
+    assert (process.returncode, error) == (128 + means, "")
     assert sorted(out.splitlines()) == ["saved 0", "saved 1", "saved 2"]
     assert_nobody_is_left(tmp_path)
 
@@ -373,7 +374,7 @@ def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
     monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call) or 7)
     words = ["debug", *tiny_words, "train.global_batch_size=8", "--launch.nproc", "4"]
     assert main(words) == 7
-    assert started == [(["-m", "moetrain.train", *words], 4)]
+    assert started == [(["-m", "moetrain.train", *words], 4, 0)]
 
 
 TORCHRUN = {

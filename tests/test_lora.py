@@ -4,9 +4,17 @@ import functools
 
 import pytest
 import torch
+from checkpoints import tensors_of
 from distributed import spawn
-from safetensors.torch import load_file
-from test_engine import WORDS, make_batches, make_engine, objective_of, train, weights_of
+from test_engine import (
+    WORDS,
+    copy_of,
+    make_batches,
+    make_engine,
+    objective_of,
+    train,
+    weights_of,
+)
 from torch.nn import functional as F
 
 from moetrain.config import Config, ConfigError
@@ -224,7 +232,7 @@ def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
     engine = adapted()
     before = weights_of(engine)
     train(engine, range(2), MICRO)
-    after, state = weights_of(engine), engine.state()
+    after, state = weights_of(engine), copy_of(engine.state())
     trained = {name for name in before if is_adapter(name)}
     assert set(state["model"]) == trained
     assert {name.rpartition(".")[0] for name in state["optim"]} == trained
@@ -237,7 +245,7 @@ def go_on(words, state, steps):
     """Numbers of ``steps`` from ``state`` on, the fingerprint, and the state then."""
     engine = make_engine(*words, base=BASE, micro=MICRO)
     engine.load_state(state)
-    return train(engine, steps, MICRO), engine.fingerprint, engine.state()["model"]
+    return train(engine, steps, MICRO), engine.fingerprint, copy_of(engine.state())["model"]
 
 
 def go_on_everywhere(runs, state, steps):
@@ -247,11 +255,11 @@ def go_on_everywhere(runs, state, steps):
 def test_state_goes_on_on_any_mesh():
     engine = adapted()
     train(engine, range(1), MICRO)
-    state = engine.state()
+    state = copy_of(engine.state())
     numbers, fingerprint, weights = go_on([], state, range(1, 3))
     assert numbers == train(engine, range(1, 3), MICRO)  # bit for bit
     assert fingerprint == engine.fingerprint
-    assert all(torch.equal(w, weights[name]) for name, w in engine.state()["model"].items())
+    assert all(torch.equal(x, weights[n]) for n, x in copy_of(engine.state())["model"].items())
     runs = {"ep": ["parallel.ep=2"], "tp": ["parallel.tp=2"], "pp": ["parallel.pp=2"]}
     for answers in spawn(2, go_on_everywhere, runs, state, range(1, 3), timeout=100):
         for name, answer in answers.items():
@@ -265,14 +273,14 @@ def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny):
     straight = Trainer(tiny(*words))
     straight.fit()
     saved = straight.folder / "checkpoints" / "step-00000002"
-    held = load_file(saved / "model.safetensors")
+    held = tensors_of(saved)["model"]
     assert held
     assert all(map(is_adapter, held))
     resume = [f"checkpoint.resume={saved}", f"output_dir={straight.folder}-again"]
     again = Trainer(tiny(*words, *resume))
     again.fit()
-    for name, weight in straight.engine.state()["model"].items():
-        assert torch.equal(weight, again.engine.state()["model"][name]), name
+    found = weights_of(again.engine)
+    assert all(torch.equal(x, found[name]) for name, x in straight.engine.weights())
     for other, problem in {
         "train.seed=1": "beside other frozen weights.*train.seed 1",
         "train.freeze=*.wq.*": "other frozen weights.*train.freeze as they were",

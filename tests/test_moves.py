@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import tensors_of
 from distributed import spawn
-from safetensors.torch import load_file
 from test_parallel import TOLERANCE, words_of
 
 from moetrain import engine as engine_module
@@ -74,7 +74,7 @@ def train(words, steps, is_fused):
 
 def check_moments(trainer, source):
     """They lie in memory as their parameters do, in memory of their own, and are what was saved."""
-    saved = load_file(Path(source) / "optim.safetensors")
+    saved = tensors_of(Path(source))["optim"]
     for name, member in trainer.engine.fsdp.members.items():
         part = member.local
         for key, moment in trainer.optimizer.state[part].items():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from checkpoints import tensors_of
 from distributed import spawn
 from safetensors.torch import load_file
 from test_parallel import (
@@ -190,9 +191,12 @@ def test_a_checkpoint_goes_on_on_other_stages(tiny_words, tmp_path):
     for step, loss in straight.items():
         assert losses[step] == pytest.approx(loss, rel=TOLERANCE)
     late = load_file(tmp_path / "moved" / "hf" / "model.safetensors")
-    whole = load_file(tmp_path / "straight" / "checkpoints" / "step-00000006" / "model.safetensors")
-    saved = tmp_path / "moved" / "checkpoints" / "step-00000006" / "model.safetensors"
-    for name, tensor in load_file(saved).items():
+    whole, saved = (
+        tensors_of(tmp_path / name / "checkpoints" / "step-00000006")["model"]
+        for name in ("straight", "moved")
+    )
+    assert saved.keys() == whole.keys()
+    for name, tensor in saved.items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-6)
     assert early.keys() == late.keys()
 

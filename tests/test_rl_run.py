@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
+from checkpoints import tensors_of
 from distributed import spawn
-from safetensors.torch import load_file
 
 from moetrain.config import RL_RECIPES, Config, ConfigError
 from moetrain.metrics import read_metrics
@@ -181,7 +181,7 @@ def test_a_resumed_run_has_the_same_bits(case, even, tmp_path):
         assert one == two
     for group in ("model", "optim", "rollouts"):
         expected, found = (
-            load_file(folder / "checkpoints" / "step-00000007" / f"{group}.safetensors")
+            tensors_of(folder / "checkpoints" / "step-00000007")[group]
             for folder in (whole, resumed)
         )
         assert expected.keys() == found.keys()
@@ -202,9 +202,9 @@ def test_groups_that_teach_nothing_are_replaced(tmp_path):
     # A model that knows nothing is rewarded nothing, so no group has anything to teach.
     values = {"rl.supervised_steps": 0, "rl.resample": 2, "train.steps": 2, "optim.lr": 0.1}
     trainer = RlTrainer(config_of(tmp_path, **values, **{"rl.env": "arithmetic"}))
-    before = dict(trainer.engine.state()["model"])
+    before = {name: weight.clone() for name, weight in trainer.engine.weights()}
     trainer.fit()
-    after = load_file(tmp_path / "checkpoints" / "step-00000002" / "model.safetensors")
+    after = tensors_of(tmp_path / "checkpoints" / "step-00000002")["model"]
     rows = [r for r in lines_of(tmp_path) if "reward" in r]
     assert [(r["prompts"], r["useful_groups"], r["left_out/no_variance"]) for r in rows] == [
         (12, 0, 48)
@@ -477,8 +477,7 @@ def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
     assert 0.6 < start < 0.8  # the three words equally often are worth 0.75
     assert end > 0.9
     first, last = (
-        load_file(tmp_path / "checkpoints" / f"step-000000{step}" / "model.safetensors")
-        for step in (40, 70)
+        tensors_of(tmp_path / "checkpoints" / f"step-000000{step}")["model"] for step in (40, 70)
     )
     for name, weight in first.items():  # of every layer
         assert not torch.equal(weight, last[name]), name
@@ -541,7 +540,7 @@ def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
     assert [row["step"] for row in rows if "reward" in row] == [2, 3, 4]
     assert {row["prompts"] for row in rows if "reward" in row} == {4}
     found, whole = (
-        load_file(tmp_path / name / "checkpoints" / "step-00000004" / "model.safetensors")
+        tensors_of(tmp_path / name / "checkpoints" / "step-00000004")["model"]
         for name in ("out", "whole")
     )
     assert all(torch.equal(whole[name], weight) for name, weight in found.items())

@@ -37,6 +37,7 @@ from moetrain.parallel.bucket import Twin
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
+from moetrain.parallel.layout import Region
 from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.shard import shard_model
@@ -195,7 +196,7 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
 
 @torch.no_grad()
 def load_whole_state(
-    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, torch.Tensor]
+    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Region]
 ) -> None:
     """Copy this rank's part of every trained parameter and buffer, which ``state`` has whole.
 
@@ -221,11 +222,11 @@ def load_whole_state(
         if member.rule.trainable:
             member.local.copy_(state[name][member.layout.box])
     for name, buffer in buffers.items():
-        buffer.copy_(state[name])
+        buffer.copy_(state[name][()])
 
 
 def check_like(
-    name: str, saved: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    name: str, saved: Region, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> None:
     """Raise :class:`ConfigError` unless ``saved``, a checkpoint's ``name``, is such a tensor.
 

@@ -44,6 +44,7 @@ from torch.utils import _pytree as pytree
 
 from moetrain.parallel.bucket import Bucket, Member, Region
 from moetrain.parallel.collectives import PendingReduce, ReduceMode
+from moetrain.parallel.layout import Sliced
 
 
 class Unit:
@@ -325,7 +326,7 @@ class FSDP:
         self._is_last = is_last
         self.reduce(unit, gradients)
 
-    def write(self, name: str, place: tuple[int | slice, ...], tensor: torch.Tensor) -> None:
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
         """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
         if (member := self.members.get(name)) is not None:
             member.layout.write(member.local, place, tensor)

@@ -9,9 +9,11 @@ all ask here. One process is a mesh of one rank.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,55 @@ STYLES: dict[ParameterStyle, Placement] = {
 """Placement over the tensor parallel (for ``expert``: expert parallel) axis."""
 
 Box = tuple[slice, ...]
+
+
+class Sliced(Protocol):
+    """A tensor, or one that lies in a file, of which parts can be had."""
+
+    def __getitem__(self, box: Any, /) -> torch.Tensor:
+        """The part in ``box``."""
+        ...
+
+
+class Region(Protocol):
+    """A whole tensor of which any part can be had: a tensor, or one that lies in files."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, box: Any, /) -> torch.Tensor:
+        """The part in ``box``; of ``()``, all of it."""
+        ...
+
+
+class Part(NamedTuple):
+    """What a rank holds of a whole tensor: ``whole[box]``."""
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    """Of the whole."""
+    box: Box
+    copy: int = 0
+    """This rank's number among those that hold this very part, ..."""
+    copies: int = 1
+    """... and how many they are."""
+
+    @classmethod
+    def all_of(cls, tensor: torch.Tensor) -> Part:
+        """Of a tensor that this rank alone has."""
+        return cls(tensor, tensor.shape, full_box(tensor.shape))
+
+    def is_written_here(self, name: str) -> bool:
+        """Whether this rank writes it for all that hold it: each a like share of the names."""
+        return zlib.crc32(name.encode()) % self.copies == self.copy
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return tuple(slice(0, size) for size in shape)
 
 
 @dataclass(frozen=True)
@@ -88,6 +139,24 @@ class Layout:
         mine = chunk_of(rows.stop - rows.start, self.mesh.size(2), shard)
         return slice(rows.start + mine.start, rows.start + mine.stop), *rest
 
+    def part(self, local: torch.Tensor) -> Part:
+        """``local``, which this rank holds of the whole."""
+        return Part(local, self.shape, self.box, self._place[0], self.mesh.size(0))
+
+    def common(self, tensor: torch.Tensor) -> Part:
+        """``tensor``, which every rank of the mesh has whole."""
+        number = 0
+        for axis, index in enumerate(self._place):
+            number = number * self.mesh.size(axis) + index
+        return Part.all_of(tensor)._replace(copy=number, copies=self.mesh.size())
+
+    @property
+    def _place(self) -> Sequence[int]:
+        """This rank's, along the axes of the mesh."""
+        place = self.mesh.get_coordinate()
+        assert place is not None  # a rank has layouts on its own meshes alone
+        return place
+
     @property
     def local_shape(self) -> torch.Size:
         """Of :attr:`box`."""
@@ -125,17 +194,17 @@ class Layout:
         dim, group = placement.dim, self.mesh.get_group(1)
         return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
 
-    def write(
-        self, local: torch.Tensor, place: tuple[int | slice, ...], tensor: torch.Tensor
-    ) -> None:
-        """Copy what ``local`` holds of ``whole[place] = tensor``."""
-        target: list[slice] = []
+    def write(self, local: torch.Tensor, place: tuple[int | slice, ...], tensor: Sliced) -> None:
+        """Copy what ``local`` holds of ``whole[place] = tensor``, of which only that is read."""
+        target: list[int | slice] = []
         source: list[slice] = []
         for dim, mine in enumerate(self.box):
             index = place[dim] if dim < len(place) else slice(None)
             if isinstance(index, int):
-                tensor = tensor.unsqueeze(dim)
-                index = slice(index, index + 1)
+                if not mine.start <= index < mine.stop:
+                    return
+                target.append(index - mine.start)
+                continue
             start, stop, _ = index.indices(self.shape[dim])
             low, high = max(start, mine.start), min(stop, mine.stop)
             if low >= high:

@@ -71,6 +71,20 @@ class Meeting:
                 self._await(key)
             return self._store.get(key).decode()
 
+    def gather(self, text: str) -> list[str]:
+        """Every rank's ``text``, by rank, on rank 0; nothing elsewhere. Raises as above."""
+        with self._next_call("gather") as key:
+            if self.rank > 0:
+                self._store.set(f"{key}/{self.rank}", text)
+                return []
+            keys = [f"{key}/{rank}" for rank in range(1, self.size)]
+            texts = [text]
+            for one in keys:
+                self._await(one)
+                texts.append(self._store.get(one).decode())
+                self._store.delete_key(one)  # long ones, in a store that lives as long as the run
+            return texts
+
     @contextmanager
     def _next_call(self, what: str) -> Iterator[str]:
         try:
@@ -155,7 +169,9 @@ def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
             timeout=TIMEOUT,
             wait_for_workers=False,
         )
-        _await_ranks(dist.PrefixStore("moetrain/join", store), place, seconds, deadline)
+        # A launcher's store outlives the ranks, and knows those that it has started before.
+        store = dist.PrefixStore(f"moetrain/{place.restarts}", store)
+        _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
     except dist.DistError as error:
         raise RunFailed(
             f"rank {place.rank} of {place.world_size} could not meet the others at "

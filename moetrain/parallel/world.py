@@ -77,6 +77,18 @@ class World:
         """The main rank's ``text``, on every rank; waits as :meth:`wait` does."""
         return text if self.meeting is None else self.meeting.share(text)
 
+    def any(self, text: str) -> str:
+        """The ``text`` of the first rank whose one is not empty; empty: all are. Waits."""
+        if self.meeting is None:
+            return text
+        return self.share(next(filter(None, self.meeting.gather(text)), ""))
+
+    def own_meeting(self) -> Meeting | None:
+        """Another :attr:`meeting`, for a thread whose calls come between others'. Collective."""
+        if self.meeting is None:
+            return None
+        return Meeting(_get_default_store(), self.rank, self.size)
+
     def leave(self) -> None:
         """End the process group, collectively, after work that went well.
 
@@ -122,6 +134,13 @@ def join_world(config: Config, arch: Architecture) -> World:
                 "launch.nproc",
                 f"{nproc}, but a launcher has started {place.on_machine} processes on this "
                 "machine; leave one of the two out",
+            )
+        if config.launch.max_restarts not in (0, place.max_restarts):
+            raise ConfigError(
+                "launch.max_restarts",
+                f"{config.launch.max_restarts}, but the launcher that has started this process "
+                f"starts it again {place.max_restarts} times; set it there (torchrun "
+                "--max-restarts), or leave it out here",
             )
     else:
         rank, size, gpu = 0, num_processes(config), 0

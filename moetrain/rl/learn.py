@@ -19,6 +19,7 @@ from moetrain.data import IGNORE_INDEX
 from moetrain.engine import Engine
 from moetrain.loss import Objective
 from moetrain.models import RoutingStats
+from moetrain.parallel.layout import Part, Region
 from moetrain.parallel.world import World
 from moetrain.rl.importance import corrected
 from moetrain.rl.losses import PolicyObjective, kl_estimate
@@ -192,18 +193,19 @@ class Learner:
         """Meanwhile the engine has the reference's weights."""
         values = self._values()
         now = {name: value.to("cpu", copy=True) for name, value in values.items()}
+        self.engine.before_change()
         try:
             _copy(self.reference, values)
             yield
         finally:
             _copy(now, values)
 
-    def reference_state(self) -> dict[str, torch.Tensor]:
-        """What is trained of the reference, whole, on the main rank; else empty. Collective."""
-        with self.at_reference():
-            return self.engine.trained_state(keep=self.world.is_main)
+    def reference_state(self) -> dict[str, Part]:
+        """This rank's parts of the reference."""
+        parts = self.engine.state()["model"]
+        return {k: part._replace(tensor=self.reference[k]) for k, part in parts.items()}
 
-    def load_reference(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_reference(self, state: Mapping[str, Region]) -> None:
         """Inverse of :meth:`reference_state`; the engine's weights stay as they are."""
         values = self._values()
         now = {name: value.to("cpu", copy=True) for name, value in values.items()}

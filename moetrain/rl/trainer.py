@@ -31,6 +31,7 @@ from moetrain.metrics import plot_curves, routing_health
 from moetrain.models import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.apply import compute_dtype
+from moetrain.parallel.layout import Part
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Window
 from moetrain.rl.collect import Collector
@@ -387,8 +388,9 @@ class RlTrainer(Run[Learned]):
             "tasks": self.setup.identity,
         }
 
-    def progress_tensors(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        groups = {"rollouts": self._tensors}
+    def progress_tensors(self) -> Mapping[str, Mapping[str, Part]]:
+        mine = self._tensors if self.world.is_main else {}  # every rank has them all
+        groups = {"rollouts": {name: Part.all_of(tensor) for name, tensor in mine.items()}}
         if self.learner.reference:
             groups["reference"] = self.learner.reference_state()
         return groups
@@ -405,7 +407,7 @@ class RlTrainer(Run[Learned]):
                 f"{str(found.folder)!r} is of a run that generated nothing; to begin from its "
                 "weights give its export (checkpoint.save_hf) as model.path",
             )
-        has_reference = "reference" in found.state["groups"]
+        has_reference = "reference" in found.groups
         if self.config.rl.kl_coef and found.state["sample_index"] and not has_reference:
             raise ConfigError(
                 "rl.kl_coef",
@@ -414,7 +416,7 @@ class RlTrainer(Run[Learned]):
             )
         self.window.taken, self.window.begun = found.state["sample_index"], found.state["begun"]
         if self.config.rl.kl_coef and has_reference:
-            self.learner.load_reference(found.tensors("reference"))
+            self.learner.load_reference(found.group("reference"))
         self.sync_weights()
         tensors = found.tensors("rollouts")
         for trajectory in from_state(found.state["under_way"], tensors):

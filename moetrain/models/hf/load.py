@@ -1,7 +1,8 @@
 """Hugging Face checkpoints in: check them against a model, and load them into one.
 
 Loading streams: one tensor at a time goes from the memory-mapped file into the parameter that
-already exists, so the process needs the model's own memory plus one tensor. (Measure that as
+already exists, and of a sharded parameter a rank reads its own part alone; so a process needs the
+memory of its part of the model plus one tensor. (Measure that as
 anonymous memory, ``RssAnon``: mapped file pages also count as resident, but the kernel drops them
 whenever it wants the space.) Every name, shape and dtype is checked before the first byte is
 copied.
@@ -24,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,8 +50,9 @@ from moetrain.models.transformer import Transformer, build_model
 from moetrain.models.weight_map import Piece, Place, all_pieces, find_scope
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-WritePiece = Callable[[str, Place, torch.Tensor], None]
+WritePiece = Callable[[str, Place, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_COMPARED_ROWS = 1 << 12
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 """Tensors of old checkpoints, which may lie anywhere."""
 
@@ -110,7 +112,8 @@ def load_weights(
     """Copies a checkpoint into the existing parameters of ``model``, in their dtype and device.
 
     ``write(name, place, tensor)`` puts one file tensor in its place of parameter ``name``; None:
-    into the model's own. Sharded parameters take what is theirs that way.
+    into the model's own. ``tensor`` is read where it is indexed with slices (``tensor[...]`` is all
+    of it): sharded parameters take what is theirs that way.
 
     Buffers keep their values. A ``lm_head.weight`` beside tied embeddings is taken if it equals
     the embedding, as it then says nothing new; a different one is an error, as the file
@@ -122,23 +125,19 @@ def load_weights(
     source, stored, pieces = check_checkpoint(folder, model.arch)
     parameters = dict(model.named_parameters())
 
-    def write_whole(name: str, place: Place, tensor: torch.Tensor) -> None:
-        parameters[name][place].copy_(tensor)  # converts dtype and device
+    def write_whole(name: str, place: Place, tensor: Any) -> None:
+        parameters[name][place].copy_(tensor[...])  # converts dtype and device
 
     write = write or write_whole
     with ExitStack() as stack, torch.no_grad():
         paths = dict.fromkeys(tensor.file for tensor in stored.values())
         files = {path: stack.enter_context(open_shard(path)) for path in paths}
         if model.arch.tie_embeddings and HEAD in stored:
-            head_VD, embed_VD = (files[stored[n].file].get_tensor(n) for n in (HEAD, EMBED))
-            if not torch.equal(head_VD, embed_VD):
-                problem = f"config.json ties the embeddings, but {HEAD} differs from {EMBED}; set "
-                problem += "tie_word_embeddings to false there to keep both"
-                raise error(source.folder, problem)
+            check_tied(source.folder, *(files[stored[n].file].get_slice(n) for n in (HEAD, EMBED)))
         for name, tensor in stored.items():
             if name in pieces:
                 piece = pieces[name]
-                write(piece.parameter, piece.place, files[tensor.file].get_tensor(name))
+                write(piece.parameter, piece.place, files[tensor.file].get_slice(name))
     if source.extra:
         logger.info(
             "%s: %d tensors that are not trained here are carried on into an export: %s",
@@ -147,6 +146,17 @@ def load_weights(
             listing(sorted(source.extra)),
         )
     model.source = source
+
+
+def check_tied(folder: Path, head_VD: Any, embed_VD: Any) -> None:
+    """Raise ConfigError unless two tensors in files are equal; a few rows at a time."""
+    shape = head_VD.get_shape()
+    rows = (slice(i, i + _COMPARED_ROWS) for i in range(0, shape[0], _COMPARED_ROWS))
+    are_alike = shape == embed_VD.get_shape()
+    if not (are_alike and all(torch.equal(head_VD[part], embed_VD[part]) for part in rows)):
+        problem = f"config.json ties the embeddings, but {HEAD} differs from {EMBED}; set "
+        problem += "tie_word_embeddings to false there to keep both"
+        raise error(folder, problem)
 
 
 def load_hf(

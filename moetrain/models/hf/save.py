@@ -4,8 +4,8 @@
 or the tokenizer may have changed; everything in them that none of these decide stays. Other files
 are copies.
 
-Left out on purpose: process groups (one process writes), and how a run's tokenizer becomes files
-(:mod:`moetrain.data.tokenizer_files`).
+Left out on purpose: process groups (how processes share the work is an argument), and how a run's
+tokenizer becomes files (:mod:`moetrain.data.tokenizer_files`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,18 @@ _EOS = "eos_token_id"
 logger = logging.getLogger(__name__)
 
 
+class Share(NamedTuple):
+    """Which files of an export this process writes: every ``ranks``-th."""
+
+    rank: int = 0
+    ranks: int = 1
+    wait: Callable[[], object] = lambda: None
+    """Returns when every process has called it."""
+
+
+ALONE = Share()
+
+
 def save_hf(
     model: Transformer,
     folder: str | os.PathLike[str],
@@ -92,17 +105,51 @@ def save_hf(
             (what does not need it has been written by then).
         ValueError: the family's format cannot express the model's architecture.
     """
-    folder, source = Path(folder), model.source
     parameters = dict(model.named_parameters())
-    own = _own_tensors(model, parameters, dtype)
+    pieces = pieces_of(model.arch, parameters)
+    dtypes = export_dtypes(model, dtype)
+    for name, parameter, place in pieces:
+        check_fits(name, parameters[parameter][place], dtypes[name])
+    warn_about_router_bias(model)
+    tensors = ((name, parameters[parameter][place]) for name, parameter, place in pieces)
+    save_stream(model, Path(folder), tensors, dtype, tokenizer, max_shard_bytes)
+    if model.source is not None and Path(folder).samefile(model.source.folder):
+        model.source = check_checkpoint(folder, model.arch).source
+
+
+def save_stream(
+    model: Transformer,
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: ExportDtype,
+    tokenizer: TokenizerFiles | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    share: Share = ALONE,
+) -> None:
+    """:func:`save_hf` of weights that come one by one, by several processes at once.
+
+    A process takes host memory of two files: one that is written, and one that it collects.
+
+    Args:
+        model: says what there is, and its source; its values are not asked for.
+        tensors: every weight by its name in the files, in the order of :func:`pieces_of`; each on
+            every process, and good until the next is asked for.
+    """
+    source, own = model.source, _own_tensors(model, dtype)
     default = None if source is not None and dtype == "auto" else own[0].dtype
     files = side_files(model.arch, source, tokenizer, default)
-    warn_about_router_bias(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+    if share.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+    share.wait()
     with ExitStack() as stack:
         extra, lost = ([], []) if source is None else _extra_tensors(source, stack)
-        written = _write_shards(folder, [*own, *extra], max_shard_bytes)
+        shards = _Shards(folder, [*own, *extra], max_shard_bytes, share)
+        shards.write(tensors)
+    share.wait()
+    if share.rank > 0:
+        return
+    written = shards.write_index()
     lost += write_side_files(folder, files)
     for path in folder.iterdir():
         if _OUR_FILES.fullmatch(path.name) and path.name not in written:
@@ -111,8 +158,6 @@ def save_hf(
     logger.info("Hugging Face checkpoint: %s", folder)
     if lost:
         raise _gone(source, folder, lost)
-    if source is not None and folder.samefile(source.folder):
-        model.source = check_checkpoint(folder, model.arch).source
 
 
 def warn_about_router_bias(model: Transformer) -> None:
@@ -123,37 +168,56 @@ def warn_about_router_bias(model: Transformer) -> None:
 
 
 class _Outgoing(NamedTuple):
-    """A tensor of an export, read when its file is written."""
+    """A tensor of an export."""
 
     name: str
     dtype: torch.dtype
     num_bytes: int
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor] | None
+    """None: it is the model's, and comes by itself."""
 
 
-def _own_tensors(
-    model: Transformer, parameters: Mapping[str, torch.Tensor], dtype: ExportDtype
-) -> list[_Outgoing]:
-    """Every weight, converted; ConfigError if a converted one would overflow."""
+def export_dtypes(model: Transformer, dtype: ExportDtype) -> dict[str, torch.dtype]:
+    """What each weight is to be, by its name in the files."""
+    return {tensor.name: tensor.dtype for tensor in _own_tensors(model, dtype)}
+
+
+def _own_tensors(model: Transformer, dtype: ExportDtype) -> list[_Outgoing]:
+    """Every weight."""
     dtypes = {} if model.source is None else model.source.dtypes
+    parameters = dict(model.named_parameters())
     tensors = []
     for name, parameter, place in pieces_of(model.arch, parameters):
         part = parameters[parameter][place]
         own = dtypes.get(name, part.dtype) if dtype == "auto" else getattr(torch, dtype)
-        limit = torch.finfo(own).max
-        if limit < torch.finfo(part.dtype).max:
-            largest = part.detach().abs().amax().item()
-            if limit < largest < math.inf:
-                problem = f"{own} cannot hold {name}, whose largest weight is {largest:.3g}"
-                raise ConfigError("checkpoint.hf_dtype", f"{problem}; use bfloat16 or float32")
-        tensors.append(
-            _Outgoing(name, own, part.numel() * own.itemsize, partial(_converted, part, own))
-        )
+        tensors.append(_Outgoing(name, own, part.numel() * own.itemsize, None))
     return tensors
 
 
-def _converted(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part.detach().contiguous().to(dtype)
+def check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ConfigError if a number of ``weight``, or of a part, would overflow in ``dtype``."""
+    limit = torch.finfo(dtype).max
+    if limit < torch.finfo(weight.dtype).max and weight.numel():
+        largest = weight.detach().abs().amax().item()
+        if limit < largest < math.inf:
+            problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
+            raise ConfigError("checkpoint.hf_dtype", f"{problem}; use bfloat16 or float32")
+
+
+def what_does_not_fit(
+    model: Transformer, here: Mapping[str, torch.Tensor], dtype: ExportDtype
+) -> str:
+    """Of parts ``here`` of parameters, the first with a number that an export cannot hold."""
+    dtypes = export_dtypes(model, dtype)
+    pieces = pieces_of(model.arch, dict(model.named_parameters()))
+    # One of each parameter's pieces, and dtypes, speaks for all.
+    for (parameter, wanted), name in {(p, dtypes[n]): n for n, p, _ in pieces}.items():
+        if parameter in here:
+            try:
+                check_fits(name, here[parameter], wanted)
+            except ConfigError as error:
+                return error.problem
+    return ""
 
 
 def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
@@ -182,21 +246,71 @@ def _gone(source: HFSource | None, folder: Path, lost: Sequence[str]) -> ConfigE
     return error(source.folder, problem)
 
 
-def _write_shards(folder: Path, tensors: Sequence[_Outgoing], max_shard_bytes: int) -> set[str]:
-    """Writes the weights and their index; the names of the files."""
-    shards = _plan_shards(tensors, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-        values = {tensor.name: tensor.read() for tensor in shard}
-        replace(folder / file, lambda temporary, v=values: save_file(v, temporary, _METADATA))
-        weight_map |= dict.fromkeys(values, file)
-    written = set(weight_map.values())
-    if len(shards) > 1:
-        metadata = {"total_size": sum(tensor.num_bytes for tensor in tensors)}
-        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
-        written.add(INDEX)
-    return written
+class _Shards:
+    """The files of an export's weights, of which this process writes its share."""
+
+    def __init__(
+        self, folder: Path, tensors: Sequence[_Outgoing], max_bytes: int, share: Share
+    ) -> None:
+        self.folder, self.share = folder, share
+        self.shards = _plan_shards(tensors, max_bytes)
+        self.total_size = sum(tensor.num_bytes for tensor in tensors)
+        count = len(self.shards)
+        self.names = [
+            f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else SINGLE
+            for number in range(1, count + 1)
+        ]
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write this process's files while ``tensors``, the model's own, go by."""
+        coming = iter(tensors)
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(lambda: None)
+            for number, shard in enumerate(self.shards):
+                is_mine = number % self.share.ranks == self.share.rank
+                values = self._collect(shard, coming, is_mine)
+                if is_mine:
+                    writing.result()
+                    path = self.folder / self.names[number]
+                    writing = thread.submit(self._write_file, path, values)
+            writing.result()
+
+    def _collect(
+        self,
+        shard: Sequence[_Outgoing],
+        coming: Iterator[tuple[str, torch.Tensor]],
+        is_mine: bool,
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of one file, in host memory; none if it is another's."""
+        values = {}
+        for name, dtype, _, read in shard:
+            if read is not None:
+                values |= {name: read()} if is_mine else {}
+                continue
+            came, tensor = next(coming)
+            assert came == name  # both walk the same table
+            if is_mine:
+                values[name] = self._copy(tensor.detach(), dtype)
+        return values
+
+    def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """In host memory, and where others come after it in memory of its own."""
+        is_borrowed = self.share.ranks > 1 and tensor.dtype == dtype
+        return tensor.contiguous().to(dtype).to("cpu", copy=is_borrowed)
+
+    def _write_file(self, path: Path, values: Mapping[str, torch.Tensor]) -> None:
+        replace(path, lambda temporary: save_file(dict(values), temporary, _METADATA))
+
+    def write_index(self) -> set[str]:
+        """Write the index of all processes' files; the names of all of them."""
+        written = set(self.names)
+        if len(self.names) > 1:
+            pairs = zip(self.names, self.shards, strict=True)
+            weight_map = {tensor.name: file for file, shard in pairs for tensor in shard}
+            index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
+            write_json(self.folder / INDEX, index)
+            written.add(INDEX)
+        return written
 
 
 def _plan_shards(tensors: Iterable[_Outgoing], max_shard_bytes: int) -> list[list[_Outgoing]]:

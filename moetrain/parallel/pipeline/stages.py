@@ -23,6 +23,7 @@ from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.models import Architecture, Transformer, compute_dtype, plan_model
 from moetrain.models.parts import Share
 from moetrain.models.rules import Rule
+from moetrain.parallel.layout import Part
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
     RECIPES,
@@ -364,6 +365,13 @@ class Stages:
     def rules(self) -> dict[str, Rule]:
         """Of every parameter of the model."""
         return {n: e.rule for n, e in self.table.items() if e.rule is not None}
+
+    def among(self, name: str, part: Part) -> Part:
+        """``part`` of the tensor ``name``, or of one that lies as it does; counted with those of
+        the other pipeline ranks that hold it too."""
+        holders = self.table[name].holders
+        number, copies = holders.index(self.rank), part.copies * len(holders)
+        return part._replace(copy=part.copy * len(holders) + number, copies=copies)
 
     def whole(self, entry: Entry, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``make()`` (of the entry's shape and storage) of its first holder, on every pipeline

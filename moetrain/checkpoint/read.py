@@ -1,0 +1,278 @@
+"""A checkpoint on disk, of which each rank reads what it needs, whatever layout wrote it.
+
+:class:`Stored` is a tensor in files that is indexed like one in memory: ``stored[box]`` reads the
+pieces that overlap ``box``, chunks of :data:`~moetrain.checkpoint.format.CHUNK` at a time in
+several threads, and checks every chunk. It takes host memory of what it gives, and where a box cuts
+a piece's columns, of those rows whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetrain.checkpoint.folder import step_of
+from moetrain.checkpoint.format import (
+    CHUNK,
+    CRC_DIGITS,
+    FORMAT,
+    MANIFEST,
+    STATE,
+    Contents,
+    Entry,
+    FilePiece,
+    check_version,
+    crc_of,
+    header_entries,
+    read_manifest,
+    unreadable,
+)
+from moetrain.config import ConfigError
+from moetrain.config_sources import shortened
+
+READERS = 8
+"""Threads of a rank that read and check: a disk's queue, and checksums of 2 GiB/s a core."""
+_FIELDS = {"step": int, "tokens": int, "sample_index": int, "architecture": dict, "config": dict}
+"""What ``state.json`` must hold; numbers count from 0."""
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-read")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint; reading raises Damaged for whatever is not as it was written."""
+
+    folder: Path
+    entry: Entry
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.entry.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entry.dtype
+
+    def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
+        """What lies in ``box``, a slice for every dim, or ``()`` for all; on the CPU."""
+        wanted = [part.indices(size)[:2] for part, size in zip(box, self.shape, strict=False)]
+        wanted += [(0, size) for size in self.shape[len(wanted) :]]
+        whole = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype)
+        found = sum(self._copy(piece, wanted, whole) for piece in self.entry.pieces)
+        if found != whole.numel():
+            lacking = whole.numel() - found
+            raise unreadable(self.folder / MANIFEST, f"no file has {lacking} numbers of a tensor")
+        return whole
+
+    def _copy(self, piece: FilePiece, wanted: list[tuple[int, int]], out: torch.Tensor) -> int:
+        """Copy what ``piece`` has of ``wanted`` into ``out``; returns how many numbers."""
+        mine = list(zip(piece.starts, piece.stops, strict=True))
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, wanted, strict=True)]
+        if any(start >= stop for start, stop in both):
+            return 0
+        target = out[
+            tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(both, wanted, strict=True))
+        ]
+        if not mine:
+            self._read(piece, 0, out.nbytes, out)
+            return 1
+        sizes = [stop - start for start, stop in mine]
+        row = self.dtype.itemsize * torch.Size(sizes[1:]).numel()
+        first, last = both[0][0] - piece.starts[0], both[0][1] - piece.starts[0]
+        if both[1:] == mine[1:] and target.is_contiguous():
+            self._read(piece, first * row, last * row, target)
+        else:
+            rows = torch.empty([last - first, *sizes[1:]], dtype=self.dtype)
+            self._read(piece, first * row, last * row, rows)
+            pairs = zip(both[1:], mine[1:], strict=True)
+            target.copy_(rows[(slice(None), *(slice(a - m, b - m) for (a, b), (m, _) in pairs))])
+        return target.numel()
+
+    def _read(self, piece: FilePiece, start: int, stop: int, out: torch.Tensor) -> None:
+        """Bytes ``start`` to ``stop`` of ``piece``, into contiguous ``out``."""
+        path, size = self.folder / piece.file, self._bytes(piece)
+        buffer = out.view(-1).view(torch.uint8).numpy()
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+        def read(index: int) -> None:
+            first = index * CHUNK
+            last = min(first + CHUNK, size)
+            low, high = max(first, start), min(last, stop)
+            is_all = (low, high) == (first, last)
+            into = buffer[low - start : high - start]
+            chunk = into if is_all else np.empty(last - first, np.uint8)
+            self._read_chunk(descriptor, piece, index, chunk)
+            if not is_all:
+                into[:] = chunk[low - first : high - first]
+
+        try:
+            chunks = range(start // CHUNK, -(-stop // CHUNK))
+            for _ in map(read, chunks) if len(chunks) < 2 else _readers().map(read, chunks):
+                pass
+        except OSError as error:
+            raise unreadable(path, error) from None
+        finally:
+            os.close(descriptor)
+
+    def _read_chunk(
+        self, descriptor: int, piece: FilePiece, index: int, chunk: np.ndarray[Any, Any]
+    ) -> None:
+        view, done = memoryview(chunk.data), 0
+        while done < len(view):
+            got = os.preadv(descriptor, [view[done:]], piece.offset + index * CHUNK + done)
+            if not got:
+                raise unreadable(self.folder / piece.file, "it is cut short")
+            done += got
+        if piece.crcs is None:
+            return
+        if crc_of(view) != piece.crcs[index * CRC_DIGITS : (index + 1) * CRC_DIGITS]:
+            where = f"{piece.offset + index * CHUNK} to {piece.offset + index * CHUNK + len(view)}"
+            problem = f"bytes {where} are not what was written (a checksum differs)"
+            raise unreadable(self.folder / piece.file, problem)
+
+    def _bytes(self, piece: FilePiece) -> int:
+        sizes = (b - a for a, b in zip(piece.starts, piece.stops, strict=True))
+        return self.dtype.itemsize * torch.Size(sizes).numel()
+
+    def check(self, rank: int = 0, ranks: int = 1) -> None:
+        """Read the share of ``rank`` among ``ranks`` and forget it; raises Damaged."""
+        for number, piece in enumerate(self.entry.pieces):
+            if number % ranks == rank:
+                self._check_piece(piece)
+
+    def _check_piece(self, piece: FilePiece) -> None:
+        size = self._bytes(piece)
+        step = READERS * CHUNK
+        scratch = torch.empty(min(step, size), dtype=torch.uint8)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            self._read(piece, start, stop, scratch[: stop - start])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk; tensors are read when asked for."""
+
+    folder: Path
+    state: dict[str, Any]
+    contents: Contents = field(repr=False)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups of tensors in it."""
+        return list(self.contents.groups)
+
+    def group(self, name: str) -> dict[str, Stored]:
+        """The tensors of a group, to be read in parts.
+
+        Raises:
+            Damaged: there is no such group.
+        """
+        if name not in self.contents.groups:
+            raise unreadable(self.folder, f"it has no group {name!r}, but {self.groups}")
+        entries = self.contents.groups[name]
+        return {key: Stored(self.folder, entry) for key, entry in entries.items()}
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of a group, whole, on the CPU.
+
+        Raises:
+            Damaged: a file is missing or damaged.
+        """
+        return {key: stored[()] for key, stored in self.group(name).items()}
+
+    def stored(self) -> Iterator[tuple[str, str, Stored]]:
+        """Every group, name and tensor."""
+        for group in self.groups:
+            for name, stored in self.group(group).items():
+                yield group, name, stored
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint ``folder``, as far as can be told without reading its tensors intact.
+
+    That is: the manifest and ``state.json`` are what was written, the latter with every field; and
+    files are of their sizes and have the headers they were given.
+
+    Raises:
+        ConfigError: it is not a checkpoint, or of another version.
+        Damaged: it is damaged; the message names the file.
+    """
+    if (folder / MANIFEST).is_file() or not (folder / STATE).is_file():
+        if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
+            _check_is_one(folder)
+        contents, state = read_manifest(folder)
+    else:
+        contents, state = _open_first_format(folder)
+    path = folder / STATE
+    if not isinstance(state, dict):
+        raise unreadable(path, f"it holds a {type(state).__name__}, not an object")
+    for name, kind in _FIELDS.items():
+        value = state.get(name)
+        is_negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
+            what = "a number from 0" if kind is int else "an object"
+            raise unreadable(path, f"its {name!r} is {shortened(value)}, not {what}")
+    if step_of(folder) not in (None, state["step"]):
+        raise unreadable(path, f"its 'step' is {shortened(state['step'])}, not that of its folder")
+    return Checkpoint(folder, state, contents)
+
+
+def _check_is_one(folder: Path) -> None:
+    """Raise for a folder without manifest and state."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    if any(name.endswith(".safetensors") for name in names) or step_of(folder) is not None:
+        raise unreadable(folder / MANIFEST, "there is none")
+    raise ConfigError(
+        "checkpoint.resume",
+        f"{str(folder)!r} is not a checkpoint (auto, never, or a step-... folder): "
+        f"it has no {MANIFEST}",
+    )
+
+
+def _open_first_format(folder: Path) -> tuple[Contents, Any]:
+    """A checkpoint without manifest: whole tensors, ``<group>.safetensors``, no checksums."""
+    path = folder / STATE
+    try:
+        state = json.loads(path.read_text("utf-8"))
+        if not isinstance(state, dict):
+            return Contents({}, {}), state
+        if "format" in state:
+            check_version(state["format"], folder)
+            raise unreadable(folder / MANIFEST, f"there is none, and format {FORMAT} has one")
+        named = state.get("groups", [])  # the first ones do not name theirs
+        if not isinstance(named, list) or not all(isinstance(group, str) for group in named):
+            raise unreadable(path, f"its 'groups' is {shortened(named)}, not a list of names")
+        groups = {}
+        for group in sorted({*(file.stem for file in folder.glob("*.safetensors")), *named}):
+            path = folder / f"{group}.safetensors"
+            groups[group] = header_entries(path, group)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise unreadable(path, error) from None
+    return Contents({}, groups), state
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether :func:`open_checkpoint` takes it."""
+    try:
+        open_checkpoint(folder)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,251 @@
+"""Time saving and loading a checkpoint of any recipe, beside what the disk does by itself.
+
+    torchrun --nproc-per-node N scripts/bench_checkpoint.py RECIPE [--layers L] [--folder DIR]
+        [--section.key value ...] [--results FILE]
+
+A model with weights and moments as a run has them, on synthetic tokens. Each figure is the slowest
+rank's, from a moment at which all begin:
+
+    reserve    host memory for copies is made and pinned, which a run does before its first step
+    blocked    begin_save of an asynchronous save: what keeps the next step from being queued
+    step       a step alone, and the slowest of those that run while a checkpoint is written
+    write      a save from its first byte to its name; "first" is that of the process, into memory
+               that no write has used before
+    load       everything read from the disk, checked and on the device; the files' pages are
+               dropped from the page cache before
+    disk       plain files of the same sizes, as many at once, written and fsynced; and read again
+    host       the most memory that a process has had, pinned memory included
+    same       whether the step after the load has the loss that it had after the save
+
+One checkpoint lies on the disk at a time, below --folder (default: the recipe's output_dir). One
+JSON line is printed, and appended to --results. One process needs no torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_train import commit, device_name
+
+from moetrain.checkpoint import open_checkpoint
+from moetrain.checkpoint.format import CHUNK
+from moetrain.checkpoint.save import FILE_BYTES, WRITERS
+from moetrain.config import Config, launched_place
+from moetrain.metrics import SilentLog
+from moetrain.models import resolve_architecture
+from moetrain.run_control import garbage_collector_off
+from moetrain.snapshot import restore_snapshot, state_bytes
+from moetrain.trainer import Trainer
+
+SETTINGS = ["checkpoint.asynchronous=yes", "checkpoint.interval=0", "checkpoint.at_end=no"]
+SETTINGS += ["checkpoint.resume=never", "data.source=synthetic", "log.tensorboard=no"]
+SETTINGS += ["train.eval_interval=0", "train.sample_tokens=0", "train.steps=1000"]
+
+
+def main() -> int:
+    """Measure; exit code 1 where the loaded state is not the saved one."""
+    parser = argparse.ArgumentParser(description="Time checkpoints.", allow_abbrev=False)
+    parser.add_argument("recipe")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--results", type=Path)
+    args, words = parser.parse_known_args()
+    words += SETTINGS
+    words += [f"model.num_layers={args.layers}"] if args.layers else []
+    words += [f"output_dir={args.folder}"] if args.folder else []
+    with garbage_collector_off():
+        row = Bench(Config.load(args.recipe, words)).run()
+    if launched_place() is None or dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+        if args.results is not None:
+            with args.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    return 0 if row["same"] else 1
+
+
+class Bench:
+    """One rank's part of the measurement."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.trainer = Trainer(config)
+        self.trainer.log = SilentLog()
+        self.world, self.device = self.trainer.world, self.trainer.device
+
+    def run(self) -> dict[str, Any]:
+        """Every figure."""
+        trainer = self.trainer
+        staging = trainer.snapshots.staging
+        assert staging is not None  # SETTINGS ask for it
+        row = {
+            "reserve_seconds": self.slowest(lambda: staging.reserve(state_bytes(trainer.engine)))
+        }
+        for _ in range(3):
+            trainer.train_step()
+        row["step_seconds"] = self.slowest(trainer.train_step)
+        row |= self.save("first_")
+        self.remove()
+        row |= self.disk()
+        row |= self.save("")
+        row |= self.load()
+        self.remove()
+        return self.header() | row
+
+    def header(self) -> dict[str, Any]:
+        """What was measured, and where."""
+        params = resolve_architecture(self.config.model).num_params()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "settings": self.config.describe(),
+            "hardware": f"{self.world.size} x {device_name(self.device)}",
+            "torch": torch.__version__,
+            "commit": commit(),
+            "params": params,
+            "state_gib": self.num_bytes / 2**30,
+            "host_peak_gib": self.largest(peak) / 2**30,
+        }
+
+    def save(self, name: str) -> dict[str, float]:
+        """An asynchronous save while steps run."""
+        trainer = self.trainer
+        self.begin()
+        started = time.perf_counter()
+        trainer.begin_save()
+        blocked = time.perf_counter() - started
+        seconds, steps, losses = 0.0, [], []
+        while trainer.snapshots.saver.is_busy:
+            started = time.perf_counter()
+            losses.append(trainer.train_step().loss.item())
+            steps.append(time.perf_counter() - started)
+            # All ranks make as many steps: as long as one of them still writes.
+            if not self.largest(trainer.snapshots.saver.is_writing):
+                saved = trainer.snapshots.wait()
+                assert saved is not None
+                self.path, self.mine, seconds = saved.path, saved.num_bytes, saved.seconds
+        self.loss = losses[0]
+        self.num_bytes = sum(path.stat().st_size for path in self.path.iterdir())
+        write = self.largest(seconds)
+        return {
+            f"{name}blocked_seconds": self.largest(blocked),
+            f"{name}slowest_step_seconds": self.largest(max(steps)),
+            f"{name}write_seconds": write,
+            f"{name}write_gib_per_second": self.num_bytes / 2**30 / write,
+        }
+
+    def load(self) -> dict[str, Any]:
+        """The checkpoint, from the disk."""
+        trainer, engine = self.trainer, self.trainer.engine
+        for path in self.path.iterdir():
+            forget(path)
+        found = open_checkpoint(self.path)
+        identity = trainer.identity
+
+        def restore() -> None:
+            damaged = restore_snapshot(found, engine, identity, trainer.total_steps)
+            assert not damaged, damaged
+
+        seconds = self.slowest(restore)
+        trainer.take_up(found)
+        trainer.step = found.state["step"]
+        loss = trainer.train_step().loss.item()
+        return {
+            "load_seconds": seconds,
+            "load_gib_per_second": self.num_bytes / 2**30 / seconds,
+            "loss_after_save": self.loss,
+            "loss_after_load": loss,
+            "same": abs(loss - self.loss) <= 1e-3 * abs(loss),
+        }
+
+    def disk(self) -> dict[str, float]:
+        """Plain files of the sizes that this rank's have, written and read by as many threads."""
+        folder = Path(self.config.output_dir) / f"plain-{self.world.rank}"
+        folder.mkdir(parents=True)
+        sizes = [FILE_BYTES] * (self.mine // FILE_BYTES) + [self.mine % FILE_BYTES]
+        files = [(folder / str(number), size) for number, size in enumerate(sizes)]
+        data = os.urandom(CHUNK)
+
+        def write(file: tuple[Path, int]) -> None:
+            with file[0].open("wb", buffering=0) as out:
+                for start in range(0, file[1], CHUNK):
+                    out.write(data[: file[1] - start])
+                os.fsync(out.fileno())
+
+        def read(file: tuple[Path, int]) -> None:
+            with file[0].open("rb", buffering=0) as source:
+                buffer = bytearray(CHUNK)
+                while source.readinto(buffer):
+                    pass
+
+        def all_files(work: Callable[[tuple[Path, int]], None]) -> None:
+            with ThreadPoolExecutor(WRITERS) as threads:
+                list(threads.map(work, files))
+
+        try:
+            written = self.slowest(lambda: all_files(write))
+            for path, _ in files:
+                forget(path)
+            was_read = self.slowest(lambda: all_files(read))
+        finally:
+            shutil.rmtree(folder)
+        gib = self.num_bytes / 2**30
+        return {
+            "disk_write_gib_per_second": gib / written,
+            "disk_read_gib_per_second": gib / was_read,
+        }
+
+    def remove(self) -> None:
+        """The checkpoint goes."""
+        self.begin()
+        if self.world.is_main:
+            shutil.rmtree(self.path)
+        self.begin()
+
+    # ---- clocks --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All ranks, with nothing left to do on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.world.wait()
+
+    def slowest(self, work: Callable[[], object]) -> float:
+        """Seconds of ``work`` on the rank where it takes longest."""
+        self.begin()
+        started = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.largest(time.perf_counter() - started)
+
+    def largest(self, number: float) -> float:
+        """Of all ranks."""
+        x = torch.tensor(float(number), dtype=torch.float64, device=self.device)
+        if self.world.size > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return x.item()
+
+
+def forget(path: Path) -> None:
+    """Drop a file's pages from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Small checkpoints for tests: written directly, edited, and as the first format had them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from moetrain.checkpoint import Plan, Saver, open_checkpoint
+from moetrain.parallel.layout import Part
+
+GROUPS = ("model", "optim", "rng")
+
+
+def state_of(step):
+    return {"step": step, "tokens": 0, "sample_index": 0, "architecture": {}, "config": {}}
+
+
+def save_tensors(root, step, groups, state=None, **plan):
+    """Write whole tensors, by group and name, as one rank does."""
+    parts = {g: {name: Part.all_of(x) for name, x in named.items()} for g, named in groups.items()}
+    saver = Saver(None)
+    saver.start(Plan(root, step, **{"keep": 2, **plan}), parts, state or state_of(step))
+    saved = saver.wait()
+    assert saved is not None
+    return saved.path
+
+
+def save(root, step, value=0.0, **plan):
+    """A checkpoint of three groups of one tensor."""
+    groups = {name: {"x": torch.full((3,), value)} for name in GROUPS}
+    return save_tensors(root, step, groups, **plan)
+
+
+def save_first_format(root, step, value=0.0, groups=None, state=None):
+    """The same, as versions without manifest wrote it."""
+    folder = Path(root) / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    groups = groups or {name: {"x": torch.full((3,), value)} for name in GROUPS}
+    for name, tensors in groups.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    state = {**(state or state_of(step)), "groups": list(groups)}
+    (folder / "state.json").write_text(json.dumps(state, indent=1), "utf-8")
+    return folder
+
+
+def tensors_of(folder):
+    """Every tensor of a checkpoint, by group and name."""
+    found = open_checkpoint(Path(folder))
+    return {group: found.tensors(group) for group in found.groups}
+
+
+def rewrite(folder, edit, write=save_tensors):
+    """Let ``edit`` change the tensors of a checkpoint, and write it as if it had been so."""
+    folder = Path(folder)
+    groups, state = tensors_of(folder), open_checkpoint(folder).state
+    state = {name: value for name, value in state.items() if name != "format"}
+    edit(groups)
+    shutil.rmtree(folder)
+    write(folder.parent, state["step"], groups=groups, state=state)

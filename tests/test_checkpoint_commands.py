@@ -1,0 +1,131 @@
+"""``python -m moetrain.checkpoint``: what is in one, whether it is whole, and conversions."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import rewrite, save_first_format, tensors_of
+from safetensors.torch import load_file
+
+from moetrain.checkpoint.__main__ import main
+from moetrain.config import Config
+from moetrain.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def run(corpus, token_cache, tmp_path_factory):
+    """A finished tiny run that has exported itself; tests leave it as it is."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture
+def saved(run, tiny_words, tmp_path):
+    """The output folder of that run, copied."""
+    if not (run / "out").exists():
+        words = ["train.steps=2", "checkpoint.save_hf=yes", f"output_dir={run / 'out'}"]
+        Trainer(Config.load(None, [*tiny_words, *words], environ={})).fit()
+    shutil.copytree(run / "out", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_inspect_and_verify(saved, capsys):
+    newest = saved / "checkpoints" / "step-00000002"
+    for path in (saved, newest):
+        assert main(["inspect", str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert "step 2, 256 tokens" in shown
+        assert "optim: " in shown
+        assert "norm.weight" not in shown
+    assert main(["inspect", str(saved), "--tensors"]) == 0
+    assert "  norm.weight float32 [16]\n" in capsys.readouterr().out
+    assert main(["verify", str(saved)]) == 0
+    assert "are as written" in capsys.readouterr().out
+    (weights,) = newest.glob("model-*")
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 1
+    weights.write_bytes(data)
+    assert main(["verify", str(saved)]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("damaged: model ")
+    assert str(weights) in line
+    weights.unlink()
+    assert main(["verify", str(saved)]) == 1
+    assert str(weights) in capsys.readouterr().err
+
+
+def test_diff(saved, tmp_path, capsys):
+    one, two = (saved / "checkpoints" / "step-00000002", tmp_path / "two" / "step-00000002")
+    shutil.copytree(one, two)
+    assert main(["diff", str(saved), str(two)]) == 0
+    assert capsys.readouterr().out == "no tensor differs\n"
+
+    def edit(groups):
+        groups["model"]["norm.weight"][3] += 0.5
+        groups["optim"].pop("norm.weight.step")
+        groups["rng"]["cpu"] = groups["rng"]["cpu"][:8]
+
+    rewrite(two, edit)
+    assert main(["diff", str(one), str(two)]) == 1
+    model, optim, rng = capsys.readouterr().out.splitlines()
+    assert model.startswith("model norm.weight: by 0.5 at most, ")
+    assert model.endswith("6.2%")
+    assert optim == f"optim norm.weight.step: only in {one}"
+    assert rng.startswith("rng cpu: torch.uint8 [")
+
+
+@pytest.mark.parametrize("write", [None, save_first_format])
+def test_an_export_is_the_runs_own(write, saved, tmp_path):
+    if write:
+        rewrite(saved / "checkpoints" / "step-00000002", lambda groups: None, write)
+    assert main(["export-hf", str(saved), str(tmp_path / "hf")]) == 0
+    assert files_of(tmp_path / "hf") == files_of(saved / "hf")
+    assert main(["export-hf", str(saved), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    ours = load_file(saved / "hf" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "hf" / "model.safetensors").items():
+        assert torch.equal(weight, ours[name].bfloat16()), name
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_import_is_where_a_run_begins(saved, tmp_path, tiny_words):
+    source = saved / "hf"
+    assert main(["import-hf", str(source), str(tmp_path / "in")]) == 0
+    made = tmp_path / "in" / "step-00000000"
+    trained = tensors_of(saved / "checkpoints" / "step-00000002")["model"]
+    imported = tensors_of(made)["model"]
+    assert imported.keys() == trained.keys()
+    assert all(torch.equal(imported[name], trained[name]) for name in trained)
+    words = [w for w in tiny_words if not w.startswith("model.")] + [f"model.path={source}"]
+    words += ["data.tokenizer=byte", "train.sample_tokens=0"]
+    losses = []
+    for more in ([f"checkpoint.resume={made}"], []):
+        folder = f"output_dir={tmp_path / str(len(losses))}"
+        trainer = Trainer(Config.load(None, [*words, *more, folder], environ={}))
+        assert trainer.step == 0
+        losses.append([trainer.train_step().loss.item() for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["inspect", "nowhere"], 2, "'nowhere' is not a checkpoint"),
+        (["inspect"], 2, "PATH"),
+        (["inspect", "a", "b"], 2, "inspect takes one path"),
+        (["diff", "a"], 2, "diff takes a second path"),
+        (["repair", "a"], 2, "invalid choice"),
+        (["import-hf", "nowhere", "out"], 2, "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(words, code, says, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(words) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert says in error
+    assert error.count("\n") == 1
+    assert Path("out").exists() is False
