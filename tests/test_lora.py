@@ -17,6 +17,7 @@ from test_engine import (
 )
 from torch.nn import functional as F
 
+from moetrain.checkpoint.__main__ import main as checkpoint_command
 from moetrain.config import Config, ConfigError
 from moetrain.config_sections import LoraSection
 from moetrain.data import IGNORE_INDEX
@@ -268,7 +269,7 @@ def test_state_goes_on_on_any_mesh():
             assert answer[1] == fingerprint, name
 
 
-def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny):
+def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny, capsys):
     words = ["lora.rank=8", "optim.schedule=constant", "checkpoint.interval=2"]
     straight = Trainer(tiny(*words))
     straight.fit()
@@ -276,6 +277,8 @@ def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny):
     held = tensors_of(saved)["model"]
     assert held
     assert all(map(is_adapter, held))
+    assert checkpoint_command(["export-hf", str(saved), f"{saved}-hf"]) == 2
+    assert "has not what was not trained (embed.weight" in capsys.readouterr().err
     resume = [f"checkpoint.resume={saved}", f"output_dir={straight.folder}-again"]
     again = Trainer(tiny(*words, *resume))
     again.fit()
