@@ -30,6 +30,7 @@ from moetrain.config_sections import (
     KernelsSection,
     LaunchSection,
     LogSection,
+    LoraSection,
     ModelSection,
     MoeSection,
     OptimSection,
@@ -86,6 +87,8 @@ class Config(Section):
     """Where the tokens come from."""
     train: TrainSection = TrainSection()
     """Length, batches, precision."""
+    lora: LoraSection = LoraSection()
+    """Low-rank adapters."""
     optim: OptimSection = OptimSection()
     """Optimizer and schedule."""
     parallel: ParallelSection = ParallelSection()
@@ -255,6 +258,9 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("data.eval_fraction", "data.eval_path", {None}),
     ("data.packing", "data.source", {"stdlib", "text", "jsonl"}),
     ("data.num_documents", "data.source", {"synthetic"}),
+    *((f"lora.{key}", "lora.rank", _SOME) for key in LoraSection.model_fields if key != "rank"),
+    ("lora.init", "lora.path", {None}),
+    ("lora.layout", "lora.save", {True}),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),
     ("parallel.pp_schedule", "parallel.pp", _SEVERAL),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -26,22 +26,22 @@ from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.models import (
     Architecture,
     RoutingStats,
-    Transformer,
     build_model,
     find_family,
     update_router_bias,
 )
 from moetrain.models.hf.files import TokenizerFiles
-from moetrain.models.hf.load import pieces_of
+from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import (
     DEFAULT_SHARD_BYTES,
     ExportDtype,
     Share,
-    check_fits,
-    export_dtypes,
     save_stream,
     warn_about_router_bias,
+    what_does_not_fit,
 )
+from moetrain.models.lora import Adapter, own_draws
+from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
     HostMoments,
@@ -51,6 +51,7 @@ from moetrain.optim import (
     optimizer_parts,
 )
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
+from moetrain.parallel.frozen import fingerprint
 from moetrain.parallel.layout import Part, Region
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
@@ -159,8 +160,14 @@ class Engine:
     def _learn(
         self, batches: Sequence[B], objective: Objective[B], sizes: Mapping[str, torch.Tensor]
     ) -> _Run[B]:
-        with self.work():
+        with self.work(), self._draws():
             return _Run(self, objective, sizes, learns=True).over(batches)
+
+    def _draws(self) -> AbstractContextManager[None]:
+        if not self.config.lora.dropout:
+            return nullcontext()
+        key = f"{self.config.train.seed}.{self.world.data_rank}.{self.stages.rank}"
+        return own_draws(key, self.world.device)
 
     def _forget(self) -> None:
         """Forget what was added up since the last step."""
@@ -301,12 +308,15 @@ class Engine:
     def state(self) -> dict[str, dict[str, Part]]:
         """Groups ``model`` and ``optim``: this rank's own parts of tensors, by name; not copies.
 
-        Gradients are no part of it.
+        Gradients are no part of it, nor is what is not trained: that is where it came from
+        (:attr:`fingerprint` tells whether it still is the same).
         """
         self._check_moments()
         members, among = self.fsdp.members, self.stages.among
         model = {
-            name: among(name, member.layout.part(member.local)) for name, member in members.items()
+            name: among(name, member.layout.part(member.local))
+            for name, member in members.items()
+            if member.rule.trainable
         }
         common = next(iter(members.values())).layout.common
         model |= {name: among(name, common(x)) for name, x in self.model.named_buffers()}
@@ -330,24 +340,48 @@ class Engine:
             members, optim = self.fsdp.members, groups["optim"]
             load_optimizer_state(self.optimizer, members, self.stages, optim)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what is not trained (:mod:`moetrain.parallel.frozen`). Collective at its first use."""
+        return fingerprint(self.fsdp.members, self.stages, self.world)
+
     @torch.no_grad()
-    def weights(self, *, hf: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight whole, by name, fp32 on the device: one at a time, and valid until a step.
+    def weights(
+        self, *, hf: bool = False, merged: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, by name, on the device: one at a time, and valid until a step.
+
+        fp32, but for what is frozen: that is as it is stored.
 
         Args:
             hf: names and pieces of Hugging Face's files, which hold no selection bias; else ours,
                 and buffers too.
+            merged: weights that have adapters are what both make together, in fp32, and adapters
+                by themselves are left out; always so with ``hf``.
         """
-        table = find_family(self.arch).hf.weight_map
+        table, merged = find_family(self.arch).hf.weight_map, merged or hf
         for name, entry in self.stages.table.items():
-            if entry.rule is None and hf:
+            if (entry.rule is None and hf) or (merged and is_adapter(name)):
                 continue
-            whole = self.stages.whole(entry, partial(self._whole_here, name)).detach()
+            whole = self._whole(name)
+            if merged and (halves := self._adapter(name)) is not None:
+                whole = halves.merged(whole.float())
             if hf:
                 for piece in all_pieces(table, {name: whole.shape}):
                     yield piece.hf_name, whole[piece.place]
             else:
                 yield name, whole
+
+    def _adapter(self, name: str) -> Adapter | None:
+        """That of the weight ``name``, whole. Collective."""
+        halves = [name + half for half in ADAPTER]
+        if halves[0] not in self.stages.table:
+            return None
+        a, b = (self._whole(half) for half in halves)
+        return Adapter(a, b, self.config.lora.scale)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self.stages.whole(self.stages.table[name], partial(self._whole_here, name)).detach()
 
     def _whole_here(self, name: str) -> torch.Tensor:
         """A tensor of this rank's stages; collective over the ranks that have them."""
@@ -355,6 +389,17 @@ class Engine:
         if member is None:
             return self.model.get_buffer(name)
         return member.layout.whole(member.local)
+
+    @torch.no_grad()
+    def save_peft(self, folder: Path) -> None:
+        """The adapters in PEFT's format (:mod:`moetrain.models.hf.peft`), by the main rank."""
+        adapters = []
+        for name, entry in self.stages.table.items():
+            if (adapter := self._adapter(name)) is not None and self.world.is_main:
+                halves = (adapter.a.cpu(), adapter.b.cpu())
+                adapters.append((name, entry.shape, Adapter(*halves, adapter.scale)))
+        if self.world.is_main:
+            save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
 
     def save_hf(
         self,
@@ -364,30 +409,18 @@ class Engine:
         tokenizer: TokenizerFiles | None = None,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> None:
-        """:func:`moetrain.save_hf` of the whole model; every rank writes some of the files."""
+        """:func:`moetrain.save_hf` of the model, adapters merged; every rank writes some files."""
         with torch.device("meta"):
             whole = build_model(self.arch)
         whole.source, world = self.model.source, self.world
-        if unfit := world.any(self._what_does_not_fit(whole, dtype)):
+        here = {name: member.local for name, member in self.fsdp.members.items()}
+        if unfit := world.any(what_does_not_fit(whole, here, dtype)):
             raise ConfigError("checkpoint.hf_dtype", unfit)
         if world.is_main:
             warn_about_router_bias(self.model)
         share = Share(world.rank, world.size, world.wait)
         weights = self.weights(hf=True)
         save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
-
-    def _what_does_not_fit(self, whole: Transformer, dtype: ExportDtype) -> str:
-        """Of this rank's parts, the first with a number that an export cannot hold."""
-        dtypes, members = export_dtypes(whole, dtype), self.fsdp.members
-        pieces = pieces_of(self.arch, dict(whole.named_parameters()))
-        # One of each parameter's pieces, and dtypes, speaks for all.
-        for (parameter, wanted), name in {(p, dtypes[n]): n for n, p, _ in pieces}.items():
-            if parameter in members:
-                try:
-                    check_fits(name, members[parameter].local, wanted)
-                except ConfigError as error:
-                    return error.problem
-        return ""
 
 
 class _Run(Generic[B]):

@@ -29,7 +29,7 @@ import torch
 from moetrain.config import Config, ConfigError
 from moetrain.config_rl import SleepName
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
-from moetrain.models import Architecture
+from moetrain.models import Architecture, plan_model
 from moetrain.models.parts import FP32, Part, Share
 from moetrain.parallel.apply import compute_dtype, reshards
 from moetrain.parallel.mesh import ParallelDims
@@ -50,11 +50,11 @@ class MemoryEstimate:
     """Bytes on one device at a step's peak, by part; they add up to :attr:`total`."""
 
     weights: float
-    """fp32 parameters, this rank's."""
+    """Parameters, this rank's: fp32 where they are trained, else in the compute dtype."""
     gradients: float
     """fp32, those there at the peak."""
     moments: float
-    """AdamW's two, fp32."""
+    """AdamW's two, fp32, of what is trained."""
     gathered: float
     """Parameters in the compute dtype: gathered from other ranks, or cast for the backward."""
     activations: float
@@ -110,11 +110,18 @@ def estimate_ranks(
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
     plan, found = plan_stages(config, arch), []
+    model, rules = plan_model(config, arch, dtype)
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for rank, in_flight in enumerate(activations_in_flight(config, dims)):
         layers = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
         passes = in_flight / len(plan.stages_of(rank))
         is_first, is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
-        sizes = _Sizes(config, arch, dims, share, layers, passes, is_first, is_last)
+        tied = arch.tie_embeddings
+        mine = [n for n in numels if rank in plan.holders(n, is_tied=tied)]
+        stored = sum(numels[name] * rules[name].storage.itemsize for name in mine)
+        trained = sum(numels[name] for name in mine if rules[name].trainable)
+        kept = (stored, trained, trained / sum(numels[name] for name in mine))
+        sizes = _Sizes(config, arch, dims, share, layers, passes, is_first, is_last, *kept)
         moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
         if sleep is not None:
             there = {"generator": sizes.generator() * (sleep != "all")}
@@ -222,7 +229,13 @@ class _Sizes:
     is_first: bool
     """Whether the embedding is here."""
     is_last: bool
-    """Whether the head is."""
+    """Whether the head is here."""
+    stored: float
+    """Bytes of its parameters, as all ranks of a replica keep them."""
+    trained: float
+    """Numbers of those that are trained."""
+    share_trained: float
+    """How many of them that are; wherever parts have to be told apart, all are taken for alike."""
 
     @property
     def is_alone(self) -> bool:
@@ -251,12 +264,13 @@ class _Sizes:
         """Of the embedding, which is also that of the head."""
         return self.arch.vocab_size * self.arch.hidden_size / self.dims.tp
 
-    def local_parameters(self) -> float:
-        """Numbers that this rank keeps and updates: its share of everything."""
-        blocks = self.all_layers(lambda layer: sum(part.num_params() for part in layer))
-        norms = self.arch.hidden_size * (2 * self.layers.total() + self.is_last)
-        matrices = self.matrices * self.arch.vocab_size * self.arch.hidden_size
-        return (blocks + norms + matrices) / self.dims.sharding_ranks
+    def local_weights(self) -> float:
+        """Bytes that this rank keeps: its share of everything."""
+        return self.stored / self.dims.sharding_ranks
+
+    def local_trained(self) -> float:
+        """Bytes in fp32 of what this rank updates."""
+        return FP32 * self.trained / self.dims.sharding_ranks
 
     @property
     def matrices(self) -> int:
@@ -266,12 +280,17 @@ class _Sizes:
 
     def unsharded(self, layer: Layer) -> float:
         """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
-        return 0.0 if self.uses_masters else self.width * self.numbers(layer)
+        return 0.0 if self.uses_masters else self.unlike_kept * self.width * self.numbers(layer)
 
     @property
     def uses_masters(self) -> bool:
         """Whether one process computes in the dtype of its weights."""
         return self.is_alone and self.width == FP32
+
+    @property
+    def unlike_kept(self) -> float:
+        """Which share of the parameters is used as something else than what this rank keeps."""
+        return self.share_trained if self.is_alone else 1.0
 
     def unsharded_blocks(self) -> float:
         """Of blocks, when all forwards are done."""
@@ -282,7 +301,7 @@ class _Sizes:
     def unsharded_vocabulary(self) -> float:
         """Of the embedding, and of the head if it has one of its own."""
         copies = 0 if self.uses_masters else self.matrices
-        return copies * self.width * self.vocabulary_numbers()
+        return copies * self.unlike_kept * self.width * self.vocabulary_numbers()
 
     def unreduced(self) -> float:
         """fp32 gradients that are still to travel."""
@@ -290,7 +309,7 @@ class _Sizes:
         if self.is_alone or not adds_unsharded:
             return 0.0
         vocabulary = self.matrices * self.vocabulary_numbers()
-        return FP32 * (self.all_layers(self.numbers) + vocabulary)
+        return FP32 * self.share_trained * (self.all_layers(self.numbers) + vocabulary)
 
     # Generation's, on one rank: every stage, but for other ranks' experts, and whole heads.
     def generator(self) -> float:
@@ -342,13 +361,14 @@ class _Sizes:
         parameters in the compute dtype (fp32 where the weights are).
         """
         recomputed = self.activations(layer) - self.saved(layer)
-        gradients = self.width * self.numbers(layer)
+        gradients = self.share_trained * self.width * self.numbers(layer)
         return recomputed + gradients + sum(part.working_set(self.share) for part in layer)
 
     def loss_gradients(self) -> float:
         """Of the head and the hidden states, made in the loss's forward."""
         hidden = self.share.tokens * self.arch.hidden_size
-        return self.is_last * self.width * (self.vocabulary_numbers() + hidden)
+        head = self.share_trained * self.vocabulary_numbers()
+        return self.is_last * self.width * (head + hidden)
 
     def logits_chunk(self) -> float:
         """The logits that are there at once."""
@@ -358,14 +378,14 @@ class _Sizes:
 
 def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
-    parameters = FP32 * s.local_parameters()
-    head = FP32 * s.vocabulary_numbers()
-    gradients = head if s.is_alone and not s.is_accumulating else parameters
+    trained = s.local_trained()
+    head = FP32 * s.share_trained * s.vocabulary_numbers()
+    gradients = head if s.is_alone and not s.is_accumulating else trained
     backward = max(map(s.backward_set, s.layers))
     return MemoryEstimate(
-        weights=parameters,
+        weights=s.local_weights(),
         gradients=gradients + s.unreduced(),
-        moments=2 * parameters,
+        moments=2 * trained,
         gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
         activations=s.all_activations(),
         logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
@@ -375,12 +395,12 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
 
 def _generating(s: _Sizes) -> MemoryEstimate:
     """Between updates. Buckets of gradients stay where ranks reduce into them."""
-    parameters, is_offloaded = FP32 * s.local_parameters(), s.config.rl.offload
+    trained, is_offloaded = s.local_trained(), s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
     return MemoryEstimate(
-        weights=parameters,
-        gradients=0.0 if s.is_alone else parameters + s.unreduced(),
-        moments=0.0 if is_offloaded else 2 * parameters,
+        weights=s.local_weights(),
+        gradients=0.0 if s.is_alone else trained + s.unreduced(),
+        moments=0.0 if is_offloaded else 2 * trained,
         gathered=gathered,
         activations=0.0,
         logits=0.0,
@@ -392,20 +412,20 @@ def _generating(s: _Sizes) -> MemoryEstimate:
 
 def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
-    parameters, first = FP32 * s.local_parameters(), next(iter(s.layers))
+    trained, first = s.local_trained(), next(iter(s.layers))
     still_to_come = 0.0
     if s.is_alone and not s.is_accumulating:
-        still_to_come = FP32 * s.numbers(first)
-        still_to_come += 0.0 if s.arch.tie_embeddings else FP32 * s.vocabulary_numbers()
+        vocabulary = 0.0 if s.arch.tie_embeddings else s.vocabulary_numbers()
+        still_to_come = FP32 * s.share_trained * (s.numbers(first) + vocabulary)
     gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
     if s.is_alone:  # its own, and the embedding
         gathered = s.unsharded(first) + s.unsharded_vocabulary() / (
             1 if s.arch.tie_embeddings else 2
         )
     return MemoryEstimate(
-        weights=parameters,
-        gradients=parameters - still_to_come + s.unreduced(),
-        moments=2 * parameters,
+        weights=s.local_weights(),
+        gradients=trained - still_to_come + s.unreduced(),
+        moments=2 * trained,
         gathered=gathered,
         activations=s.saved(first),
         logits=0.0,

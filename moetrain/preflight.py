@@ -35,7 +35,7 @@ EXPORT_BYTES = 4
 LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
 """What a run adds to the path of its folder, at most."""
 FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt", "reward.png")
-FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "completions")
+FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions")
 
 
 def prepare(config: Config) -> tuple[Config, Architecture]:

@@ -78,7 +78,9 @@ class Run(ABC, Generic[S]):
         """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.routing_watch = RoutingWatch(arch.moe_layer_indices)
-        self.clock = Throughput(arch.flops_per_token(config.data.seq_len), self.device)
+        is_frozen = config.lora.rank > 0
+        flops = arch.flops_per_token(config.data.seq_len, is_frozen=is_frozen)
+        self.clock = Throughput(flops, self.device)
         with self.claim():
             # Before anything slow.
             found = self.find(arch, None)
@@ -220,7 +222,10 @@ class Run(ABC, Generic[S]):
             self.log.say(text)
 
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
-        """Write ``output_dir/hf``, where ``checkpoint.save_hf`` asks for it."""
+        """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them."""
+        if self.config.lora.rank and self.config.lora.save:
+            self.engine.save_peft(self.folder / "adapter")
+            self.world.wait()
         if not self.config.checkpoint.save_hf:
             return
         self.engine.save_hf(

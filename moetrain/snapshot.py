@@ -83,6 +83,7 @@ class Snapshots:
             **progress,
             "architecture": engine.arch.model_dump(mode="json"),
             "config": engine.config.to_dict(),
+            "frozen": engine.fingerprint,
         }
         plan = Plan(root, progress["step"], keep, self.settings.keep_every, failed)
         if self.staging is None:
@@ -116,7 +117,7 @@ def state_bytes(engine: Engine) -> int:
     total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
     for name, member in engine.fsdp.members.items():
         part = member.layout.part(member.local)
-        names = [name, *(f"{name}.{key}" for key in MOMENTS if member.rule.trainable)]
+        names = [name, *(f"{name}.{key}" for key in MOMENTS)] if member.rule.trainable else []
         num_written = sum(map(part.is_written_here, names))
         total += num_written * aligned(part.tensor.nbytes) + aligned(1)
     return total
@@ -162,6 +163,7 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
         ConfigError: tensors of other names, shapes, dtypes; or as :func:`check_same_run`.
     """
     check_same_run(found, engine, data, total_steps)
+    check_same_frozen(found, engine)
     world = engine.world
     try:
         for group in ENGINE_GROUPS:  # one after the other: each may be most of the memory
@@ -191,6 +193,20 @@ def _set_random_numbers(found: Checkpoint, device: torch.device) -> None:
         raise ConfigError(
             "checkpoint.resume", f"{str(found.folder)!r} has no state of random numbers: {error}"
         ) from None
+
+
+def check_same_frozen(found: Checkpoint, engine: Engine) -> None:
+    """Raise :class:`ConfigError` unless what is not trained, and so is not in the checkpoint, has
+    the values that it had. Collective."""
+    if found.state.get("frozen", "") == engine.fingerprint:
+        return
+    model, seed = engine.config.model, engine.config.train.seed
+    raise ConfigError(
+        "checkpoint.resume",
+        f"{str(found.folder)!r} was trained beside other frozen weights than this run has, of "
+        + (f"train.seed {seed}" if model.path is None else f"model.path {shortened(model.path)}")
+        + "; set that, lora.rank and train.freeze as they were, or checkpoint.resume never",
+    )
 
 
 def check_same_run(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> None:

@@ -161,6 +161,7 @@ CASES = {
     "kl in the loss": {"rl.kl_coef": 0.1, "rl.resample": 1},
     "kl in the reward": {"rl.kl_coef": 0.1, "rl.kl_in": "reward"},
     "from nothing": {"rl.supervised_steps": 0, "rl.ratio": "rollout"},
+    "adapters": {"lora.rank": 8, "rl.kl_coef": 0.1},
 }
 
 

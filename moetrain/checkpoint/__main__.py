@@ -34,7 +34,7 @@ from moetrain.config import ConfigError
 from moetrain.models import Architecture, build_model, find_family
 from moetrain.models.hf import CONFIG, check_checkpoint, resolve
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import open_shard, read_json
+from moetrain.models.hf.files import listing, open_shard, read_json
 from moetrain.models.hf.load import EMBED, HEAD, check_tied, pieces_of
 from moetrain.models.hf.save import save_stream
 from moetrain.models.registry import FAMILIES
@@ -166,6 +166,13 @@ def _export_hf(words: argparse.Namespace) -> int:
     arch = _architecture(found)
     with torch.device("meta"):
         model = build_model(arch)
+    stored = found.group("model")
+    if absent := [name for name, _ in model.named_parameters() if name not in stored]:
+        raise ConfigError(
+            "checkpoint",
+            f"{str(found.folder)!r} has not what was not trained ({listing(absent, 2)}); resume "
+            "its run with checkpoint.save_hf yes, which exports all",
+        )
     config = found.state["config"]
     began = config.get("model", {}).get("path")
     if began is not None:

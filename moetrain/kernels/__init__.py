@@ -6,6 +6,7 @@ Every file opens with its maths and shape legend and holds a plain-torch referen
 import pkgutil
 from importlib import import_module
 
+from moetrain.kernels.adapted_experts import adapted_expert_mlp
 from moetrain.kernels.attention import AttentionMask, attention, attention_mask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.expert_indices import ExpertIndices, expert_indices
@@ -34,6 +35,7 @@ __all__ = [
     "Routed",
     "SummedLoss",
     "TokenLosses",
+    "adapted_expert_mlp",
     "add_rms_norm",
     "attention",
     "attention_mask",

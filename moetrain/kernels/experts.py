@@ -143,20 +143,25 @@ def _expert_mlp_backward(
     w_down_EDF: torch.Tensor,
     weights_R: torch.Tensor,
     a_R2F: torch.Tensor,
+    is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, w_gate_up, w_down and weights."""
+    """The gradients of x, w_gate_up, w_down (of both [0], unless ``is_trained``) and weights."""
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
     del dh_RF  # before the products below: the largest rows of the backward are here together
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
+    if not is_trained:
+        return dx_RD, dx_RD.new_empty(0), dx_RD.new_empty(0), d_weights_R
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E)
     d_gate_up = grouped_weight_grad(da_R2F, x_RD, offsets_E)
     return dx_RD, d_gate_up, d_down, d_weights_R
 
 
 @_expert_mlp_backward.register_fake
-def _(dy_RD, x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R, a_R2F):
-    return tuple(torch.empty_like(x) for x in (x_RD, w_gate_up_E2FD, w_down_EDF, weights_R))
+def _(dy_RD, x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R, a_R2F, is_trained):
+    weights = (w_gate_up_E2FD, w_down_EDF)
+    matrices = (torch.empty_like(w) if is_trained else w.new_empty(0) for w in weights)
+    return torch.empty_like(x_RD), *matrices, torch.empty_like(weights_R)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -165,10 +170,12 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, dy_RD: torch.Tensor, _):
     # An expanded gradient (stride 0, as a sum's) is no operand of a grouped GEMM.
+    is_trained = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     dx_RD, d_gate_up, d_down, d_weights_R = _expert_mlp_backward(
-        dy_RD.contiguous(), *ctx.saved_tensors
+        dy_RD.contiguous(), *ctx.saved_tensors, is_trained
     )
-    return dx_RD, None, d_gate_up, d_down, d_weights_R
+    matrices = (d_gate_up, d_down) if is_trained else (None, None)
+    return dx_RD, None, *matrices, d_weights_R
 
 
 _expert_mlp.register_autograd(_differentiate, setup_context=_save)

@@ -87,11 +87,12 @@ def grouped_weight_grad(
     return _opaque_outer(a_RM, g_RN, offsets_E)
 
 
-def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     a_RM, b_EMN, offsets_E = ctx.saved_tensors
     g_RN = g_RN.contiguous()  # a gradient may come expanded, which the product rejects
     grad_a = _opaque_mm(g_RN, b_EMN.transpose(1, 2), offsets_E)
-    return grad_a, _opaque_outer(a_RM, g_RN, offsets_E), None
+    is_trained = ctx.needs_input_grad[1]
+    return grad_a, _opaque_outer(a_RM, g_RN, offsets_E) if is_trained else None, None
 
 
 torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context=_save_inputs)

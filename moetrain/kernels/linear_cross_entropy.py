@@ -143,7 +143,7 @@ def linear_cross_entropy_sum(
     valid_T = targets_T != ignore_index
     weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
     total, loss_T, lse_T, mean_T, _, _ = _summed_loss(
-        h_TD, w_VD, targets_T, weights_T, 1 / temperature, chunk_elements
+        h_TD, w_VD, targets_T, weights_T, 1 / temperature, chunk_elements, w_VD.requires_grad
     )
     tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
     return SummedLoss(total, *tokens)
@@ -263,9 +263,11 @@ def _token_losses_backward(
     grad_mean_T: torch.Tensor,
     scale: float,
     chunk_elements: int,
+    is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     grads = LossGrads(*(g.contiguous() for g in (grad_loss_T, grad_lse_T, grad_mean_T)))
-    return loss_gradients(h_TD, w_VD, targets_T, grads, scale, chunk_elements)[1:]
+    how = (scale, chunk_elements)
+    return loss_gradients(h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained)[1:]
 
 
 @torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
@@ -276,10 +278,12 @@ def _summed_loss(
     weights_T: torch.Tensor,
     scale: float,
     chunk_elements: int,
+    is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, loss, lse, mean) and the gradients of total in h and w."""
+    """(total, loss, lse, mean) and the gradients of total in h and w ([0]: it is not trained)."""
+    grads, how = LossGrads(weights_T.contiguous()), (scale, chunk_elements)
     stats, grad_h_TD, grad_w_VD = loss_gradients(
-        h_TD, w_VD, targets_T, LossGrads(weights_T.contiguous()), scale, chunk_elements
+        h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained
     )
     loss_T = stats.lse_C - stats.target_logit_C
     total = (weights_T * loss_T).sum()
@@ -308,14 +312,15 @@ def _(h_TD, w_VD, targets_T, scale, chunk_elements):
 
 
 @_token_losses_backward.register_fake
-def _(h_TD, w_VD, *_):
-    return torch.empty_like(h_TD), torch.empty_like(w_VD)
+def _(h_TD, w_VD, *rest):
+    return torch.empty_like(h_TD), torch.empty_like(w_VD) if rest[-1] else w_VD.new_empty(0)
 
 
 @_summed_loss.register_fake
-def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements):
+def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, is_trained):
     tokens = (torch.empty_like(weights_T) for _ in range(3))
-    return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), torch.empty_like(w_VD)
+    grad_w_VD = torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
+    return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), grad_w_VD
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -324,8 +329,10 @@ def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
 
 
 def _tokens_backward(ctx: Any, *grads: torch.Tensor):
-    found = _token_losses_backward(*ctx.saved_tensors, *grads, ctx.scale, ctx.chunk_elements)
-    return *found, None, None, None
+    is_trained = ctx.needs_input_grad[1]
+    how = (ctx.scale, ctx.chunk_elements, is_trained)
+    grad_h_TD, grad_w_VD = _token_losses_backward(*ctx.saved_tensors, *grads, *how)
+    return grad_h_TD, grad_w_VD if is_trained else None, None, None, None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -337,7 +344,8 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _sum_backward(ctx: Any, grad_total: torch.Tensor, *_):
     grad_h_TD, grad_w_VD = ctx.saved_tensors
-    return scaled(grad_h_TD, grad_total), scaled(grad_w_VD, grad_total), *[None] * 4
+    d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
+    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 5
 
 
 _token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)

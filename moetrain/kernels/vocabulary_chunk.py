@@ -218,8 +218,11 @@ def loss_gradients(
     chunk_elements: int = CHUNK_ELEMENTS,
     join: Callable[[ChunkStats], None] = lambda stats: None,
     columns: int | None = None,
+    *,
+    is_trained: bool = True,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
-    """The stats of every token and the gradients of h and w; the fast path, not an op.
+    """The stats of every token and the gradients of h and w ([0], unless ``is_trained``); the fast
+    path, not an op.
 
     ``join`` turns a chunk's stats over the vocabulary that ``w`` holds into those over the whole
     vocabulary, in place, where others hold the rest of it; h's gradient is then ``w``'s part. It is
@@ -229,7 +232,9 @@ def loss_gradients(
     V = w_VD.shape[0]
     chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
     stats, grad_h_TD = _empty_stats(h_TD), torch.empty_like(h_TD)
-    grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
+    grad_w_VD = w_VD.new_empty(0)
+    if is_trained:
+        grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
     rows = max((c.stop - c.start for c in chunks), default=0)
     multiple = ALIGNMENT_BYTES // h_TD.element_size()
     buffer_CV = h_TD.new_empty((rows, triton.cdiv(V, multiple) * multiple))[:, :V]
@@ -241,8 +246,8 @@ def loss_gradients(
         join(stats_C)
         chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
         torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
-        # A beta of 0 ignores what the first chunk finds there.
-        grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
+        if is_trained:  # a beta of 0 ignores what the first chunk finds there
+            grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
     return stats, grad_h_TD, grad_w_VD
 
 

@@ -148,15 +148,19 @@ class Architecture(BaseModel):
         """Parameters one token uses: as :meth:`num_params` with only its chosen experts."""
         return self._frame() + sum(part.num_active_params() for part in self._every_part())
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len: int, *, is_frozen: bool = False) -> float:
         """Training FLOPs of one token in a causal row of ``seq_len`` tokens.
+
+        ``is_frozen``: without the gradients of weights; what adapters take instead is left out.
 
         Forward plus backward (3 x forward), 2 FLOPs a multiply-add, matrix products only: no
         recomputation, norms, embedding lookups or biases. Causal attention counts the average
         number of keys a query sees, ``seq_len / 2`` (less with a window).
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
-        return 6.0 * (products + self.vocab_size * self.hidden_size)
+        head = self.vocab_size * self.hidden_size
+        with_weights = sum(part.num_active_params() for part in self._every_part()) + head
+        return 6.0 * (products + head) - 2.0 * with_weights * is_frozen
 
     def _every_part(self) -> Iterator[Part]:
         return chain.from_iterable(self.layers())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
@@ -89,6 +89,8 @@ class HFFamily:
     """Sizes (keys of ``defaults``) that may be null, and what they then are."""
     nullable: Mapping[str, type] = field(default_factory=dict)
     """Other keys of ``defaults`` that may be null, and what they hold otherwise."""
+    lora_layout: Literal["per_expert", "fused"] = "per_expert"
+    """How its servers want experts' adapters: :mod:`moetrain.models.hf.peft`."""
     activation: str = "silu"
     """What ``hidden_act`` has to be."""
     read_layers: Callable[[HFConfig], dict[str, Any]] = lambda config: {}

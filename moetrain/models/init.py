@@ -42,7 +42,7 @@ def draw(
 
     ``columns``: which part of the dims behind the first ``out`` has; empty: all.
     """
-    if rule.init != "normal":
+    if rule.init in ("ones", "zeros"):
         out.fill_(1.0 if rule.init == "ones" else 0.0)
         return
     per_block = max(1, BLOCK_NUMBERS // max(1, math.prod(shape[1:])))
@@ -54,6 +54,10 @@ def draw(
         block = f".{start // per_block}" if start else ""
         generator.manual_seed(zlib.crc32(f"{seed}.{name}{block}".encode()))
         values = torch.empty(size, *shape[1:], device=out.device)
-        values.normal_(0.0, std, generator=generator)
+        if rule.init == "kaiming":
+            values.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
+        else:
+            width = 1 / shape[-2] if rule.init == "gaussian" else std
+            values.normal_(0.0, width, generator=generator)
         low, high = max(first, start), min(stop, start + size)
         out[low - first : high - first] = values[(slice(low - start, high - start), *columns)]

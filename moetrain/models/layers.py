@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels import AttentionMask, Backend, add_rms_norm, few_rows, rms_norm, swiglu
 from moetrain.kernels.rms_norm import rms_norm_reference
+from moetrain.models.lora import Adaptable, Adapter
 from moetrain.models.parts import Part, Share, Weight
 from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
@@ -56,8 +57,10 @@ class RMSNorm(nn.Module):
         return s, self(s)
 
 
-class Linear(nn.Module):
+class Linear(Adaptable):
     """``x @ weight^T + bias``; ``weight`` is [out, in]."""
+
+    can_drop = True
 
     def __init__(self, in_dim: int, out_dim: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -70,14 +73,32 @@ class Linear(nn.Module):
 
 def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
     """What each of ``modules`` makes of ``x`` [..., in]: [..., out]."""
+    x_TD, leading = x.flatten(0, -2), x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
-    if all(module.bias is None for module in modules) and few_rows.serves(x):
-        rows = x.shape[:-1]
-        if rows.numel() <= few_rows.MAX_ROWS and few_rows.fit(weights):
-            made = few_rows.linears(x.reshape(-1, x.shape[-1]), weights)
-            return tuple(y.unflatten(0, rows) for y in made)
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
-    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    made = _products(x_TD, weights, biases)
+    adapters = [module.adapter("weight", x.dtype) for module in modules]
+    if any(adapters):
+        pairs = zip(made, adapters, strict=True)
+        made = [y if adapter is None else _added(x_TD, y, adapter) for y, adapter in pairs]
+    return tuple(y.unflatten(0, leading) for y in made)
+
+
+def _products(
+    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor]:
+    is_few = x_TD.shape[0] <= few_rows.MAX_ROWS and few_rows.serves(x_TD)
+    if is_few and not any(b is not None for b in biases) and few_rows.fit(weights):
+        return few_rows.linears(x_TD, weights)
+    return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _added(x_TD: torch.Tensor, y_TN: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """``y`` and what the adapter makes of ``x``, in one product: they are rounded together."""
+    if adapter.dropout and torch.is_grad_enabled():
+        x_TD = F.dropout(x_TD, adapter.dropout)
+    (u_TR,) = _products(x_TD, [adapter.a], [None])
+    return torch.addmm(y_TN, u_TR, adapter.b.t(), alpha=adapter.scale)
 
 
 class Embedding(nn.Module):

@@ -23,6 +23,7 @@ from moetrain.kernels import (
     Backend,
     ExpertIndices,
     Routed,
+    adapted_expert_mlp,
     expert_indices,
     expert_mlp,
     permute,
@@ -31,6 +32,7 @@ from moetrain.kernels import (
     unpermute,
 )
 from moetrain.models.layers import Context
+from moetrain.models.lora import Adaptable
 from moetrain.models.parts import FP32, Part, Share, Weight
 from moetrain.models.rules import EXPERT, ROUTER, PartStyle
 
@@ -218,7 +220,7 @@ class LocalDispatcher:
         return unpermute(y_RD, ExpertIndices(*ctx), self.backend)
 
 
-class Router(nn.Module):
+class Router(Adaptable):
     """Chooses K experts for each token, with fp32 logits whatever the activations' dtype.
 
     ``bias`` (fp32 buffer [E], only with ``moe.bias_update_rate`` > 0) is added to the scores for
@@ -249,7 +251,9 @@ class Router(nn.Module):
 
         ``ids_TK`` are experts to be taken whatever the scores, -1: where there are none to take.
         """
-        logits_TE = router_logits(x_TD, self.weight, self.backend)
+        adapter = self.adapter("weight", self.weight.dtype)
+        weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
+        logits_TE = router_logits(x_TD, weight_ED, self.backend)
         routed = router_topk(
             logits_TE,
             self.top_k,
@@ -304,8 +308,10 @@ def _balanced_stride(num_experts: int, top_k: int) -> int:
     return stride
 
 
-class Experts(nn.Module):
+class Experts(Adaptable):
     """All experts' SwiGLU weights, stacked; gate's F rows lie before up's."""
+
+    weights = ("w_gate_up", "w_down")
 
     def __init__(self, sizes: RoutedExperts, backend: Backend) -> None:
         super().__init__()
@@ -323,15 +329,15 @@ class Experts(nn.Module):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """``y_RD``: each row through its expert, times its routing weight."""
-        return expert_mlp(
-            x_RD,
-            offsets_E,
-            self.w_gate_up.to(x_RD.dtype),
-            self.w_down.to(x_RD.dtype),
-            weights_R,
-            self.backend,
-            typical_rows=typical_rows,
-        )
+        gate_up, down = (self.adapter(name, x_RD.dtype) for name in self.weights)
+        weights = self.w_gate_up.to(x_RD.dtype), self.w_down.to(x_RD.dtype)
+        if gate_up is None or down is None:
+            return expert_mlp(
+                x_RD, offsets_E, *weights, weights_R, self.backend, typical_rows=typical_rows
+            )
+        halves = (gate_up.a, gate_up.b, down.a, down.b)
+        scale, backend = gate_up.scale, self.backend
+        return adapted_expert_mlp(x_RD, offsets_E, *weights, *halves, weights_R, scale, backend)
 
 
 class MoE(nn.Module):

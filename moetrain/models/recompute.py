@@ -39,18 +39,20 @@ from moetrain.models.transformer import Transformer, call
 
 def set_recomputation(model: Transformer, activation: ActivationSection) -> None:
     """Let ``model`` keep what ``activation`` says. Comes before :func:`compile_blocks`."""
-    model.call_block = _recomputed if activation.policy == "full" else call
+    # Then the same numbers are to be drawn again.
+    draws = any(getattr(module, "lora_dropout", 0) for module in model.modules())
+    is_full = activation.policy == "full"
+    model.call_block = partial(_recomputed, draws=draws) if is_full else call
     if activation.policy == "selective":
-        forward = _forward_keeping(activation.save)
+        forward = _forward_keeping(activation.save, draws)
         for block in model.layers:
             block.forward = MethodType(forward, block)
 
 
-def _recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
+def _recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context, *, draws: bool) -> Any:
     """The block's results; the backward runs it again, with the parameters it holds now."""
     run = partial(_run_holding, _held(block), block)
-    # No block draws random numbers.
-    return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 
 
 def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -61,7 +63,7 @@ def _contexts(names: Sequence[SavedName]) -> Any:
     return create_selective_checkpoint_contexts(partial(_policy, saved_ops(names)))
 
 
-def _forward_keeping(names: Sequence[SavedName]) -> Callable[..., Any]:
+def _forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., Any]:
     """A block's forward, recomputed but for the ops of ``names``; one for all blocks."""
     contexts = partial(_contexts, names)
     # The compiler's cache must tell this from other choices of names.
@@ -71,9 +73,8 @@ def _forward_keeping(names: Sequence[SavedName]) -> Callable[..., Any]:
         run = partial(type(block).forward, block)
         if not torch.compiler.is_compiling():  # there parameters are inputs of the graph
             run = partial(_run_holding, _held(block), run)
-        # No block draws random numbers.
         return checkpoint(
-            run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            run, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts
         )
 
     return forward

@@ -22,19 +22,24 @@ On top of that FSDP splits every parameter's first dim. Styles of parts, where r
     gather     computes on this rank's tokens; all ranks' results are gathered
     vocabulary goes through ``Transformer.vocabulary``
 
+Adapters (:mod:`moetrain.models.lora`) need no patterns: how they are cut follows from what they
+adapt. What is not trained after all, :func:`train_only` says of the whole table.
+
 Matching is strict both ways: a pattern that matches nothing and a name that no pattern covers are
 errors, since either is a plan that does not describe the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+
+from moetrain.config import ConfigError
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
@@ -45,8 +50,9 @@ class Rule:
     """All that one parameter needs said."""
 
     style: ParameterStyle
-    init: Literal["normal", "ones", "zeros"] = "normal"
-    """normal: N(0, ``model.init_std``^2)."""
+    init: Literal["normal", "ones", "zeros", "kaiming", "gaussian"] = "normal"
+    """normal: N(0, ``model.init_std``^2). kaiming, gaussian: as ``lora.init`` says of an adapter's
+    first matrix [..., rank, in]."""
     decay: bool = True
     """Whether weight decay applies."""
     gather: torch.dtype | None = None
@@ -99,9 +105,63 @@ def match(patterns: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
     return found
 
 
+ADAPTER = ("_lora_a", "_lora_b")
+"""What the adapter of a parameter is called, behind its name: [..., rank, in], [..., out, rank]."""
+_ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
+    "replicate": ("replicate", "replicate"),
+    # Every rank has all inputs, and its part of the outputs.
+    "colwise": ("replicate", "colwise"),
+    # Every rank has its part of the inputs, and of what is added up.
+    "rowwise": ("rowwise", "replicate"),
+    "expert": ("expert", "expert"),
+}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter ``name`` is half of another's adapter."""
+    return name.endswith(ADAPTER)
+
+
 def parameter_rules(plan: Plan, model: nn.Module) -> dict[str, Rule]:
     """The rule of every parameter of ``model``, by name; ValueError as :func:`match`."""
-    return match(plan.parameters, [name for name, _ in model.named_parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    rules = match(plan.parameters, [name for name in names if not is_adapter(name)])
+    return {name: rules[name] if name in rules else _adapter_rule(rules, name) for name in names}
+
+
+def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
+    half = next(i for i, suffix in enumerate(ADAPTER) if name.endswith(suffix))
+    adapted = rules[name.removesuffix(ADAPTER[half])]
+    rule = Rule(_ADAPTER_STYLES[adapted.style][half], decay=adapted.decay, gather=adapted.gather)
+    return replace(rule, init="zeros" if half else "kaiming")
+
+
+def train_only(
+    rules: Mapping[str, Rule], freeze: Sequence[str], dtype: torch.dtype
+) -> dict[str, Rule]:
+    """``rules`` of what is trained then: not what a pattern of ``freeze`` matches, and with
+    adapters nothing else. The rest is stored in what it is used in, ``dtype`` unless its rule says
+    otherwise.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, or nothing is left to train.
+    """
+    has_adapters = any(map(is_adapter, rules))
+    frozen = {name for name in rules if has_adapters and not is_adapter(name)}
+    for pattern in freeze:
+        matched = {name for name in rules if fnmatchcase(name, pattern)}
+        if not matched:
+            problem = f"{pattern!r} matches no parameter; they have names like {list(rules)[-1]}"
+            raise ConfigError("train.freeze", problem)
+        frozen |= matched
+    if all(name in frozen or not rule.trainable for name, rule in rules.items()):
+        raise ConfigError("train.freeze", f"{','.join(freeze)!r} leaves nothing to train")
+    return {
+        name: replace(rule, trainable=False, storage=rule.gather or dtype)
+        if name in frozen and rule.trainable
+        else rule
+        for name, rule in rules.items()
+    }
 
 
 def part_styles(plan: Plan, model: nn.Module) -> dict[str, PartStyle]:

@@ -22,15 +22,17 @@ from moetrain.models import (
     Architecture,
     Dispatcher,
     Transformer,
-    build_model,
     compile_blocks,
     find_family,
     load_weights,
+    plan_model,
     set_recomputation,
 )
+from moetrain.models import compute_dtype as compute_dtype
 from moetrain.models.hf import resolve
+from moetrain.models.hf.peft import load_peft
 from moetrain.models.init import draw
-from moetrain.models.rules import PartStyle, parameter_rules, part_styles
+from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
 from moetrain.parallel.bucket import Twin
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
@@ -57,8 +59,7 @@ def parallelize(
 
     ``dtype``: the compute dtype, in which parameters are gathered.
     """
-    plan = find_family(model.arch).plan(model.arch)
-    styles, rules = part_styles(plan, model), parameter_rules(plan, model)
+    styles = part_styles(find_family(model.arch).plan(model.arch), model)
     units = stages.cut(model)
     here = {
         name for name, module in model.named_modules() if any(True for _ in module.parameters())
@@ -73,7 +74,7 @@ def parallelize(
         reshard=reshards(config, meshes.dims.world_size),
         reduce_last=parallel.reduce_at == "last",
     )
-    shard_model(model, rules, units, meshes, fsdp, dtype)
+    shard_model(model, stages.rules, units, meshes, fsdp, dtype)
     if stages.twin is not None:
         twin = Twin(stages.group, stages.twin)
         (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
@@ -149,34 +150,29 @@ def static_transport(model: nn.Module) -> DeepEP | None:
     return None
 
 
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What ``train.dtype`` means on ``device``."""
-    if config.train.dtype != "auto":
-        return getattr(torch, config.train.dtype)
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def place_model(
     config: Config, arch: Architecture, world: World, stages: Stages | None = None
 ) -> tuple[Transformer, FSDP]:
     """What this rank has of a run's model (``stages``), with values, ready to train.
 
     Raises:
-        ConfigError: ``model.path`` cannot be loaded.
+        ConfigError: ``model.path`` or ``lora.path`` cannot be loaded.
     """
     dtype = compute_dtype(config, world.device)
-    with torch.device("meta"):
-        model = build_model(arch, kernels=config.kernels, moe=config.moe)
+    model, _ = plan_model(config, arch, dtype)
     stages = stages or Stages.of(config, arch, world.meshes, world.device)
     where = {"device": world.device, "stages": stages}
     fsdp = parallelize(model, world.meshes, dtype=dtype, config=config, **where)
-    if config.model.path is None:
-        draw_values(fsdp, config.model.init_std, config.train.seed)
-    else:
+    draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
+    if config.model.path is not None:
         folder = resolve(
             config.model.path, is_downloader=world.is_first_on_machine, barrier=world.wait
         )
         load_weights(model, folder, fsdp.write)
+    if config.lora.path is not None:
+        shapes = {n: e.shape for n, e in stages.table.items() if n + ADAPTER[0] in stages.table}
+        for name, half in load_peft(config.lora.path, arch, config.lora, shapes):
+            fsdp.write(name, (), half)
     model.compute_dtype = dtype
     set_recomputation(model, config.activation)
     if config.compile.enabled:
@@ -185,9 +181,14 @@ def place_model(
 
 
 @torch.no_grad()
-def draw_values(fsdp: FSDP, std: float, seed: int) -> None:
-    """The values that :func:`moetrain.models.init_weights` gives, of this rank's pieces."""
+def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
+    """The values that :func:`moetrain.models.init_weights` gives, of this rank's pieces.
+
+    ``all``: else adapters' alone, which no checkpoint of a model has.
+    """
     for name, member in fsdp.members.items():
+        if not (all or is_adapter(name)):
+            continue
         layout = member.layout
         rows, *columns = layout.box
         draw(member.local, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
@@ -197,13 +198,13 @@ def draw_values(fsdp: FSDP, std: float, seed: int) -> None:
 def load_whole_state(
     model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Region]
 ) -> None:
-    """Copy this rank's part of every parameter and buffer, which ``state`` has whole.
+    """Copy this rank's part of every trained parameter and buffer, which ``state`` has whole.
 
     Raises:
-        ConfigError: names other than the model's, or another shape or dtype.
+        ConfigError: names other than these, or another shape or dtype.
     """
     buffers = dict(model.named_buffers())
-    odd = set(state) ^ set(stages.table)
+    odd = set(state) ^ set(stages.saved)
     if odd and all(name.endswith("router.bias") for name in odd):
         raise ConfigError(
             "moe.bias_update_rate",
@@ -211,12 +212,15 @@ def load_whole_state(
             "set it as it was, or start again with checkpoint.resume never",
         )
     if odd:
-        raise ConfigError("checkpoint.resume", f"it is of another model: {sorted(odd)[:3]}")
-    for name, entry in stages.table.items():
-        storage = torch.float32 if entry.rule is None else entry.rule.storage
-        check_like(name, state[name], entry.shape, storage)
+        raise ConfigError(
+            "checkpoint.resume",
+            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
+        )
+    for name, entry in stages.saved.items():
+        check_like(name, state[name], entry.shape)
     for name, member in fsdp.members.items():
-        member.local.copy_(state[name][member.layout.box])
+        if member.rule.trainable:
+            member.local.copy_(state[name][member.layout.box])
     for name, buffer in buffers.items():
         buffer.copy_(state[name][()])
 

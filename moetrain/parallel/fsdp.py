@@ -309,9 +309,16 @@ class FSDP:
     ) -> None:
         """Their backward; ``gradients`` may be left out of 0-d ones.
 
-        ``is_last``: no other backward follows in this work.
+        Outputs with gradients that nothing trained led to are passed over: so may be those of a
+        first stage. ``is_last``: no other backward follows in this work.
         """
         self._is_last = is_last
+        if gradients is not None:
+            pairs = zip(outputs, gradients, strict=True)
+            wanted = [(y, gradient) for y, gradient in pairs if y.requires_grad]
+            if not wanted:
+                return
+            outputs, gradients = zip(*wanted, strict=True)
         torch.autograd.backward(outputs, gradients)
 
     def give(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, is_last: bool) -> None:
@@ -332,7 +339,7 @@ class FSDP:
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
         self.check_idle()
-        squares = []
+        squares = [torch.zeros((), device=self.device)]
         for bucket in self.buckets:
             if bucket.is_trained:
                 gradient_N = bucket.publish_gradient()

@@ -1,8 +1,8 @@
 """From a model on the meta device to sharded parameters with storage, under :class:`FSDP`.
 
 Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
-parameter, with no copy. The rest of a unit shares a bucket wherever the same ranks gather it in the
-same dtype from the same storage.
+parameter, with no copy. The rest of a unit, experts' adapters too, shares a bucket wherever the
+same ranks gather it in the same dtype from the same storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from moetrain.models.rules import Rule
+from moetrain.models.rules import Rule, is_adapter
 from moetrain.parallel.bucket import Bucket, Member, aligned
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.layout import Layout
@@ -50,7 +50,8 @@ def shard_model(
                 share = 1 / meshes.dims.tp if rule.style == "partial" else 1.0
                 # Its storage and place in the bucket are still to come.
                 members[name] = Member(owner, key, parameter, parameter, layout, rule, 0, share)
-                alike = name if rule.style == "expert" else layout.group
+                is_large = rule.style == "expert" and not is_adapter(name)
+                alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.trainable)
                 groups.setdefault(kind, []).append(members[name])
         buckets = [_make_bucket(group, fsdp.device, dtype) for group in groups.values()]

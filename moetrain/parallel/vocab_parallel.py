@@ -144,18 +144,20 @@ class ShardedVocabulary:
         targets_T: torch.Tensor,
         grads: LossGrads,
         scale: float,
-    ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
-        """:meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's."""
+        is_trained: bool,
+    ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
+        """:meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's (None
+        or [0]: it is not trained)."""
         if use_fast(self.backend, h_TD):
             # A chunk joins by a collective, so every rank cuts as the one with most rows must.
-            how = {"join": self.join, "columns": self.most_rows}
+            how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
             chunk = self.chunk_elements
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
         stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
         self.join(stats)
         d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)
         d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
-        return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD
+        return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD if is_trained else None
 
     def join(self, stats: ChunkStats) -> None:
         """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""
@@ -190,8 +192,9 @@ class _TokenLosses(torch.autograd.Function):
         d_results_3T = torch.stack(d_results)
         dist.all_reduce(d_results_3T, group=ctx.vocabulary.group)
         grads = LossGrads(*d_results_3T.unbind())
-        found = ctx.vocabulary.gradients(*ctx.saved_tensors, grads, ctx.scale)
-        return *found[1:], None, None, None
+        is_trained = ctx.needs_input_grad[1]
+        _, *found = ctx.vocabulary.gradients(*ctx.saved_tensors, grads, ctx.scale, is_trained)
+        return found[0], found[1] if is_trained else None, None, None, None
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -208,7 +211,9 @@ class _SummedLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.group = vocabulary.group
         grads = LossGrads(weights_T.float().contiguous())
-        stats, d_h_TD, d_w_LD = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0)
+        is_trained = ctx.needs_input_grad[1]
+        found = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
+        stats, d_h_TD, d_w_LD = found
         ctx.save_for_backward(d_h_TD, d_w_LD)
         loss_T = stats.lse_C - stats.target_logit_C
         ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
@@ -220,7 +225,9 @@ class _SummedLoss(torch.autograd.Function):
         factor = d_results[0].clone()
         dist.all_reduce(factor, group=ctx.group)
         factor /= ctx.group.size()
-        return *(scaled(d, factor) for d in ctx.saved_tensors), None, None, None
+        d_h_TD, d_w_LD = ctx.saved_tensors
+        d_w_LD = scaled(d_w_LD, factor) if ctx.needs_input_grad[1] else None
+        return scaled(d_h_TD, factor), d_w_LD, None, None, None
 
 
 def _part_stats(

@@ -214,9 +214,10 @@ class Learner:
         _copy(now, values)
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """This rank's part of everything that makes the model's output."""
-        members = {name: member.local for name, member in self.engine.fsdp.members.items()}
-        return members | dict(self.engine.model.named_buffers())
+        """This rank's part of everything that makes the model's output, and changes."""
+        members = self.engine.fsdp.members.items()
+        trained = {name: member.local for name, member in members if member.rule.trainable}
+        return trained | dict(self.engine.model.named_buffers())
 
 
 @torch.no_grad()

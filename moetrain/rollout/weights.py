@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.engine import Engine
-from moetrain.models import Transformer, build_model
+from moetrain.models import Transformer, plan_model
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import transport_of
 from moetrain.parallel.bucket import Member, aligned
@@ -54,8 +54,8 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     engine's do, in exact sizes. None: this rank has all experts. Collective.
     """
     config, world = engine.config, engine.world
-    with torch.device("meta"):
-        model = build_model(engine.arch, kernels=config.kernels, moe=config.moe)
+    assert engine.model.compute_dtype is not None  # place_model has set it
+    model, _ = plan_model(config, engine.arch, engine.model.compute_dtype)
     experts = None
     if world.dims.ep > 1:
         transport = transport_of(engine.model)

@@ -204,6 +204,22 @@ def check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
             raise ConfigError("checkpoint.hf_dtype", f"{problem}; use bfloat16 or float32")
 
 
+def what_does_not_fit(
+    model: Transformer, here: Mapping[str, torch.Tensor], dtype: ExportDtype
+) -> str:
+    """Of parts ``here`` of parameters, the first with a number that an export cannot hold."""
+    dtypes = export_dtypes(model, dtype)
+    pieces = pieces_of(model.arch, dict(model.named_parameters()))
+    # One of each parameter's pieces, and dtypes, speaks for all.
+    for (parameter, wanted), name in {(p, dtypes[n]): n for n, p, _ in pieces}.items():
+        if parameter in here:
+            try:
+                check_fits(name, here[parameter], wanted)
+            except ConfigError as error:
+                return error.problem
+    return ""
+
+
 def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
     """The source's own tensors, and the names of those that are no longer there as they were.
 

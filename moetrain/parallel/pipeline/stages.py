@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
-from moetrain.models import Architecture, Transformer, build_model, find_family
+from moetrain.models import Architecture, Transformer, compute_dtype, plan_model
 from moetrain.models.parts import Share
-from moetrain.models.rules import Rule, parameter_rules
+from moetrain.models.rules import Rule
 from moetrain.parallel.layout import Part
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
@@ -293,15 +293,21 @@ class Stages:
     @classmethod
     def of(cls, config: Config, arch: Architecture, meshes: Meshes, device: torch.device) -> Stages:
         plan = plan_stages(config, arch)
-        with torch.device("meta"):
-            model = build_model(arch, kernels=config.kernels, moe=config.moe)
-        rules = parameter_rules(find_family(arch).plan(arch), model)
+        model, rules = plan_model(config, arch, compute_dtype(config, device))
         tensors = [*model.named_parameters(), *model.named_buffers()]
         is_tied = arch.tie_embeddings
         table = {
             name: Entry(x.shape, rules.get(name), plan.holders(name, is_tied=is_tied))
             for name, x in tensors
         }
+        trained = [entry.holders for entry in table.values() if entry.rule and entry.rule.trainable]
+        for rank in range(meshes.dims.pp):
+            if not any(rank in holders for holders in trained):
+                raise ConfigError(
+                    "train.freeze" if config.train.freeze else "lora.targets",
+                    f"pipeline rank {rank} of {meshes.dims.pp} has nothing to train, which is not "
+                    "supported; train something in each stage, or use parallel.pp 1",
+                )
         return cls(plan, arch, table, meshes.dims.tp, meshes.dense.get_group("pp"), device)
 
     @cached_property
@@ -350,6 +356,12 @@ class Stages:
     def trained(self) -> dict[str, Entry]:
         """What of the table is trained."""
         return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
+
+    @cached_property
+    def saved(self) -> dict[str, Entry]:
+        """What a checkpoint holds of the table: what is trained, and buffers."""
+        kept = self.table.items()
+        return {name: e for name, e in kept if e.rule is None or e.rule.trainable}
 
     @cached_property
     def rules(self) -> dict[str, Rule]:

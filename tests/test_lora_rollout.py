@@ -1,0 +1,65 @@
+"""Generation with adapters as they are trained, beside their weights; brought anew by updates."""
+
+import pytest
+import torch
+from distributed import spawn
+from test_engine import train, weights_of
+from test_lora import EVERYTHING, MICRO, adapted
+
+from moetrain.models import build_model
+from moetrain.models.rules import is_adapter
+from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.weights import WeightUpdate, replica
+
+REQUESTS = [
+    Request("a", (1, 2, 3), SamplingParams(max_tokens=12, temperature=0)),
+    Request("b", (7,), SamplingParams(max_tokens=7, seed=1, top_k=20)),
+]
+
+
+def answers_of(generator):
+    return [(c.tokens, c.logprobs) for (c,) in generator.generate(REQUESTS)]
+
+
+def follow(words):
+    """What is generated while an engine learns, and its weights with adapters merged."""
+    engine = adapted(EVERYTHING, *words)
+    model, experts = replica(engine)
+    generator = Generator(model, experts=experts, num_pages=20, page_size=4)
+    update, found = WeightUpdate(engine, generator), []
+    for step in range(2):
+        train(engine, [step], MICRO)
+        update()
+        for name, weight in weights_of(engine).items():
+            mine = weight if experts is None else experts.part(name, weight)
+            assert torch.equal(model.get_parameter(name), mine), name
+        merged = {n: w.to("cpu", copy=True) for n, w in engine.weights(merged=True)}
+        found.append((answers_of(generator), merged))
+    assert any(is_adapter(name) for name, _ in model.named_parameters())
+    return engine.arch, found
+
+
+def check(arch, found):
+    for answers, weights in found:
+        model = build_model(arch)
+        model.load_state_dict(weights)
+        expected = answers_of(Generator(model, num_pages=20, page_size=4))
+        for (tokens, logprobs), (wanted, scores) in zip(answers, expected, strict=True):
+            assert tokens == wanted
+            assert logprobs == pytest.approx(scores, abs=1e-5)
+    assert found[0][0] != found[1][0]
+
+
+def test_adapters_are_used_and_updated():
+    check(*follow([]))
+
+
+def follow_all(runs):
+    return [follow(words) for words in runs]
+
+
+def test_on_ranks():
+    runs = [["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]]
+    for answers in spawn(2, follow_all, runs, timeout=100):
+        for answer in answers:
+            check(*answer)
