@@ -133,10 +133,11 @@ def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Pat
 
 def resume_now(resume: str, folder: Path, restarts: int) -> str:
     """What ``checkpoint.resume`` means after the launcher has started a run again ``restarts``
-    times: ``auto``, once the run it has first started has got as far as :func:`set_aside`."""
+    times: ``auto``, once the run it has first started has got as far as :func:`set_aside` and saved
+    something; before, it begins where it first did."""
     mark = folder / BEGUN
     if restarts and mark.exists():
-        return "auto"
+        return "auto" if list_checkpoints(folder / CHECKPOINTS) else resume
     mark.unlink(missing_ok=True)
     return resume
 

@@ -21,6 +21,7 @@ from moetrain.config_sources import LaunchedPlace
 from moetrain.metrics import read_metrics
 from moetrain.models import resolve_architecture
 from moetrain.parallel.world import join_world
+from moetrain.run_folder import BEGUN
 from moetrain.trainer import Trainer
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
@@ -240,6 +241,20 @@ def test_a_killed_rank_starts_the_run_again_from_its_last_checkpoint(
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[0]["step"] == 1
     Trainer(tiny(*QUIET, "train.steps=6", f"output_dir={tmp_path / 'straight'}")).fit()
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
+
+
+def test_a_run_killed_before_its_first_save_begins_again_where_it_did(tiny, tmp_path, monkeypatch):
+    first = tmp_path / "first"
+    Trainer(tiny(*QUIET, "train.steps=2", f"output_dir={first}")).fit()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / BEGUN).touch()  # all that was left
+    place = LaunchedPlace(0, 0, 1, "host:1", None, None, True, restarts=1, max_restarts=3)
+    monkeypatch.setattr("moetrain.run.launched_place", lambda: place)
+    named = first / "checkpoints" / "step-00000002"
+    for step in (2, 3):  # then auto is meant: the run has a checkpoint of its own
+        trainer = Trainer(tiny(*QUIET, "train.steps=3", f"checkpoint.resume={named}"))
+        assert trainer.step == step
+        trainer.fit()
 
 
 def test_restarts_that_nobody_would_make_are_an_error(tiny, monkeypatch):
