@@ -181,7 +181,13 @@ def test_rewards_of_a_user(lines):
         ({"env": "jsonl", "prompts": "P", "reward": "good"}, "rl.reward: 'good' is neither exact"),
         ({"env": "jsonl", "prompts": "F", "reward": "exact"}, "rl.prompts: .* line 2: "),
         ({"env": "sort", "env_args": '{"most": 11}'}, "rl.env_args: least 4, most 11: "),
-        ({"env": "sort", "env_args": '{"most": "9"}'}, "rl.env_args: .* '<='"),
+        ({"env": "sort", "env_args": '{"most": "9"}'}, "rl.env_args: most '9' is no whole number"),
+        (
+            {"env": "sort", "env_args": '{"least": 4.5}'},
+            "rl.env_args: least 4.5 is no whole number",
+        ),
+        ({"env": "arithmetic", "env_args": '{"terms": 2.5}'}, "rl.env_args: terms 2.5 is no whole"),
+        ({"env": "calculator", "env_args": '{"calls": "x"}'}, "rl.env_args: calls 'x' is no whole"),
         ({"env": "arithmetic", "env_args": '{"digits": 0}'}, "rl.env_args: digits 0: "),
         ({"env": "arithmetic", "env_args": '{"operations": "/"}'}, "rl.env_args: operations '/'"),
         ({"env": "calculator", "env_args": '{"terms": 0}'}, "rl.env_args: terms 0: "),
@@ -209,6 +215,20 @@ def test_a_line_ends_where_json_says(lines):
 
 def test_a_line_without_answer(lines):
     lines.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"line 2: no answer, which exact needs"):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
+def test_a_line_of_what_was_a_table(lines):
+    """Whose columns that are not there are null."""
+    said = [{"role": "user", "content": "a"}]
+    rows = [{"prompt": None, "messages": said, "answer": "b"}, {"prompt": "a", "messages": None}]
+    rows[1]["answer"] = "b"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    environment = opened("jsonl", prompts=lines, reward="exact")
+    assert [environment.problem(task).prompt for task in range(2)] == [said, "a"]
+    rows[1]["answer"] = None
+    lines.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError, match=r"line 2: no answer, which exact needs"):
         opened("jsonl", prompts=lines, reward="exact")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from moetrain.rl.envs.generated import check_sum, evaluate
+from moetrain.rl.envs.generated import check_sum, check_whole, evaluate
 from moetrain.rl.envs.protocol import Environment, Episode, Marked, Turn
 from moetrain.rl.envs.text import Prompts
 
@@ -27,6 +27,7 @@ class Calculator(Environment):
 
     def __init__(self, prompts: Prompts, digits: int = 3, terms: int = 3, calls: int = 2) -> None:
         check_sum(digits, terms)
+        check_whole(calls=calls)
         self.prompts, self.digits, self.terms, self.calls = prompts, digits, terms, calls
 
     def sum_of(self, task: int) -> str:

@@ -37,6 +37,7 @@ class Sort(SolvedEnvironment):
 
     def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
         super().__init__(prompts)
+        check_whole(least=least, most=most)
         if not 1 <= least <= most <= 10:
             problem = f"least {least}, most {most}: there are 10 digits; 1 <= least <= most <= 10"
             raise ConfigError("rl.env_args", problem)
@@ -78,8 +79,16 @@ class Arithmetic(SolvedEnvironment):
         return float(answer.strip() == problem.answer)
 
 
+def check_whole(**values: object) -> None:
+    """Raise ConfigError for what is no whole number: JSON has others too."""
+    for name, value in values.items():
+        if type(value) is not int:
+            raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number")
+
+
 def check_sum(digits: int, terms: int) -> None:
     """Raise ConfigError for sizes that no sum has, or none that :func:`evaluate` takes."""
+    check_whole(digits=digits, terms=terms)
     if not 1 <= digits <= MOST_DIGITS:
         raise ConfigError("rl.env_args", f"digits {digits}: 1 to {MOST_DIGITS}")
     if terms < 1:

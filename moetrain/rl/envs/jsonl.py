@@ -33,7 +33,7 @@ class Jsonl(TextEnvironment):
         self.lines = _read_lines(Path(os.path.expanduser(path)))
         self.num_tasks = len(self.lines)
         self.reward = find_reward(reward)
-        bad = [i for i, line in enumerate(self.lines, 1) if "answer" not in line]
+        bad = [i for i, line in enumerate(self.lines, 1) if line.get("answer") is None]
         if reward in _SHIPPED and bad:
             raise ConfigError(
                 "rl.prompts", f"{path!r} line {bad[0]}: no answer, which {reward} needs"
@@ -41,7 +41,8 @@ class Jsonl(TextEnvironment):
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
-        return Problem(line["prompt"] if "prompt" in line else line["messages"], facts=line)
+        prompt = line.get("prompt")  # null, in files that were tables, where the other is there
+        return Problem(line["messages"] if prompt is None else prompt, facts=line)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # theirs to change
@@ -121,7 +122,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ConfigError("rl.prompts", f"{str(path)!r} line {number}: {error}") from None
         is_good = isinstance(line, dict) and (
-            isinstance(line.get("prompt"), str) or isinstance(line.get("messages"), list)
+            isinstance(line.get("prompt"), str)
+            or (line.get("prompt") is None and isinstance(line.get("messages"), list))
         )
         if not is_good:
             problem = f"{str(path)!r} line {number} has neither a prompt nor messages"
