@@ -388,3 +388,10 @@ def test_tasks_are_held_out_or_trained_each_once_an_epoch():
     assert [endless.held_out(2), endless.trained(0), endless.trained(9)] == [2, 3, 12]
     with pytest.raises(ConfigError, match=r"rl.eval_tasks: 10 of 10"):
         Tasks(10, 10, seed=0)
+
+
+def test_quick_calls_are_not_late_behind_others():
+    calls: Calls[int] = Calls(limit=0.5)
+    for i in range(300):
+        calls.start(i, time.sleep, 0.003)
+    assert [result for _, result in calls.finished()] == [None] * 300

@@ -57,7 +57,7 @@ class Calls(Generic[K]):
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        call = _Call(Future(), time.monotonic() + self.limit, self._loop)
+        call = _Call(Future(), Future(), self.limit, self._loop)
         self._queue.put(partial(call.run, function, *args))
         if not self._num_threads:
             self._add_threads(1)
@@ -76,7 +76,7 @@ class Calls(Generic[K]):
         for key, call in self._plain.items():
             while not self._queue.empty() and not _is_done(call.future, QUICK_SECONDS):
                 self._add_threads(min(self._num_threads, self._queue.qsize()))
-            result = _result(call.future, call.deadline - time.monotonic())
+            result = _result(call.future, call.deadline() - time.monotonic())
             if isinstance(result, Future):
                 self._later[key] = call._replace(future=result)
             else:
@@ -86,7 +86,7 @@ class Calls(Generic[K]):
             wait([call.future for call in self._later.values()], patience, FIRST_COMPLETED)
         for key, call in list(self._later.items()):
             is_done = call.future.done()
-            if is_done or time.monotonic() > call.deadline + GRACE_SECONDS:
+            if is_done or time.monotonic() > call.deadline() + GRACE_SECONDS:
                 done.append((key, _result(call.future, 0)))
                 del self._later[key]
                 if not is_done and call.loop is self._loop:  # blocked: the next get another
@@ -109,15 +109,22 @@ class _Call(NamedTuple):
 
     future: Future[Any]
     """Of its result; or of another future, where that is still to come."""
-    deadline: float
+    begun: Future[float]
+    """Of when a thread has taken it up: what waits for its turn behind others is not late."""
+    limit: float
     loop: asyncio.AbstractEventLoop
+
+    def deadline(self) -> float:
+        """Of a call that no longer waits for a thread."""
+        return self.begun.result() + self.limit
 
     def run(self, function: Callable[..., Any], *args: Any) -> None:
         """In one of the threads."""
+        self.begun.set_result(time.monotonic())
         try:
             result = function(*args)
             if isinstance(result, Awaitable):
-                left = max(0.0, self.deadline - time.monotonic())
+                left = max(0.0, self.deadline() - time.monotonic())
                 result = asyncio.run_coroutine_threadsafe(_limited(result, left), self.loop)
             self.future.set_result(result)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
