@@ -6,6 +6,11 @@ Without a GPU, kernels that are asked for by name run in Triton's interpreter.
 import os
 import signal
 
+# Of what is started here too. Tests are many processes that compute little: threads only fight, and
+# a pool of compilers for each process takes longer to start than what there is to compile.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import pytest
 import torch
 
@@ -18,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started behind a shell's "&": what tests start would inherit it, and ignore their Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(1)  # tiny tensors: threads only fight
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
