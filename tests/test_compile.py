@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
+from moetrain.kernels import few_rows
 from moetrain.models import (
     Architecture,
     Transformer,
@@ -17,6 +18,7 @@ from moetrain.models import (
     set_recomputation,
     update_router_bias,
 )
+from moetrain.models.layers import Linear, linears
 
 ROWS, SEQ_LEN = 2, 24
 MOE = make_architecture(
@@ -164,3 +166,13 @@ def test_inductor_gives_the_losses_of_eager():
         torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     assert not counters["graph_break"]
     assert not counters["recompiles"]
+
+
+def test_few_rows_and_many_compile_once():
+    """Which kernel generation takes for few rows is nothing that training is compiled for."""
+    layer = Linear(16, 16)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: linears(x, [layer])[0], backend=counter, dynamic=True)
+    for rows in (few_rows.MAX_ROWS + 8, few_rows.MAX_ROWS - 8):
+        compiled(torch.randn(rows, 16))
+    assert counter.frame_count == 1

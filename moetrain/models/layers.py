@@ -87,7 +87,8 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
 def _products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor]:
-    is_few = x_TD.shape[0] <= few_rows.MAX_ROWS and few_rows.serves(x_TD)
+    # In this order: a compiler must not be asked to tell row counts apart.
+    is_few = few_rows.serves(x_TD) and x_TD.shape[0] <= few_rows.MAX_ROWS
     if is_few and not any(b is not None for b in biases) and few_rows.fit(weights):
         return few_rows.linears(x_TD, weights)
     return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
