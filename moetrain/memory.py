@@ -29,9 +29,9 @@ import torch
 from moetrain.config import Config, ConfigError
 from moetrain.config_rl import SleepName
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
-from moetrain.models import Architecture, plan_model
+from moetrain.models import Architecture, compute_dtype, plan_model
 from moetrain.models.parts import FP32, Part, Share
-from moetrain.parallel.apply import compute_dtype, reshards
+from moetrain.parallel.apply import reshards
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import (
     activations_in_flight,

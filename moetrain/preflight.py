@@ -23,8 +23,7 @@ from moetrain.config import Config, ConfigError, MoeSection, c_compiler, launche
 from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.models import Architecture, resolve_architecture
-from moetrain.parallel.apply import compute_dtype
+from moetrain.models import Architecture, compute_dtype, resolve_architecture
 from moetrain.parallel.deepep import why_not_here
 
 LONGEST_DEFAULT_ROW = 4096

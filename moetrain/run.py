@@ -27,8 +27,7 @@ from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.engine import Engine
 from moetrain.memory import MemoryEstimate, check_memory, device_capacity, estimate_memory
 from moetrain.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
-from moetrain.models import Architecture
-from moetrain.parallel.apply import compute_dtype
+from moetrain.models import Architecture, compute_dtype
 from moetrain.parallel.layout import Part
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare

@@ -23,12 +23,12 @@ from moetrain.models import (
     Dispatcher,
     Transformer,
     compile_blocks,
+    compute_dtype,
     find_family,
     load_weights,
     plan_model,
     set_recomputation,
 )
-from moetrain.models import compute_dtype as compute_dtype
 from moetrain.models.hf import resolve
 from moetrain.models.hf.peft import load_peft
 from moetrain.models.init import draw

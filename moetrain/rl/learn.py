@@ -83,6 +83,7 @@ class Learner:
         """One update by ``objective``, whose terms are the figures."""
         totals = self.engine.forward_backward(batches, objective)
         outcome = self.engine.step(lr)
+        # The host waits here, once an update, for the figures that are logged.
         row = {name: term.item() for name, term in totals.terms.items()}
         row["grad_norm"] = outcome.grad_norm.item()
         return Learned(outcome.skipped, totals.routing, row)

@@ -29,9 +29,8 @@ from moetrain.kernels import cudnn_attention
 from moetrain.loss import Pretraining
 from moetrain.memory import MemoryEstimate, device_capacity, estimate_memory, least_sleep
 from moetrain.metrics import plot_curves, routing_health
-from moetrain.models import Architecture
+from moetrain.models import Architecture, compute_dtype
 from moetrain.optim import learning_rate
-from moetrain.parallel.apply import compute_dtype
 from moetrain.parallel.layout import Part
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Window
