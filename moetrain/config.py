@@ -21,24 +21,26 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import PrivateAttr, ValidationError, field_validator
 
+from moetrain.config_compute import (
+    ActivationSection,
+    CompileSection,
+    KernelsSection,
+    MoeSection,
+    ParallelSection,
+)
+from moetrain.config_compute import SavedName as SavedName
 from moetrain.config_rl import RlSection
 from moetrain.config_sections import (
-    ActivationSection,
     CheckpointSection,
-    CompileSection,
     DataSection,
-    KernelsSection,
     LaunchSection,
     LogSection,
     LoraSection,
     ModelSection,
-    MoeSection,
     OptimSection,
-    ParallelSection,
     Section,
     TrainSection,
 )
-from moetrain.config_sections import SavedName as SavedName
 from moetrain.config_sources import (
     ConfigError,
     LaunchedPlace,
