@@ -1,9 +1,9 @@
 """Run a function on several processes: :func:`spawn`. For tests of anything that communicates.
 
-Processes come from a fork server that has imported torch and moetrain once, so a world of four starts in about
-a second. A rank that raises or dies fails the test with that rank's traceback, and the others are
-killed; nothing can outlive the timeout. Results travel by value (plain pickle), not through shared
-memory that would vanish with the process that made it.
+Processes come from a fork server that has imported torch and moetrain once, so a world of four
+starts in about a second. A rank that raises or dies fails the test with that rank's traceback, and
+the others are killed; nothing can outlive the timeout. Results travel by value (plain pickle), not
+through shared memory that would vanish with the process that made it.
 """
 
 from __future__ import annotations
