@@ -29,7 +29,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
-    "pydantic",
+    "torch._inductor.compile_fx",
     "moetrain.rl.trainer",
 ]
 
