@@ -243,6 +243,8 @@ class Config(Section):
                 )
         self.rl.check()
         self.checkpoint.check()
+        if t.steps is not None:
+            self.log.check(t.steps)
         ep = self.parallel.ep
         how = self.moe.dispatcher
         if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
@@ -272,6 +274,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
+    ("log.profile_after", "log.profile", _SOME),
+    ("log.profile_as", "log.profile", _SOME),
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
     ("rl.prompts", "rl.env", {"jsonl"}),
     ("rl.reward", "rl.env", {"jsonl"}),
