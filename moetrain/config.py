@@ -245,6 +245,14 @@ class Config(Section):
         self.checkpoint.check()
         if t.steps is not None:
             self.log.check(t.steps)
+        activation = self.activation
+        if activation.offload and activation.policy == "selective" and not self.compile.enabled:
+            raise ConfigError(
+                "activation.offload",
+                f"{activation.offload!r}, and with activation.policy 'selective' only compiled "
+                "blocks leave what they keep to be sent; set compile.enabled yes, or "
+                "activation.policy none",
+            )
         ep = self.parallel.ep
         how = self.moe.dispatcher
         if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
@@ -267,6 +275,7 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("lora.layout", "lora.save", {True}),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),
+    ("activation.offload", "activation.policy", {"none", "selective"}),
     ("parallel.pp_schedule", "parallel.pp", _SEVERAL),
     ("parallel.pp_stages", "parallel.pp", _SEVERAL),
     ("parallel.pp_split", "parallel.pp", _SEVERAL),
