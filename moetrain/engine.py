@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
+from moetrain.annotate import annotated
 from moetrain.config import Config, ConfigError
 from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.models import (
@@ -135,6 +136,7 @@ class Engine:
 
     # ---- training ------------------------------------------------------------------------------
 
+    @annotated("forward_backward")
     def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's.
 
@@ -180,6 +182,7 @@ class Engine:
         with self.work(), torch.no_grad(), self.exact_sizes():
             return _Run(self, objective, sizes, learns=False).over(batches).totals()
 
+    @annotated("update")
     def step(self, lr: float) -> StepOutcome:
         """Clip, update with learning rate ``lr`` and forget the gradients.
 
@@ -456,6 +459,7 @@ class _Run(Generic[B]):
         engine.drive(batches, self.finish, self.backward if self.learns else None)
         return self
 
+    @annotated("head and loss")
     def finish(
         self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B
     ) -> torch.Tensor:
