@@ -19,6 +19,7 @@ from moetrain.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.narrow import narrow_products
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
 from moetrain.kernels.reduction import sum_chunks
@@ -47,6 +48,7 @@ __all__ = [
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
+    "narrow_products",
     "permute",
     "permute_tokens",
     "rms_norm",
