@@ -235,3 +235,59 @@ def test_nothing_is_cast_where_updates_wrote_it(monkeypatch):
     casts.clear()
     train(engine, range(1))
     assert casts == []
+
+
+# ---- the norm ----------------------------------------------------------------------------------
+
+NORMS = {
+    1: {"one": [], "one bf16": [BF16]},
+    2: {
+        "dp": [],
+        "dp bf16": [BF16],
+        "dp last": [BF16, "parallel.reduce_at=last"],
+        "dp fp32": [BF16, "parallel.reduce=fp32"],
+        "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
+        "replicas": ["parallel.dp_replicate=2"],
+        "frozen": ["train.freeze=embed.weight"],
+    },
+}
+
+
+def norms(runs):
+    """Of several accumulated micro-batches: ours, and that of the whole gradient."""
+    answers = {}
+    for name, words in runs.items():
+        engine, found = make_engine(*words, micro=2), []
+        for step in range(2):
+            batches = make_batches(step, 2, engine.world.data_rank, engine.world.dims.data_ranks)
+            engine.forward_backward(batches, objective_of(engine))
+            norm = engine.fsdp.gradient_norm()
+            wholes = [
+                m.layout.whole(m.local.grad)
+                for m in engine.fsdp.members.values()
+                if m.rule.trainable
+            ]
+            exact = torch.stack([w.double().square().sum() for w in wholes]).sum().sqrt()
+            found.append((norm.item(), exact.item()))
+            engine.step(1e-2)
+        answers[name] = found
+    return answers
+
+
+@pytest.mark.parametrize("world", NORMS)
+def test_the_norm_that_reductions_leave_is_the_gradients(world):
+    for answers in spawn(world, norms, NORMS[world], timeout=300):
+        for name, found in answers.items():
+            assert len({norm for norm, _ in found}) == 2
+            for norm, exact in found:
+                assert norm == pytest.approx(exact, rel=1e-6), name
+
+
+def test_the_norm_reads_no_gradient(monkeypatch):
+    engine = make_engine()
+    engine.forward_backward(make_batches(0), objective_of(engine))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "vector_norm", lambda *a, **k: pytest.fail("reads it all"))
+        norm = engine.fsdp.gradient_norm()
+    gradients = [member.local.grad for member in engine.fsdp.members.values()]
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-6)

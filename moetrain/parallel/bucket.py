@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.kernels.reduction import sum_chunks
+from moetrain.kernels.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.collectives import (
     PendingReduce,
@@ -118,6 +118,8 @@ class Bucket:
     """What it is gathered in."""
     gradient_N: torch.Tensor | None = None
     """fp32, this step's; None: there is none yet, or never."""
+    squares_B: torch.Tensor | None = None
+    """fp32, of that gradient: each block's sum of squares, as its last reduction left them."""
     has_gradient: bool = False
     unreduced_WN: torch.Tensor | None = None
     """fp32: gradients of earlier micro-batches that are still to travel."""
@@ -296,8 +298,15 @@ class Bucket:
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
             self.gradient_N = torch.empty_like(self.shard_N)
+        if self.squares_B is None:
+            self.squares_B = self.shard_N.new_empty(num_blocks(self.shard_N.numel()))
         pending = reduce_scatter_start(
-            chunks_WN, self.group, out_N=self.gradient_N, accumulate=self.has_gradient, mode=mode
+            chunks_WN,
+            self.group,
+            out_N=self.gradient_N,
+            accumulate=self.has_gradient,
+            mode=mode,
+            squares_B=self.squares_B,
         )
         self.has_gradient = True
         if self.group.size() > 1:
@@ -327,20 +336,32 @@ class Bucket:
                 target_WN[whole, :rest] = flat[whole * padded :]
         return chunks_WN
 
-    def publish_gradient(self) -> torch.Tensor:
-        """Complete this step's gradient, and show it on every member."""
+    def complete_gradient(self) -> torch.Tensor:
+        """Complete this step's gradient.
+
+        Returns what adds up to this rank's share of its square: fp32, of any length.
+        """
         if self.gradient_N is None:
-            self.gradient_N = torch.zeros_like(self.shard_N)
+            self.gradient_N = torch.empty_like(self.shard_N)
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
+        copies = 1
         if self.replicas is not None:
             dist.all_reduce(self.gradient_N, group=self.replicas)
+            copies *= self.replicas.size()
         if self.twin is not None:
             self.gradient_N += self.twin.exchange(self.gradient_N)
+            copies *= 2
+        if copies == 1 and self.has_gradient and self.squares_B is not None:
+            return self.squares_B
+        return (torch.linalg.vector_norm(self.gradient_N).square() / copies)[None]
+
+    def show_gradient(self) -> None:
+        """Let every member have its piece of what is complete as its ``grad``."""
+        assert self.gradient_N is not None
         for member in self.members:
             member.local.grad = member.piece_of(self.gradient_N)
             member.parameter.grad = member.layout.dtensor(member.local.grad)
-        return self.gradient_N
 
     def clear_gradient(self, *, free: bool) -> None:
         """Forget this step's gradient; ``free``: and give its memory back."""

@@ -357,17 +357,15 @@ class FSDP:
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
         self.check_idle()
-        squares = [torch.zeros((), device=self.device)]
-        for bucket in self.buckets:
-            if bucket.is_trained:
-                gradient_N = bucket.publish_gradient()
-                replicas = 1 if bucket.replicas is None else bucket.replicas.size()
-                replicas *= 1 if bucket.twin is None else 2
-                squares.append(torch.linalg.vector_norm(gradient_N).square() / replicas)
-        total = torch.stack(squares).sum()
+        trained = [bucket for bucket in self.buckets if bucket.is_trained]
+        squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
+        squares += [bucket.complete_gradient() for bucket in trained]
+        total = torch.cat(squares).sum(dtype=torch.float64)
         if not self.is_alone:
             dist.all_reduce(total)
-        return total.sqrt()
+        for bucket in trained:  # the host takes longer for it than the device for the sum
+            bucket.show_gradient()
+        return total.sqrt().float()
 
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
         """Every bucket that is trained, to be updated before the next is asked for.
