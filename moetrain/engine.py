@@ -126,7 +126,7 @@ class Engine:
         self.pipeline = None
         if world.dims.pp > 1:
             self.pipeline = Pipeline(config, world.dims, self.model, self.fsdp, self.stages)
-        self.optimizer = build_optimizer(self.fsdp.members, config.optim)
+        self.optimizer = build_optimizer(self.fsdp, config.optim, config.train.seed)
         self.static = static_transport(self.model)
         self._moments = HostMoments(self.optimizer)
         self.before_change: Callable[[], None] = lambda: None

@@ -6,6 +6,7 @@ Every file opens with its maths and shape legend and holds a plain-torch referen
 import pkgutil
 from importlib import import_module
 
+from moetrain.kernels.adamw import adamw
 from moetrain.kernels.adapted_experts import adapted_expert_mlp
 from moetrain.kernels.attention import AttentionMask, attention, attention_mask
 from moetrain.kernels.backend import Backend
@@ -36,6 +37,7 @@ __all__ = [
     "Routed",
     "SummedLoss",
     "TokenLosses",
+    "adamw",
     "adapted_expert_mlp",
     "add_rms_norm",
     "attention",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moetrain.optim.adamw import MOMENTS
+from moetrain.optim.adamw import AdamW
 
 
 class HostMoments:
@@ -17,7 +17,7 @@ class HostMoments:
     GPU) are kept, for pinning takes longer than a copy.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
         self.away: list[torch.Tensor] = []
         """Moments whose values are in host memory alone."""
@@ -26,7 +26,7 @@ class HostMoments:
     @torch.no_grad()
     def leave(self) -> None:
         """Copy every moment to host memory and free its own."""
-        known = {state[key] for state in self.optimizer.state.values() for key in MOMENTS}
+        known = set(self.optimizer.moments)
         self._hosts = {moment: host for moment, host in self._hosts.items() if moment in known}
         for moment in known:
             if moment not in self._hosts:
