@@ -1,0 +1,61 @@
+"""What a rank holds of the optimizer's state, and the loading of it on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.optim.adamw import MOMENTS
+from moetrain.parallel.apply import check_like
+from moetrain.parallel.bucket import Member
+from moetrain.parallel.layout import Part, Region
+from moetrain.parallel.pipeline.stages import Stages
+
+
+def optimizer_parts(
+    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
+) -> dict[str, Part]:
+    """What this rank holds of each ``"<parameter>.<moment>"``; nothing before the first step."""
+    return {
+        # The step is a scalar, the same on every rank.
+        f"{name}.{key}": stages.among(
+            name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
+        )
+        for name, member in members.items()
+        for key, value in optimizer.state.get(member.local, {}).items()
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    members: Mapping[str, Member],
+    stages: Stages,
+    state: Mapping[str, Region],
+) -> None:
+    """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
+
+    Moments get the very layout of their parameters: fused updates walk the two side by side. An
+    empty ``state`` is that of before the first step.
+
+    Raises:
+        ConfigError: state of other parameters or another optimizer; another shape or dtype.
+    """
+    trained = {name: member for name, member in members.items() if member.rule.trainable}
+    wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
+    if state and (odd := set(state) ^ wanted):
+        raise ConfigError(
+            "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
+        )
+    if not state:
+        optimizer.state.clear()
+    for name, member in trained.items() if state else ():
+        local = member.local
+        loaded = {"step": torch.empty((), device=local.device)}
+        loaded |= {key: torch.empty_like(local, requires_grad=False) for key in MOMENTS}
+        for key, value in loaded.items():
+            whole = state[f"{name}.{key}"]
+            check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
+            value.copy_(whole[member.layout.box if key in MOMENTS else ()])
+        optimizer.state[local] = loaded
