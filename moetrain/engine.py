@@ -14,10 +14,10 @@ Every method is collective: all ranks call them in the same order, with as many 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -44,7 +44,7 @@ from moetrain.models.lora import Adapter, own_draws
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
-    HostMoments,
+    Moments,
     build_optimizer,
     guarded_step,
     load_optimizer_state,
@@ -57,6 +57,9 @@ from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 from moetrain.passes import B, Pass, Passes, Schedule, Totals, sequential
+
+Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
+OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 
 
 class StepOutcome(NamedTuple):
@@ -100,7 +103,10 @@ class Engine:
         static = static_transport(self.model)
         spread = (self.model, self.fsdp, self.stages)
         self.passes = Passes(config, arch, world, *spread, schedule, pipeline, static)
-        self._moments = HostMoments(self.optimizer)
+        self._moments = Moments(self.optimizer, world.device)
+        arenas = (self.fsdp.weights, self.fsdp.gradients, self._moments.arena)
+        self._arenas = {arena.name: arena for arena in arenas}
+        self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.before_change: Callable[[], None] = lambda: None
         """Called before weights or moments change; whoever copies them meanwhile sets it."""
         self.retried_steps = 0
@@ -113,6 +119,7 @@ class Engine:
 
         If it fails, the step's gradients are forgotten, those of earlier calls too.
         """
+        self._need("weights", "gradients")
         sizes = self._sum_sizes(objective.sizes(batches))
         try:
             # A retry forgets the step's gradients: an earlier call's must not go with them.
@@ -149,6 +156,7 @@ class Engine:
 
     def forward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """The sums that :meth:`forward_backward` would give, without gradients."""
+        self._need("weights")
         sizes = self._sum_sizes(objective.sizes(batches))
         with self.work(), torch.no_grad(), self.exact_sizes():
             return Pass(self.passes, objective, sizes, learns=False).over(batches).totals()
@@ -161,11 +169,12 @@ class Engine:
         Raises:
             ValueError: there was no :meth:`forward_backward` since the last step.
         """
-        self._check_moments()
+        self._need("weights", "gradients", "moments")
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
         norm = self.fsdp.gradient_norm()
         self.before_change()
+        self._moments.begin()
         done, self._since_step = self._since_step, []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -186,20 +195,49 @@ class Engine:
         """
         return self.fsdp.work()
 
-    @contextmanager
-    def offloaded(self) -> Iterator[None]:
-        """Meanwhile moments, and parameters gathered, take no device memory; no step, no state."""
-        self.fsdp.release()
-        self.before_change()
-        self._moments.leave()
-        try:
-            yield
-        finally:
-            self._moments.come_back()
+    def offload(self, *what: Offloaded) -> None:
+        """Keep ``what`` in host memory, and free its memory on the device, until :meth:`reload`.
 
-    def _check_moments(self) -> None:
-        if self._moments.away:
-            raise RuntimeError("a step or a state within Engine.offloaded()")
+        Tensors stay those that they are, and on a GPU where they are: parameters, moments and, with
+        several ranks, gradients come back to their addresses. Until then what needs them raises
+        :class:`~moetrain.parallel.arena.Away`, and nobody else may touch them. Host memory is kept
+        for the next time.
+
+        Args:
+            what: nothing stands for everything. Workspaces (parameters gathered) are but freed, and
+                come back with their next use.
+
+        Raises:
+            ValueError: something unknown.
+            RuntimeError: within :meth:`work`.
+            RunFailed: the system does not give as much pinned memory.
+        """
+        if odd := set(what) - set(OFFLOADED):
+            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
+        self.fsdp.check_idle()
+        self.before_change()
+        what = what or OFFLOADED
+        if "workspaces" in what:
+            self.fsdp.release()
+        for name, arena in self._arenas.items():
+            if name in what and not arena.is_away:
+                keep = name != "gradients" or self.fsdp.has_gradients
+                arena.leave(self._link, keep=keep)
+        if self._link is not None:
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Bring back what is offloaded; what needs some of it waits, on the device, for that alone.
+
+        Raises:
+            torch.OutOfMemoryError: others have the memory now. Once they have not, call it again.
+        """
+        for arena in self._arenas.values():  # in the order in which a step needs them
+            arena.come_back(self._link)
+
+    def _need(self, *what: Offloaded) -> None:
+        for name in what:
+            self._arenas[name].need()
 
     def exact_sizes(self) -> AbstractContextManager[None]:
         """Whatever the routing, no row is dropped meanwhile."""
@@ -219,7 +257,7 @@ class Engine:
         Gradients are no part of it, nor is what is not trained: that is where it came from
         (:attr:`fingerprint` tells whether it still is the same).
         """
-        self._check_moments()
+        self._need("weights", "moments")
         members, among = self.fsdp.members, self.stages.among
         model = {
             name: among(name, member.layout.part(member.local))
@@ -239,18 +277,19 @@ class Engine:
             ConfigError: tensors of other names, shapes, dtypes.
         """
         self.fsdp.check_idle()
-        self._check_moments()
+        self._need("weights", "gradients", "moments")
         self.before_change()
         self._forget()
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
             members, optim = self.fsdp.members, groups["optim"]
-            load_optimizer_state(self.optimizer, members, self.stages, optim)
+            load_optimizer_state(self._moments, members, self.stages, optim)
 
     @cached_property
     def fingerprint(self) -> str:
         """Of what is not trained (:mod:`moetrain.parallel.frozen`). Collective at its first use."""
+        self._need("weights")
         return fingerprint(self.fsdp.members, self.stages, self.world)
 
     @torch.no_grad()
@@ -293,6 +332,7 @@ class Engine:
 
     def _whole_here(self, name: str) -> torch.Tensor:
         """A tensor of this rank's stages; collective over the ranks that have them."""
+        self._need("weights")
         member = self.fsdp.members.get(name)
         if member is None:
             return self.model.get_buffer(name)

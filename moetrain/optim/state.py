@@ -8,6 +8,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.optim.adamw import MOMENTS
+from moetrain.optim.moments import Moments
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.bucket import Member
 from moetrain.parallel.layout import Part, Region
@@ -29,15 +30,14 @@ def optimizer_parts(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
+    moments: Moments,
     members: Mapping[str, Member],
     stages: Stages,
     state: Mapping[str, Region],
 ) -> None:
     """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
 
-    Moments get the very layout of their parameters: fused updates walk the two side by side. An
-    empty ``state`` is that of before the first step.
+    An empty ``state`` is that of before the first step.
 
     Raises:
         ConfigError: state of other parameters or another optimizer; another shape or dtype.
@@ -49,13 +49,9 @@ def load_optimizer_state(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
     if not state:
-        optimizer.state.clear()
+        moments.optimizer.state.clear()
     for name, member in trained.items() if state else ():
-        local = member.local
-        loaded = {"step": torch.empty((), device=local.device)}
-        loaded |= {key: torch.empty_like(local, requires_grad=False) for key in MOMENTS}
-        for key, value in loaded.items():
+        for key, value in moments.state_of(member.local).items():
             whole = state[f"{name}.{key}"]
             check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
             value.copy_(whole[member.layout.box if key in MOMENTS else ()])
-        optimizer.state[local] = loaded

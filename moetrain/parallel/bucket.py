@@ -19,6 +19,7 @@ from torch import nn
 
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.models.rules import Rule
+from moetrain.parallel.arena import Arena, aligned
 from moetrain.parallel.collectives import (
     PendingReduce,
     ReduceMode,
@@ -26,9 +27,6 @@ from moetrain.parallel.collectives import (
     reduce_scatter_start,
 )
 from moetrain.parallel.layout import Layout
-
-ALIGNMENT = 256
-"""Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
 
 
 class Region:
@@ -107,6 +105,8 @@ class Bucket:
     shard_N: torch.Tensor
     dtype: torch.dtype
     """What it is gathered in."""
+    gradients: Arena
+    """Where its gradient lies."""
     gradient_N: torch.Tensor | None = None
     """fp32, this step's; None: there is none yet, or never."""
     has_gradient: bool = False
@@ -244,7 +244,7 @@ class Bucket:
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
-            self.gradient_N = torch.empty_like(self.shard_N)
+            self.gradient_N = self._new_gradient()
         pending = reduce_scatter_start(
             chunks_WN, self.group, out_N=self.gradient_N, accumulate=self.has_gradient, mode=mode
         )
@@ -253,6 +253,9 @@ class Bucket:
             return pending
         pending.finish()  # nothing is under way, and what it holds is large
         return None
+
+    def _new_gradient(self) -> torch.Tensor:
+        return self.gradients.empty(self.shard_N.numel(), torch.float32)
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
@@ -279,7 +282,7 @@ class Bucket:
     def publish_gradient(self) -> torch.Tensor:
         """Complete this step's gradient, and show it on every member."""
         if self.gradient_N is None:
-            self.gradient_N = torch.zeros_like(self.shard_N)
+            self.gradient_N = self._new_gradient()
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
         if self.replicas is not None:
@@ -299,8 +302,3 @@ class Bucket:
             self.gradient_N = None
         for member in self.members:
             member.local.grad = member.parameter.grad = None
-
-
-def aligned(size: int) -> int:
-    """``size`` bytes, filled up to whole :data:`ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

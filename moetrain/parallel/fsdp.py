@@ -42,6 +42,7 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from moetrain.parallel.arena import Arena
 from moetrain.parallel.bucket import Bucket, Member, Region
 from moetrain.parallel.collectives import PendingReduce, ReduceMode
 from moetrain.parallel.layout import Sliced
@@ -144,6 +145,9 @@ class FSDP:
         self.mode: ReduceMode = mode
         self.device, self.is_alone = device, is_alone
         self.reshards, self.reduce_last = reshard, reduce_last
+        self.weights = Arena("weights", device)
+        # Alone, gradients come with their first use and go with the step.
+        self.gradients = Arena("gradients", device, fixed=not is_alone)
         self.units: list[Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter, by its name in the model."""
@@ -185,6 +189,7 @@ class FSDP:
         if self._is_working:
             yield
             return
+        self.weights.need()
         self._is_working = True
         try:
             yield
@@ -350,6 +355,11 @@ class FSDP:
         if not self.is_alone:
             dist.all_reduce(total)
         return total.sqrt()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was added to the step's gradients yet."""
+        return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
