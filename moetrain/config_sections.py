@@ -259,6 +259,9 @@ class OptimSection(Section):
     """Decoupled weight decay of matrices; norms, biases, embeddings and routers have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of AdamW's two moments. bfloat16: 4 bytes a parameter instead of 8, rounded stochastically,
+    by bits that depend on train.seed; a run goes on only with what it began with."""
 
     def warmup(self, total_steps: int) -> int:
         """Steps of linear warmup in a run of ``total_steps``."""

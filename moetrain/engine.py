@@ -44,7 +44,6 @@ from moetrain.models.lora import Adapter, own_draws
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
-    Moments,
     build_optimizer,
     guarded_step,
     load_optimizer_state,
@@ -99,12 +98,11 @@ class Engine:
         pipeline = None
         if world.dims.pp > 1:
             pipeline = Pipeline(config, world.dims, self.model, self.fsdp, self.stages)
-        self.optimizer = build_optimizer(self.fsdp.members, config.optim)
+        self.optimizer = build_optimizer(self.fsdp, config.optim, config.train.seed)
         static = static_transport(self.model)
         spread = (self.model, self.fsdp, self.stages)
         self.passes = Passes(config, arch, world, *spread, schedule, pipeline, static)
-        self._moments = Moments(self.optimizer, world.device)
-        arenas = (self.fsdp.weights, self.fsdp.gradients, self._moments.arena)
+        arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
         self._arenas = {arena.name: arena for arena in arenas}
         self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.before_change: Callable[[], None] = lambda: None
@@ -174,7 +172,6 @@ class Engine:
             raise ValueError("Engine.step: no forward_backward since the last step")
         norm = self.fsdp.gradient_norm()
         self.before_change()
-        self._moments.begin()
         done, self._since_step = self._since_step, []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -284,7 +281,7 @@ class Engine:
             load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
             members, optim = self.fsdp.members, groups["optim"]
-            load_optimizer_state(self._moments, members, self.stages, optim)
+            load_optimizer_state(self.optimizer, members, self.stages, optim)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.optim.adamw import MOMENTS
-from moetrain.optim.moments import Moments
+from moetrain.optim.adamw import MOMENTS, AdamW
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.bucket import Member
 from moetrain.parallel.layout import Part, Region
@@ -30,14 +29,14 @@ def optimizer_parts(
 
 
 def load_optimizer_state(
-    moments: Moments,
+    optimizer: AdamW,
     members: Mapping[str, Member],
     stages: Stages,
     state: Mapping[str, Region],
 ) -> None:
     """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
 
-    An empty ``state`` is that of before the first step.
+    An empty ``state`` is that of before the first step. All parameters have made as many steps.
 
     Raises:
         ConfigError: state of other parameters or another optimizer; another shape or dtype.
@@ -48,10 +47,16 @@ def load_optimizer_state(
         raise ConfigError(
             "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
         )
-    if not state:
-        moments.optimizer.state.clear()
     for name, member in trained.items() if state else ():
-        for key, value in moments.state_of(member.local).items():
-            whole = state[f"{name}.{key}"]
-            check_like(f"{name}.{key}", whole, member.layout.shape if key in MOMENTS else ())
-            value.copy_(whole[member.layout.box if key in MOMENTS else ()])
+        for key in MOMENTS:
+            check_like(
+                f"{name}.{key}", state[f"{name}.{key}"], member.layout.shape, optimizer.dtype
+            )
+        check_like(f"{name}.step", state[f"{name}.step"], ())
+    optimizer.forget()
+    if not state:
+        return
+    optimizer.begin()
+    for name, member in trained.items():
+        for key, value in optimizer.state[member.local].items():
+            value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])

@@ -55,9 +55,17 @@ class Unit:
     both may be shared with other units.
     """
 
-    def __init__(self, index: int, buckets: list[Bucket], region: Region, staging: Region) -> None:
+    def __init__(
+        self,
+        index: int,
+        buckets: list[Bucket],
+        region: Region,
+        staging: Region,
+        *,
+        takes_turns: bool,
+    ) -> None:
         self.index, self.buckets = index, buckets
-        self.region, self.staging = region, staging
+        self.region, self.staging, self.takes_turns = region, staging, takes_turns
         self.works: list[dist.Work | None] | None = None
         """The gathers under way; None: there are none."""
         self.graphs = 0
@@ -78,14 +86,23 @@ class Unit:
         return all(bucket.is_trained for bucket in self.buckets)
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
-    def start_gather(self) -> None:
-        """Begin to gather every bucket."""
+    def move_in(self) -> None:
+        """Let what is written for its buckets lie in its region from now on, and nobody else's."""
         memory = self.region.memory
         if not self._is_laid_out:
             sizes = [bucket.region_bytes for bucket in self.buckets]
             for bucket, part in zip(self.buckets, _parts(memory, sizes), strict=True):
                 bucket.lay_out(part)
             self._is_laid_out = True
+        if self.region.tenant is not self:
+            self.region.tenant = self
+            for bucket in self.buckets:
+                bucket.leave()
+
+    @torch.inference_mode(False)
+    def start_gather(self) -> None:
+        """Begin to gather every bucket."""
+        self.move_in()
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
@@ -166,7 +183,8 @@ class FSDP:
         index = len(self.units)
         takes_turns = self.reshards and is_block
         region = self._turns[index % 2] if takes_turns else Region(self.device)
-        unit = Unit(index, buckets, region, self._staging[index % 2])
+        staging = self._staging[index % 2]
+        unit = Unit(index, buckets, region, staging, takes_turns=takes_turns)
         self.units.append(unit)
         self._unit_of.update(dict.fromkeys(modules, unit))
 
@@ -210,6 +228,8 @@ class FSDP:
         for unit in self.units:
             unit.region.free()
             unit.staging.free()
+            for bucket in unit.buckets:
+                bucket.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
@@ -344,17 +364,36 @@ class FSDP:
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
         self.check_idle()
-        squares = [torch.zeros((), device=self.device)]
-        for bucket in self.buckets:
-            if bucket.is_trained:
-                gradient_N = bucket.publish_gradient()
-                replicas = 1 if bucket.replicas is None else bucket.replicas.size()
-                replicas *= 1 if bucket.twin is None else 2
-                squares.append(torch.linalg.vector_norm(gradient_N).square() / replicas)
-        total = torch.stack(squares).sum()
+        trained = [bucket for bucket in self.buckets if bucket.is_trained]
+        squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
+        squares += [bucket.complete_gradient() for bucket in trained]
+        total = torch.cat(squares).sum(dtype=torch.float64)
         if not self.is_alone:
             dist.all_reduce(total)
-        return total.sqrt()
+        for bucket in trained:  # the host takes longer for it than the device for the sum
+            bucket.show_gradient()
+        return total.sqrt().float()
+
+    def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+        """Every bucket that is trained, to be updated before the next is asked for.
+
+        With it comes where the new values are to be written too, in the dtype they are gathered in:
+        then no gather casts them. None: they are gathered as they are, or take turns with others'.
+        A gradient whose memory is not kept goes with its update.
+        """
+        self.check_idle()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if not bucket.is_trained:
+                    continue
+                has_place = bucket.is_cast and not unit.takes_turns
+                if has_place:
+                    unit.move_in()
+                yield bucket, bucket.cast_N if has_place else None
+                if has_place:
+                    bucket.mark_fresh()
+                if self.is_alone:
+                    bucket.clear_gradient(free=True)
 
     @property
     def has_gradients(self) -> bool:
