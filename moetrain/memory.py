@@ -410,12 +410,12 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
 
 
 def _generating(s: _Sizes) -> MemoryEstimate:
-    """Between updates. Buckets of gradients stay where ranks reduce into them."""
+    """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
     trained, is_offloaded = s.local_trained(), s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
     return MemoryEstimate(
         weights=s.local_weights(),
-        gradients=0.0 if s.is_alone else trained + s.unreduced(),
+        gradients=0.0 if s.is_alone or is_offloaded else trained + s.unreduced(),
         moments=0.0 if is_offloaded else 2 * trained,
         gathered=gathered,
         activations=0.0,

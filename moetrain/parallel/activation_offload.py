@@ -351,9 +351,7 @@ def _unpack(saved: Kept | Sent) -> torch.Tensor:
 def _not_its_own(block: nn.Module, context: Context) -> frozenset[int]:
     """Addresses of storages that outlive a call of ``block`` anyway."""
     tensors = [*block.parameters(), *block.buffers(), *pytree.tree_leaves(context)]
-    return frozenset(
-        x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor)
-    )
+    return frozenset(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor))
 
 
 def stays(ranges: Sequence[range]) -> frozenset[int]:

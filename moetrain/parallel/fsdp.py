@@ -42,6 +42,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moetrain.annotate import annotate
+from moetrain.parallel.arena import Arena
 from moetrain.parallel.bucket import Bucket, Member, Region
 from moetrain.parallel.collectives import PendingReduce, ReduceMode
 from moetrain.parallel.layout import Sliced
@@ -164,6 +165,9 @@ class FSDP:
         self.mode: ReduceMode = mode
         self.device, self.is_alone = device, is_alone
         self.reshards, self.reduce_last = reshard, reduce_last
+        self.weights = Arena("weights", device)
+        # Alone, gradients come with their first use and go with the step.
+        self.gradients = Arena("gradients", device, fixed=not is_alone)
         self.units: list[Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter, by its name in the model."""
@@ -206,6 +210,7 @@ class FSDP:
         if self._is_working:
             yield
             return
+        self.weights.need()
         self._is_working = True
         try:
             yield
@@ -226,6 +231,8 @@ class FSDP:
         for unit in self.units:
             unit.region.free()
             unit.staging.free()
+            for bucket in unit.buckets:
+                bucket.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
@@ -393,6 +400,11 @@ class FSDP:
                     bucket.mark_fresh()
                 if self.is_alone:
                     bucket.clear_gradient(free=True)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was added to the step's gradients yet."""
+        return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
