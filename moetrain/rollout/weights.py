@@ -47,11 +47,15 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.expert_parallel import ExpertParallel
 
 
-def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
+def replica(engine: Engine, *, shares: bool = False) -> tuple[Transformer, ExpertParallel | None]:
     """A model for a generator on this rank, without values, and how it shares the experts.
 
     It takes :func:`replica_bytes`, no more at any time. Its tokens go to their experts as the
     engine's do, in exact sizes. None: this rank has all experts. Collective.
+
+    Args:
+        shares: what is not trained, and lies on this rank as generation uses it, is the engine's
+            own memory. Such a generator never sleeps with its weights.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
@@ -65,8 +69,12 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
         experts = ExpertParallel(model, group, config.kernels.backend, transport)
     for name, planned in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
-        dtype = _dtype(engine, engine.stages.rules[name])
-        values = torch.empty(planned.shape, dtype=dtype, device=world.device)
+        rule = engine.stages.rules[name]
+        values = engine.fsdp.members[name].local.detach() if name in engine.fsdp.members else None
+        is_own = shares and not rule.trainable and values is not None
+        if values is None or not is_own or values.shape != planned.shape:
+            dtype = _dtype(engine, rule)
+            values = torch.empty(planned.shape, dtype=dtype, device=world.device)
         parameter = nn.Parameter(values, requires_grad=False)
         model.get_submodule(owner).register_parameter(key, parameter)
     for module in model.modules():
@@ -139,6 +147,8 @@ class WeightUpdate:
                     f"WeightUpdate: the generator's {pair.member.name} is {list(shape)}, "
                     f"and the engine's {list(layout.shape)}"
                 )
+            if pair.target.data_ptr() == pair.member.local.data_ptr():
+                continue  # the engine's own
             if shape == layout.local_shape:
                 self._here.append(pair)
             elif is_expert:  # large: alone it needs no copy
