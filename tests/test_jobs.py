@@ -49,7 +49,7 @@ def text_of(seed, length=9):
     return torch.randint(50, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def supervised(seed, steps=3):
+def supervised(seed, steps=2):
     """A job of one kind: yields requests, is sent their results."""
     for step in range(steps):
         for part in range(2):
