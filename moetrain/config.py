@@ -29,6 +29,7 @@ from moetrain.config_compute import (
     ParallelSection,
 )
 from moetrain.config_compute import SavedName as SavedName
+from moetrain.config_jobs import JobsSection
 from moetrain.config_rl import RlSection
 from moetrain.config_sections import (
     CheckpointSection,
@@ -71,6 +72,7 @@ class Recipes(NamedTuple):
 
 TRAIN_RECIPES = Recipes("debug", "continue", "sft")
 RL_RECIPES = Recipes("rl-sort", "rl", "rl")
+JOB_RECIPES = Recipes("jobs-debug", "jobs", "jobs")
 
 # Of two alternatives one is set: the user's replaces a recipe's or a default.
 ALTERNATIVES = (
@@ -107,6 +109,8 @@ class Config(Section):
     """Saving and resuming."""
     rl: RlSection = RlSection()
     """Reinforcement learning (python -m moetrain.rl)."""
+    jobs: JobsSection = JobsSection()
+    """Job service (python -m moetrain.jobs)."""
     log: LogSection = LogSection()
     """Output while training."""
     launch: LaunchSection = LaunchSection()
@@ -193,6 +197,15 @@ class Config(Section):
         filled = self._of({**mine, **values}, self._origins | dict.fromkeys(values, origin))
         filled._recipe = self._recipe
         return filled
+
+    def under(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+        """A copy with what ``source`` sets on top; raises as :meth:`load`."""
+        mine = dict(leaves(self.model_dump(exclude_unset=True)))
+        layers = [Layer("", mine, is_users=False), read_source(source, _settings())]
+        values, origins = merge(layers, ALTERNATIVES)
+        config = self._of(values, {name: origin for name, origin in origins.items() if origin})
+        config._check_contradictions()
+        return config
 
     @property
     def origins(self) -> dict[str, str]:

@@ -151,11 +151,11 @@ class ActivationSection(Section):
     """What selective keeps, with commas between: dispatch (what expert parallel ranks exchange),
     attention (its output), experts (grouped products' pre-activations), linear (dense products)."""
     offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of what blocks then keep that waits in pinned host memory, as far as it is in tensors of
-    8 MiB or more; it comes back a block ahead. auto: what the link to the host carries while blocks
-    compute, at 50 GB/s for 450 TFLOP/s, so that nothing waits; more than that does. Selective
-    recomputation leaves less to be sent, and has to be compiled for it; with full there is nothing
-    to send."""
+    """Share of what blocks then keep that waits in pinned host memory, as far as it is in tensors
+    of 8 MiB or more; it comes back a block ahead. auto: what the link to the host carries while
+    blocks compute, at 50 GB/s for 450 TFLOP/s, so that nothing waits; more than that does.
+    Selective recomputation leaves less to be sent, and has to be compiled for it; with full there
+    is nothing to send."""
 
     @field_validator("save", mode="before")
     @classmethod
