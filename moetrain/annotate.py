@@ -62,14 +62,14 @@ class _Named(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         if _Named._open is None:
             Variable._execution_engine.queue_callback(_Named._end)
         _Named._end()
         if is_traced():
             _Named._open = record_function(ctx.name)
             _Named._open.__enter__()
-        return dx, None
+        return gradients[0], None
 
     @staticmethod
     def _end() -> None:

@@ -45,6 +45,7 @@ PARTS = (
     ("FSDP casts + copies", r"fsdp_"),
     ("dispatch + combine", r"exchange_|deep_?ep"),
     ("tensor parallel", r"(gather|scatter)_tokens"),
+    ("host copies", r"memcpy (dtoh|htod)"),
     ("other communication", r"nccl"),
     ("head + loss", r"linear_cross_entropy|moetrain::scale"),
     ("experts", r"expert_mlp|grouped"),
@@ -54,7 +55,10 @@ PARTS = (
     ("optimizer", r"adam|Optimizer"),
     ("projections", r"gemm|nvjet|cutlass|::mm|cublas"),
 )
-COMMUNICATION = ("FSDP", "dispatch + combine", "tensor parallel", "other communication")
+COMMUNICATION = (
+    *("FSDP", "dispatch + combine", "tensor parallel", "host copies"),
+    "other communication",
+)
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ How much travels is ``activation.offload``: a share of the bytes, or, with ``aut
 carries while blocks compute. Then nothing waits: what travels in one block takes no longer than its
 backward, and memory is freed when the link has had the time, not before.
 
-Results have the same bits as without it. A tensor that was changed after it was saved is an error,
-as in autograd, which does not look where there are hooks.
+Results have the same bits as without it. A tensor that is changed in place before it has left is an
+error, as in autograd, which does not look where there are hooks.
 
 Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
 two blocks save, which then travel twice. The idea is published (torchtune's and Megatron's
@@ -60,9 +60,9 @@ def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
 
 
 class HostMemory:
-    """Pinned pages, and the two streams that fill and read them; on a CPU copies are made at once.
+    """Pinned pages, and the two streams that fill and read them.
 
-    What is done with a page is in the order of its ``event``s, whatever stream that is on.
+    On a CPU copies are made at once: streams and events are None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,11 +71,16 @@ class HostMemory:
         """In all; it grows to the most that were in use at once."""
         self.bytes_down = self.bytes_up = 0
         """Copied so far."""
-        self.free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self.free: list[tuple[torch.Tensor, Any]] = []
         """Pages, and what must have passed before they are written to."""
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
-    def take(self, size: int) -> list[tuple[torch.Tensor, torch.cuda.Event | None]]:
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory."""
+        return self.num_pages * PAGE
+
+    def take(self, size: int) -> list[tuple[torch.Tensor, Any]]:
         """Pages for ``size`` bytes."""
         number = -(-size // PAGE)
         while len(self.free) < number:
@@ -85,7 +90,7 @@ class HostMemory:
         taken, self.free = self.free[-number:], self.free[:-number]
         return taken
 
-    def current(self) -> torch.cuda.Stream | None:
+    def current(self) -> Any:
         """The stream that computes."""
         return torch.cuda.current_stream(self.device) if self.on_cuda else None
 
@@ -107,9 +112,9 @@ class HostMemory:
     def _copy(
         self,
         stream: torch.cuda.Stream | None,
-        waits: Iterable[torch.cuda.Event | None],
+        waits: Iterable[Any],
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> torch.cuda.Event | None:
+    ) -> Any:
         if stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -204,7 +209,7 @@ class Sent(NamedTuple):
 
     away: Away
     dtype: torch.dtype
-    place: tuple[int, torch.Size, tuple[int, ...]]
+    place: tuple[Any, ...]
     """Where in the storage: offset, shape, strides."""
 
     def get(self) -> torch.Tensor:
@@ -223,7 +228,7 @@ class Stash:
 
     def pack(self, x: torch.Tensor) -> Kept | Sent:
         """For autograd, which is saving ``x``."""
-        saved = x.detach()
+        saved = x.detach()  # the graph that saves what a node of it gives would else hold itself
         away = self._away_of(saved)
         if away is None:
             return Kept(saved, x._version)
@@ -231,7 +236,7 @@ class Stash:
         return Sent(away, x.dtype, (x.storage_offset(), x.shape, x.stride()))
 
     def _away_of(self, x: torch.Tensor) -> Away | None:
-        if type(x) is not torch.Tensor or x.layout != torch.strided:
+        if type(x) is not torch.Tensor or x.layout != torch.strided:  # one that is under way, say
             return None
         storage = x.untyped_storage()
         address = storage.data_ptr()
@@ -275,7 +280,8 @@ class ActivationOffload:
         device: torch.device,
     ) -> None:
         self.call, self.numbers, self.stay = call, numbers, stay
-        self.offload, self.allowance = offload, allowance
+        self.share = None if offload == "auto" else offload
+        self.allowance = allowance
         self.host = HostMemory(device)
         self._next = -1
         """The block that goes on with the micro-batch of the last one."""
@@ -320,7 +326,7 @@ class ActivationOffload:
             self._seen = self._sent = self._allowed = 0.0
         self._next = number + 1
         self._clock += 1
-        if self.offload == "auto":
+        if self.share is None:
             self._per_block = self.allowance(number, x_BSD)
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
@@ -333,7 +339,7 @@ class ActivationOffload:
         """It on its way, unless that would be too much."""
         size = storage.nbytes()
         self._seen += size
-        limit = self._allowed if self.offload == "auto" else self.offload * self._seen
+        limit = self._allowed if self.share is None else self.share * self._seen
         if self._sent + size > limit or size > self._room:
             return None
         self._sent += size
