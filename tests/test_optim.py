@@ -1,41 +1,45 @@
 """The optimizer: AdamW's numbers, rounded moments, and the copy that gathers send."""
 
-import functools
-
 import pytest
 import torch
 from distributed import spawn
-from test_engine import make_batches, make_engine, objective_of, train, weights_of
+from test_engine import ROWS, make_batches, make_engine, objective_of, train, weights_of
+from test_kernels import devices
 
+from moetrain.config import ConfigError
 from moetrain.kernels.adamw import BLOCK, Settings, adamw, adamw_rates
 from moetrain.optim import MOMENTS
 from moetrain.parallel import bucket as bucket_module
 from moetrain.parallel.apply import draw_values
+from moetrain.parallel.bucket import aligned
+from moetrain.snapshot import state_bytes
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 
 
-def shard(numbers, dtype=torch.float32, seed=0):
+def shard(numbers, device="cpu", dtype=torch.float32):
     """Parameters, gradients and moments; two blocks in three decay."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = functools.partial(torch.randn, numbers, generator=generator)
+    generator = torch.Generator().manual_seed(0)
     blocks = -(-numbers // BLOCK)
-    tensors = [draw(), draw(), draw().to(dtype), draw().square().to(dtype)]
-    return tensors, (torch.arange(blocks) % 3 > 0).to(torch.uint8)
+    draws = [torch.randn(numbers, generator=generator) for _ in range(4)]
+    tensors = [*draws[:2], draws[2].to(dtype), draws[3].square().to(dtype)]
+    decays_B = (torch.arange(blocks) % 3 > 0).to(torch.uint8)
+    return [x.to(device) for x in tensors], decays_B.to(device)
 
 
-def rates(step=5, clip=0.5, skipped=0):
-    step, clip, skipped = (torch.tensor(float(x)) for x in (step, clip, skipped))
-    return adamw_rates(step, clip, skipped, 1e-2, 0.1, SETTINGS)
+def rates(device, step=5, clip=0.5, skipped=0):
+    scalars = (torch.tensor(float(x), device=device) for x in (step, clip, skipped))
+    return adamw_rates(*scalars, 1e-2, 0.1, SETTINGS)
 
 
-def places(numbers, first=0):
-    return first + BLOCK * torch.arange(-(-numbers // BLOCK))
+def places(numbers, device="cpu", first=0):
+    return first + BLOCK * torch.arange(-(-numbers // BLOCK), device=device)
 
 
+@devices
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_an_update_is_torchs_fused_one(backend):
-    (param_N, grad_N, avg_N, avg_sq_N), decays_B = shard(5 * BLOCK + 3)
+def test_an_update_is_torchs_fused_one(backend, device):
+    (param_N, grad_N, avg_N, avg_sq_N), decays_B = shard(5 * BLOCK + 3, device)
     expected = [x.clone() for x in (param_N, avg_N, avg_sq_N)]
     for block, decays in enumerate(decays_B.tolist()):
         p, m, v = (x[block * BLOCK :][:BLOCK] for x in expected)
@@ -45,7 +49,7 @@ def test_an_update_is_torchs_fused_one(backend):
             [m],
             [v],
             [],
-            [torch.tensor(5.0)],
+            [torch.tensor(5.0, device=device)],
             amsgrad=False,
             lr=1e-2,
             beta1=0.9,
@@ -53,27 +57,25 @@ def test_an_update_is_torchs_fused_one(backend):
             weight_decay=0.1 * decays,
             eps=1e-8,
             maximize=False,
-            grad_scale=torch.tensor(2.0),
+            grad_scale=torch.tensor(2.0, device=device),
         )
-    if backend == "triton" and torch.cuda.is_available():
-        pytest.skip("tensors on a CPU")
     out_N = torch.empty_like(param_N)
-    tensors = (param_N, grad_N, avg_N, avg_sq_N, rates(), decays_B, SETTINGS)
+    tensors = (param_N, grad_N, avg_N, avg_sq_N, rates(device), decays_B, SETTINGS)
     adamw(*tensors, out_N=out_N, backend=backend)
     for ours, theirs in zip((param_N, avg_N, avg_sq_N), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=1e-7)
     assert torch.equal(out_N, param_N)
 
 
+@devices
 @pytest.mark.parametrize("first", [0, 4 * 31, 2**35 + 8])
-def test_the_kernel_rounds_moments_by_the_references_bits(first):
-    if torch.cuda.is_available():
-        pytest.skip("tensors on a CPU")
+def test_the_kernel_rounds_moments_by_the_references_bits(first, device):
     numbers = 2 * BLOCK + 100
     found = []
     for backend in ("reference", "triton"):
-        tensors, decays_B = shard(numbers, torch.bfloat16)
-        adamw(*tensors, rates(), decays_B, SETTINGS, places(numbers, first), backend=backend)
+        tensors, decays_B = shard(numbers, device, torch.bfloat16)
+        origins_B = places(numbers, device, first)
+        adamw(*tensors, rates(device), decays_B, SETTINGS, origins_B, backend=backend)
         found.append(tensors)
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=1e-7)
     for ours, theirs in zip(found[0][2:], found[1][2:], strict=True):
@@ -94,7 +96,7 @@ def test_rounding_is_right_on_average_and_repeats_itself():
         zeros = [torch.zeros(numbers, dtype=torch.bfloat16) for _ in MOMENTS]
         grad_N, decays_B = torch.full((numbers,), value), torch.zeros(64, dtype=torch.uint8)
         tensors = (torch.zeros(numbers), grad_N, *zeros, rates_S, decays_B, settings)
-        adamw(*tensors, places(numbers, first))
+        adamw(*tensors, places(numbers, first=first))
         return zeros
 
     for step in (1, 2):
@@ -112,19 +114,27 @@ def test_rounding_is_right_on_average_and_repeats_itself():
         assert torch.equal(avg_N[8 * BLOCK :], moments(step, first=8 * BLOCK)[0][: -8 * BLOCK])
 
 
-def test_a_skipped_step_writes_the_copy_alone():
-    for backend in ("reference", "triton"):
-        if backend == "triton" and torch.cuda.is_available():
-            continue
-        tensors, decays_B = shard(BLOCK + 5, torch.bfloat16)
-        before = [x.clone() for x in tensors]
-        tensors[1].fill_(float("nan"))
-        out_N = torch.empty_like(tensors[0])
-        settings = (SETTINGS, places(BLOCK + 5), out_N)
-        adamw(*tensors, rates(clip=float("nan"), skipped=1), decays_B, *settings, backend=backend)
-        for i in (0, 2, 3):
-            assert torch.equal(tensors[i], before[i])
-        assert torch.equal(out_N, before[0])
+@devices
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_skipped_step_writes_the_copy_alone(backend, device):
+    tensors, decays_B = shard(BLOCK + 5, device, torch.bfloat16)
+    before = [x.clone() for x in tensors]
+    tensors[1].fill_(float("nan"))
+    settings = (SETTINGS, places(BLOCK + 5, device), torch.empty_like(tensors[0]))
+    rates_S = rates(device, clip=float("nan"), skipped=1)
+    adamw(*tensors, rates_S, decays_B, *settings, backend=backend)
+    for i in (0, 2, 3):
+        assert torch.equal(tensors[i], before[i])
+    assert torch.equal(settings[-1], before[0])
+
+
+@pytest.mark.gpu
+def test_the_copy_is_torchs_cast():
+    """Where it is compiled: Triton's interpreter cuts off what rounds to bf16."""
+    tensors, decays_B = shard(BLOCK + 5, "cuda")
+    out_N = torch.empty_like(tensors[0], dtype=torch.bfloat16)
+    adamw(*tensors, rates("cuda"), decays_B, SETTINGS, out_N=out_N, backend="triton")
+    assert torch.equal(out_N, tensors[0].bfloat16())
 
 
 # ---- the copy ----------------------------------------------------------------------------------
@@ -178,6 +188,41 @@ def test_copies_that_updates_write_are_what_gathers_would_cast(world):
             assert kept[0] == cast[0], name
             for weight, value in kept[1].items():
                 assert torch.equal(value, cast[1][weight]), (name, weight)
+
+
+GPU = ["train.device=cuda", "train.deterministic=yes", "model.hidden_size=64"]
+GPU += ["model.head_dim=32", "model.moe_intermediate_size=32"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", COPIES)
+def test_copies_that_updates_write_on_gpus(world):
+    runs = {name: [*words, *GPU] for name, words in COPIES[world].items()}
+    del runs["tp+ep"]  # as few heads as this model has
+    for answers in spawn(world, train_twice, runs, device_type="cuda", timeout=300):
+        for name, (kept, cast) in answers.items():
+            assert kept[0] == cast[0], name
+            for weight, value in kept[1].items():
+                assert torch.equal(value, cast[1][weight]), (name, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turns", ["no", "yes"])
+def test_an_update_on_one_gpu_takes_no_more_memory_than_the_backward(turns):
+    """Gradients make room for the copies."""
+    words = [*GPU, BF16, "model.num_layers=8", "model.num_experts=32", "model.hidden_size=512"]
+    words += ["model.moe_intermediate_size=512", f"parallel.reshard_after_forward={turns}"]
+    engine = make_engine(*words)
+    train(engine, range(2))
+    peaks = []
+    for part in (
+        lambda: engine.forward_backward(make_batches(2), objective_of(engine)),
+        lambda: engine.step(1e-2),
+    ):
+        torch.cuda.reset_peak_memory_stats()
+        part()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0]
 
 
 def loss_of(engine):
@@ -291,3 +336,85 @@ def test_the_norm_reads_no_gradient(monkeypatch):
         norm = engine.fsdp.gradient_norm()
     gradients = [member.local.grad for member in engine.fsdp.members.values()]
     assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-6)
+
+
+# ---- moments in bf16 ---------------------------------------------------------------------------
+
+SMALL = "optim.state_dtype=bfloat16"
+
+
+def copied(engine):
+    return {
+        group: {name: engine_part.tensor.clone() for name, engine_part in parts.items()}
+        for group, parts in engine.state().items()
+    }
+
+
+def test_moments_in_bf16_take_half_and_go_on_bit_for_bit():
+    straight = make_engine(SMALL)
+    numbers = train(straight, range(5))
+    first, second = make_engine(SMALL), make_engine(SMALL)
+    train(first, range(2))
+    assert {moment.dtype for moment in first.optimizer.moments} == {torch.bfloat16}
+    second.load_state(copied(first))
+    assert train(second, range(2, 5)) == numbers[2:]
+    for name, weight in weights_of(straight).items():
+        assert torch.equal(weight, weights_of(second)[name]), name
+    other = make_engine(SMALL, "train.seed=1")
+    other.load_state(copied(first))
+    assert train(other, range(2, 5)) != numbers[2:]
+
+
+def test_copies_for_checkpoints_get_as_much_memory_as_they_take():
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine(f"optim.state_dtype={dtype}")
+        expected = state_bytes(engine)
+        train(engine, range(1))
+        assert state_bytes(engine) == expected
+        parts = [part for group in engine.state().values() for part in group.values()]
+        taken = sum(aligned(part.tensor.nbytes) for part in parts)
+        assert expected == taken + 2**20
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_moments_of_another_dtype_are_refused_by_their_setting(ours, theirs):
+    engine, other = (make_engine(f"optim.state_dtype={dtype}") for dtype in (ours, theirs))
+    train(other, range(1))
+    with pytest.raises(ConfigError, match=rf"'{ours}' .* is {theirs}; set it to that") as refused:
+        engine.load_state(copied(other))
+    assert refused.value.field == "optim.state_dtype"
+    assert not engine.optimizer.state
+
+
+MESHES = {"dp": [], "ep": ["parallel.ep=2"], "replicas": ["parallel.dp_replicate=2"]}
+
+
+def train_small(runs, micro):
+    """Numbers and whole moments of runs with bf16 moments, and whether replicas are alike."""
+    answers = {}
+    for name, words in runs.items():
+        engine = make_engine(SMALL, *words, micro=micro)
+        numbers = train(engine, range(4), micro, lr=1e-3)
+        state = engine.optimizer.state
+        members = engine.fsdp.members.items()
+        moments = {n: [m.layout.whole(state[m.local][k]) for k in MOMENTS] for n, m in members}
+        answers[name] = numbers, moments
+    return answers
+
+
+def test_every_mesh_rounds_moments_alike():
+    """Not only on average: but for the few on the edge between two roundings."""
+    (numbers, moments) = train_small({"one": []}, ROWS)["one"]
+    answers = spawn(2, train_small, MESHES, ROWS // 2, timeout=300)
+    for name in MESHES:
+        found = {}
+        for rank in answers:
+            assert rank[name][0] == answers[0][name][0]
+            for parameter, mine in rank[name][1].items():
+                first = found.setdefault(parameter, mine)
+                assert all(map(torch.equal, first, mine)), (name, parameter)
+        assert found.keys() == moments.keys()
+        torch.testing.assert_close(answers[0][name][0], numbers, rtol=1e-5, atol=1e-5)
+        ours = torch.cat([m.flatten() for pair in found.values() for m in pair])
+        theirs = torch.cat([m.flatten() for n in found for m in moments[n]])
+        assert (ours != theirs).float().mean() < 0.001, name
