@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from moetrain.annotate import annotated
 from moetrain.config import Config, ConfigError
 from moetrain.loss import Objective
 from moetrain.models import (
@@ -112,6 +113,7 @@ class Engine:
 
     # ---- training ------------------------------------------------------------------------------
 
+    @annotated("forward_backward")
     def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's.
 
@@ -159,6 +161,7 @@ class Engine:
         with self.work(), torch.no_grad(), self.exact_sizes():
             return Pass(self.passes, objective, sizes, learns=False).over(batches).totals()
 
+    @annotated("update")
     def step(self, lr: float) -> StepOutcome:
         """Clip, update with learning rate ``lr`` and forget the gradients.
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
+from moetrain.annotate import annotated
 from moetrain.config import Config
 from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.models import Architecture, RoutingStats, Transformer
@@ -174,6 +175,7 @@ class Pass(Generic[B]):
         passes.drive(batches, self.finish, self.backward if self.learns else None)
         return self
 
+    @annotated("head and loss")
     def finish(
         self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B
     ) -> torch.Tensor:
