@@ -234,6 +234,9 @@ class LoraSection(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
 
+StateDtype = Literal["float32", "bfloat16"]
+
+
 class OptimSection(Section):
     """AdamW and its schedule."""
 
@@ -259,7 +262,7 @@ class OptimSection(Section):
     """Decoupled weight decay of matrices; norms, biases, embeddings and routers have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: StateDtype = "float32"
     """Of AdamW's two moments. bfloat16: 4 bytes a parameter instead of 8, rounded stochastically,
     by bits that depend on train.seed; a run goes on only with what it began with."""
 
@@ -283,7 +286,8 @@ class CheckpointSection(Section):
     """Besides those, checkpoints at multiples of so many steps are kept for good; 0: none are."""
     asynchronous: bool = False
     """Write while training goes on, from a copy in host memory (pinned, with a GPU): as much in
-    every process as its part of weights and moments, 12 bytes a parameter in all."""
+    every process as its part of weights and moments, 12 bytes a parameter in all (8 with moments
+    in bfloat16)."""
     resume: str = "auto"
     """auto: the newest checkpoint of output_dir, if any; never; or a checkpoint's folder."""
     save_hf: bool = False

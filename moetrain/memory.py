@@ -56,7 +56,7 @@ class MemoryEstimate:
     gradients: float
     """fp32, those there at the peak."""
     moments: float
-    """AdamW's two, fp32, of what is trained."""
+    """AdamW's two, of what is trained."""
     gathered: float
     """Parameters in the compute dtype: gathered from other ranks, or cast for the backward."""
     activations: float
@@ -302,6 +302,11 @@ class _Sizes:
         """Bytes in fp32 of what this rank updates."""
         return FP32 * self.trained / self.dims.sharding_ranks
 
+    def local_moments(self) -> float:
+        """Bytes of AdamW's two."""
+        itemsize = getattr(torch, self.config.optim.state_dtype).itemsize
+        return 2 * self.local_trained() * itemsize / FP32
+
     @property
     def matrices(self) -> int:
         """Of the vocabulary: the embedding's, the head's; one if they are tied."""
@@ -426,7 +431,7 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     return MemoryEstimate(
         weights=s.local_weights(),
         gradients=gradients + s.unreduced(),
-        moments=2 * trained,
+        moments=s.local_moments(),
         gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
         activations=s.all_activations(),
         logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
@@ -442,7 +447,7 @@ def _generating(s: _Sizes) -> MemoryEstimate:
     return MemoryEstimate(
         weights=s.local_weights(),
         gradients=0.0 if s.is_alone or is_offloaded else trained + s.unreduced(),
-        moments=0.0 if is_offloaded else 2 * trained,
+        moments=0.0 if is_offloaded else s.local_moments(),
         gathered=gathered,
         activations=0.0,
         logits=0.0,
@@ -467,7 +472,7 @@ def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     return MemoryEstimate(
         weights=s.local_weights(),
         gradients=trained - still_to_come + s.unreduced(),
-        moments=2 * trained,
+        moments=s.local_moments(),
         gathered=gathered,
         activations=s.saved(first),
         logits=0.0,

@@ -116,10 +116,14 @@ def state_bytes(engine: Engine) -> int:
     """What copies of what this rank writes take, moments that are still to come included."""
     total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
     for name, member in engine.fsdp.members.items():
-        part = member.layout.part(member.local)
-        names = [name, *(f"{name}.{key}" for key in MOMENTS)] if member.rule.trainable else []
-        num_written = sum(map(part.is_written_here, names))
-        total += num_written * aligned(part.tensor.nbytes) + aligned(1)
+        if not member.rule.trainable:
+            continue
+        part, dtype = member.layout.part(member.local), engine.optimizer.dtype
+        sizes = {f"{name}.{key}": dtype.itemsize for key in MOMENTS}
+        for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
+            if part.is_written_here(key):
+                total += aligned(itemsize * part.tensor.numel())
+        total += aligned(1)
     return total
 
 

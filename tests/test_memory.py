@@ -81,6 +81,14 @@ def test_more_ranks_take_less_each(layout):
     assert "weights" in four.describe()
 
 
+def test_moments_in_bf16_take_half():
+    words = "activation.policy=none parallel.ep=4"
+    _, wide = estimate("qwen3-30b-a3b-24l", 4, 1, 1, words)
+    _, half = estimate("qwen3-30b-a3b-24l", 4, 1, 1, f"{words} optim.state_dtype=bfloat16")
+    assert half.moments == wide.moments / 2
+    assert half.total == wide.total - half.moments
+
+
 def test_what_cannot_fit_is_refused_with_the_remedy():
     gpu = 140 * GIB
     config, small = estimate("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6")

@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 from distributed import spawn
-from test_engine import make_batches, make_engine, objective_of, train, weights_of
+from test_engine import ROWS, make_batches, make_engine, objective_of, train, weights_of
 
+from moetrain.config import ConfigError
 from moetrain.kernels.adamw import BLOCK, Settings, adamw, adamw_rates
 from moetrain.optim import MOMENTS
 from moetrain.parallel import bucket as bucket_module
@@ -291,3 +292,74 @@ def test_the_norm_reads_no_gradient(monkeypatch):
         norm = engine.fsdp.gradient_norm()
     gradients = [member.local.grad for member in engine.fsdp.members.values()]
     assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-6)
+
+
+# ---- moments in bf16 ---------------------------------------------------------------------------
+
+SMALL = "optim.state_dtype=bfloat16"
+
+
+def copied(engine):
+    return {
+        group: {name: engine_part.tensor.clone() for name, engine_part in parts.items()}
+        for group, parts in engine.state().items()
+    }
+
+
+def test_moments_in_bf16_take_half_and_go_on_bit_for_bit():
+    straight = make_engine(SMALL)
+    numbers = train(straight, range(5))
+    first, second = make_engine(SMALL), make_engine(SMALL)
+    train(first, range(2))
+    assert {moment.dtype for moment in first.optimizer.moments} == {torch.bfloat16}
+    second.load_state(copied(first))
+    assert train(second, range(2, 5)) == numbers[2:]
+    for name, weight in weights_of(straight).items():
+        assert torch.equal(weight, weights_of(second)[name]), name
+    other = make_engine(SMALL, "train.seed=1")
+    other.load_state(copied(first))
+    assert train(other, range(2, 5)) != numbers[2:]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_moments_of_another_dtype_are_refused_by_their_setting(ours, theirs):
+    engine, other = (make_engine(f"optim.state_dtype={dtype}") for dtype in (ours, theirs))
+    train(other, range(1))
+    with pytest.raises(ConfigError, match=rf"'{ours}' .* is {theirs}; set it to that") as refused:
+        engine.load_state(copied(other))
+    assert refused.value.field == "optim.state_dtype"
+    assert not engine.optimizer.state
+
+
+MESHES = {"dp": [], "ep": ["parallel.ep=2"], "replicas": ["parallel.dp_replicate=2"]}
+
+
+def train_small(runs, micro):
+    """Numbers and whole moments of runs with bf16 moments, and whether replicas are alike."""
+    answers = {}
+    for name, words in runs.items():
+        engine = make_engine(SMALL, *words, micro=micro)
+        numbers = train(engine, range(4), micro, lr=1e-3)
+        state = engine.optimizer.state
+        members = engine.fsdp.members.items()
+        moments = {n: [m.layout.whole(state[m.local][k]) for k in MOMENTS] for n, m in members}
+        answers[name] = numbers, moments
+    return answers
+
+
+def test_every_mesh_rounds_moments_alike():
+    """Not only on average: but for the few on the edge between two roundings."""
+    (numbers, moments) = train_small({"one": []}, ROWS)["one"]
+    answers = spawn(2, train_small, MESHES, ROWS // 2, timeout=300)
+    for name in MESHES:
+        found = {}
+        for rank in answers:
+            assert rank[name][0] == answers[0][name][0]
+            for parameter, mine in rank[name][1].items():
+                first = found.setdefault(parameter, mine)
+                assert all(map(torch.equal, first, mine)), (name, parameter)
+        assert found.keys() == moments.keys()
+        torch.testing.assert_close(answers[0][name][0], numbers, rtol=1e-5, atol=1e-5)
+        ours = torch.cat([m.flatten() for pair in found.values() for m in pair])
+        theirs = torch.cat([m.flatten() for n in found for m in moments[n]])
+        assert (ours != theirs).float().mean() < 0.001, name

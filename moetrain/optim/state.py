@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 
 from moetrain.config import ConfigError
+from moetrain.config_sections import StateDtype
 from moetrain.optim.adamw import MOMENTS, AdamW
 from moetrain.parallel.apply import check_like
 from moetrain.parallel.bucket import Member
@@ -49,9 +51,7 @@ def load_optimizer_state(
         )
     for name, member in trained.items() if state else ():
         for key in MOMENTS:
-            check_like(
-                f"{name}.{key}", state[f"{name}.{key}"], member.layout.shape, optimizer.dtype
-            )
+            _check_moment(f"{name}.{key}", state[f"{name}.{key}"], member, optimizer.dtype)
         check_like(f"{name}.step", state[f"{name}.step"], ())
     optimizer.forget()
     if not state:
@@ -60,3 +60,14 @@ def load_optimizer_state(
     for name, member in trained.items():
         for key, value in optimizer.state[member.local].items():
             value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
+
+
+def _check_moment(name: str, saved: Region, member: Member, dtype: torch.dtype) -> None:
+    theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+    if theirs != ours and theirs in get_args(StateDtype):
+        raise ConfigError(
+            "optim.state_dtype",
+            f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to that, "
+            "or start again with checkpoint.resume never",
+        )
+    check_like(name, saved, member.layout.shape, dtype)
