@@ -42,7 +42,9 @@ class AdamW(torch.optim.Optimizer):
         """That changed something; what parameters have as their ``step``."""
         self.arena = Arena("moments", fsdp.device)
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Each bucket's moments, the same tensors for as long as the optimizer."""
+        """Each bucket's moments: the same tensors for as long as the optimizer."""
+        self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        """What :attr:`state` is from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
         super().__init__(trained, {"lr": config.lr})
@@ -50,39 +52,37 @@ class AdamW(torch.optim.Optimizer):
     def begin(self) -> None:
         """Be as after no step, with moments that are zero."""
         self.forget()
+        if not self._states:
+            self._make()
+        for flat in self._flat.values():
+            for moment_N in flat:
+                moment_N.zero_()
+        self.state.update(self._states)
+
+    def _make(self) -> None:
         names = {id(member): name for name, member in self.fsdp.members.items()}
         for bucket in self.fsdp.buckets:
             if not bucket.is_trained:
                 continue
-            flat = self._moments_of(bucket)
-            for moment_N in flat:
-                moment_N.zero_()
+            numel = bucket.shard_N.numel()
+            flat = (self.arena.empty(numel, self.dtype), self.arena.empty(numel, self.dtype))
+            self._flat[id(bucket)] = flat
             origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
             self._tables[id(bucket)] = (_decays(bucket), origins_B)
             for member in bucket.members:
                 pieces = (member.piece_of(moment_N) for moment_N in flat)
-                self.state[member.local] = {
-                    "step": self.steps,
-                    **dict(zip(MOMENTS, pieces, strict=True)),
-                }
-
-    def _moments_of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        if id(bucket) not in self._flat:
-            numel = bucket.shard_N.numel()
-            first_N, second_N = (self.arena.empty(numel, self.dtype) for _ in MOMENTS)
-            self._flat[id(bucket)] = (first_N, second_N)
-        return self._flat[id(bucket)]
+                moments = dict(zip(MOMENTS, pieces, strict=True))
+                self._states[member.local] = {"step": self.steps, **moments}
 
     def forget(self) -> None:
         """Be as before the first step."""
         self.state.clear()
-        self._tables = {}
         self.steps.zero_()
 
     @torch.no_grad()
     def step(self, clip: torch.Tensor, skipped: torch.Tensor) -> None:  # pyright: ignore
         """Update with gradients times ``clip``, unless ``skipped`` (both 0-d, on the device)."""
-        if not self._tables:
+        if not self.state:
             self.begin()
         self.steps += ~skipped
         (group,) = self.param_groups
