@@ -29,6 +29,7 @@ from moetrain.config_compute import (
     ParallelSection,
 )
 from moetrain.config_compute import SavedName as SavedName
+from moetrain.config_jobs import JobsSection
 from moetrain.config_rl import RlSection
 from moetrain.config_sections import (
     CheckpointSection,
@@ -71,6 +72,7 @@ class Recipes(NamedTuple):
 
 TRAIN_RECIPES = Recipes("debug", "continue", "sft")
 RL_RECIPES = Recipes("rl-sort", "rl", "rl")
+JOB_RECIPES = Recipes("jobs-debug", "jobs", "jobs")
 
 # Of two alternatives one is set: the user's replaces a recipe's or a default.
 ALTERNATIVES = (
@@ -107,6 +109,8 @@ class Config(Section):
     """Saving and resuming."""
     rl: RlSection = RlSection()
     """Reinforcement learning (python -m moetrain.rl)."""
+    jobs: JobsSection = JobsSection()
+    """Job service (python -m moetrain.jobs)."""
     log: LogSection = LogSection()
     """Output while training."""
     launch: LaunchSection = LaunchSection()
@@ -194,6 +198,15 @@ class Config(Section):
         filled._recipe = self._recipe
         return filled
 
+    def under(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+        """A copy with what ``source`` sets on top; raises as :meth:`load`."""
+        mine = dict(leaves(self.model_dump(exclude_unset=True)))
+        layers = [Layer("", mine, is_users=False), read_source(source, _settings())]
+        values, origins = merge(layers, ALTERNATIVES)
+        config = self._of(values, {name: origin for name, origin in origins.items() if origin})
+        config._check_contradictions()
+        return config
+
     @property
     def origins(self) -> dict[str, str]:
         """Which source set each setting that has one, by dotted name."""
@@ -243,6 +256,16 @@ class Config(Section):
                 )
         self.rl.check()
         self.checkpoint.check()
+        if t.steps is not None:
+            self.log.check(t.steps)
+        activation = self.activation
+        if activation.offload and activation.policy == "selective" and not self.compile.enabled:
+            raise ConfigError(
+                "activation.offload",
+                f"{activation.offload!r}, and with activation.policy 'selective' only compiled "
+                "blocks leave what they keep to be sent; set compile.enabled yes, or "
+                "activation.policy none",
+            )
         ep = self.parallel.ep
         how = self.moe.dispatcher
         if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
@@ -265,6 +288,7 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("lora.layout", "lora.save", {True}),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),
+    ("activation.offload", "activation.policy", {"none", "selective"}),
     ("parallel.pp_schedule", "parallel.pp", _SEVERAL),
     ("parallel.pp_stages", "parallel.pp", _SEVERAL),
     ("parallel.pp_split", "parallel.pp", _SEVERAL),
@@ -272,6 +296,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
+    ("log.profile_after", "log.profile", _SOME),
+    ("log.profile_as", "log.profile", _SOME),
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
     ("rl.prompts", "rl.env", {"jsonl"}),
     ("rl.reward", "rl.env", {"jsonl"}),

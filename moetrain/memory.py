@@ -32,6 +32,7 @@ from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture, compute_dtype, plan_model
 from moetrain.models.parts import FP32, Part, Share
 from moetrain.models.rules import Rule
+from moetrain.parallel.activation_offload import link_bytes
 from moetrain.parallel.apply import reshards
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import (
@@ -68,20 +69,23 @@ class MemoryEstimate:
     """Weights of generation's own, in the compute dtype."""
     cache: float = 0.0
     """Generation's keys and values."""
+    host: float = 0.0
+    """Activations in pinned host memory; no part of :attr:`total`."""
 
     @property
     def total(self) -> float:
         """The peak."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
     def describe(self) -> str:
         """``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
         parts = ", ".join(
             f"{field.name.replace('_', ' ')} {getattr(self, field.name) / GIB:.1f}"
             for field in fields(self)
-            if getattr(self, field.name) or field.default != 0.0
+            if (getattr(self, field.name) or field.default != 0.0) and field.name != "host"
         )
-        return f"{self.total / GIB:.1f} GiB a device: {parts}"
+        host = f"; activations on the host {self.host / GIB:.1f}" * (self.host > 0)
+        return f"{self.total / GIB:.1f} GiB a device: {parts}{host}"
 
 
 def estimate_memory(
@@ -115,13 +119,14 @@ def estimate_ranks(
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for rank, in_flight in enumerate(activations_in_flight(config, dims)):
         layers = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
-        passes = in_flight / len(plan.stages_of(rank))
+        stages = len(plan.stages_of(rank))
+        passes = in_flight / stages
         is_first, is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         tied = arch.tie_embeddings
         mine = [n for n in numels if rank in plan.holders(n, is_tied=tied)]
         stored = sum(numels[name] * rules[name].storage.itemsize for name in mine)
         trained = sum(numels[name] for name in mine if rules[name].trainable)
-        kept = (stored, trained, trained / sum(numels[name] for name in mine))
+        kept = (stored, trained, stages, trained / sum(numels[name] for name in mine))
         generator = _generator_bytes(numels, rules, set(mine), dims, dtype)
         sizes = _Sizes(
             config, arch, dims, share, layers, passes, is_first, is_last, *kept, generator
@@ -255,6 +260,8 @@ class _Sizes:
     """Bytes of its parameters, as all ranks of a replica keep them."""
     trained: float
     """Numbers of those that are trained."""
+    num_stages: int
+    """Those of this pipeline rank."""
     share_trained: float
     """How many of them that are; wherever parts have to be told apart, all are taken for alike."""
     generator: float
@@ -370,10 +377,28 @@ class _Sizes:
         kept = [part.saved(self.share) for part in layer]
         return block_input + sum(k.get(name, 0.0) for k in kept for name in names)
 
+    def away(self, layer: Layer) -> float:
+        """What of that is on the host meanwhile (``activation.offload``)."""
+        saved, offload = self.saved(layer), self.config.activation.offload
+        if offload != "auto":
+            return offload * saved
+        return min(saved, link_bytes(layer, self.config.data.seq_len, self.share.own_tokens))
+
+    def host(self) -> float:
+        """Bytes of it, of all blocks but those that keep what they have."""
+        most = max(map(self.away, self.layers))
+        return max(0.0, self.passes * self.all_layers(self.away) - self.staying * most)
+
+    @property
+    def staying(self) -> float:
+        """The last block of each pass over a stage, and the one that is on its way back."""
+        return self.passes * self.num_stages + 1
+
     def all_activations(self) -> float:
         """Of every block, and of the final norm and the hidden states, which are never compiled."""
         tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * self.width)
-        return self.passes * (self.all_layers(self.saved) + self.share.own_tokens * tail)
+        kept = self.passes * (self.all_layers(self.saved) + self.share.own_tokens * tail)
+        return kept - self.host()
 
     def backward_set(self, layer: Layer) -> float:
         """What one block's backward holds beside what was saved.
@@ -411,16 +436,17 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
         activations=s.all_activations(),
         logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
         working_set=backward,
+        host=s.host(),
     )
 
 
 def _generating(s: _Sizes) -> MemoryEstimate:
-    """Between updates. Buckets of gradients stay where ranks reduce into them."""
+    """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
     trained, is_offloaded = s.local_trained(), s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
     return MemoryEstimate(
         weights=s.local_weights(),
-        gradients=0.0 if s.is_alone else trained + s.unreduced(),
+        gradients=0.0 if s.is_alone or is_offloaded else trained + s.unreduced(),
         moments=0.0 if is_offloaded else s.local_moments(),
         gathered=gathered,
         activations=0.0,
@@ -451,4 +477,5 @@ def _end_of_backward(s: _Sizes) -> MemoryEstimate:
         activations=s.saved(first),
         logits=0.0,
         working_set=s.backward_set(first),
+        host=s.host(),
     )

@@ -63,7 +63,7 @@ class Program(NamedTuple):
                 raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = Program("moetrain.train", "moetrain.sample:Trainer", TRAIN_RECIPES, ("rl.",))
+TRAIN = Program("moetrain.train", "moetrain.sample:Trainer", TRAIN_RECIPES, ("rl.", "jobs."))
 
 
 def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:

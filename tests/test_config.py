@@ -137,7 +137,12 @@ def test_dry_run_prints_json_that_loads_again(capsys):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_loads(name):
     path = ["model.path=x"]
-    needed = {"rl": path, "sft": [*path, "data.path=y"], "continue": [*path, "data.path=y"]}
+    needed = {
+        "rl": path,
+        "jobs": path,
+        "sft": [*path, "data.path=y"],
+        "continue": [*path, "data.path=y"],
+    }
     needed = needed.get(name, [])
     config = load(*needed, source=name)
     assert (config.model.path if needed else config.model.preset) is not None

@@ -11,12 +11,12 @@ Moments are one flat tensor a bucket, in which a parameter's lie as it does in i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 
 import torch
 
 from moetrain.config import OptimSection
 from moetrain.kernels.adamw import BLOCK, Settings, adamw, adamw_rates
+from moetrain.parallel.arena import Arena
 from moetrain.parallel.bucket import Bucket, Member
 from moetrain.parallel.fsdp import FSDP
 
@@ -40,46 +40,49 @@ class AdamW(torch.optim.Optimizer):
         self.settings = Settings(config.beta1, config.beta2, config.eps, seed)
         self.steps = torch.zeros((), device=fsdp.device)
         """That changed something; what parameters have as their ``step``."""
+        self.arena = Arena("moments", fsdp.device)
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Each bucket's moments: the same tensors for as long as the optimizer."""
+        self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        """What :attr:`state` is from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
         super().__init__(trained, {"lr": config.lr})
 
-    @property
-    def moments(self) -> Iterator[torch.Tensor]:
-        """Each bucket's two, flat; there are none before the first step."""
-        for flat in self._flat.values():
-            yield from flat
-
     def begin(self) -> None:
         """Be as after no step, with moments that are zero."""
         self.forget()
+        if not self._states:
+            self._make()
+        for flat in self._flat.values():
+            for moment_N in flat:
+                moment_N.zero_()
+        self.state.update(self._states)
+
+    def _make(self) -> None:
         names = {id(member): name for name, member in self.fsdp.members.items()}
         for bucket in self.fsdp.buckets:
             if not bucket.is_trained:
                 continue
-            zeros_N = torch.zeros_like(bucket.shard_N, dtype=self.dtype)
-            flat = (zeros_N, zeros_N.clone())
+            numel = bucket.shard_N.numel()
+            flat = (self.arena.empty(numel, self.dtype), self.arena.empty(numel, self.dtype))
             self._flat[id(bucket)] = flat
             origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
             self._tables[id(bucket)] = (_decays(bucket), origins_B)
             for member in bucket.members:
                 pieces = (member.piece_of(moment_N) for moment_N in flat)
-                self.state[member.local] = {
-                    "step": self.steps,
-                    **dict(zip(MOMENTS, pieces, strict=True)),
-                }
+                moments = dict(zip(MOMENTS, pieces, strict=True))
+                self._states[member.local] = {"step": self.steps, **moments}
 
     def forget(self) -> None:
         """Be as before the first step."""
         self.state.clear()
-        self._flat, self._tables = {}, {}
         self.steps.zero_()
 
     @torch.no_grad()
     def step(self, clip: torch.Tensor, skipped: torch.Tensor) -> None:  # pyright: ignore
         """Update with gradients times ``clip``, unless ``skipped`` (both 0-d, on the device)."""
-        if not self._flat:
+        if not self.state:
             self.begin()
         self.steps += ~skipped
         (group,) = self.param_groups

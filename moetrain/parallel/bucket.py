@@ -19,6 +19,7 @@ from torch import nn
 
 from moetrain.kernels.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
+from moetrain.parallel.arena import Arena, aligned
 from moetrain.parallel.collectives import (
     PendingReduce,
     ReduceMode,
@@ -26,9 +27,6 @@ from moetrain.parallel.collectives import (
     reduce_scatter_start,
 )
 from moetrain.parallel.layout import Layout
-
-ALIGNMENT = 256
-"""Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
 
 
 class Region:
@@ -116,6 +114,8 @@ class Bucket:
     shard_N: torch.Tensor
     dtype: torch.dtype
     """What it is gathered in."""
+    gradients: Arena
+    """Where its gradient lies."""
     gradient_N: torch.Tensor | None = None
     """fp32, this step's; None: there is none yet, or never."""
     squares_B: torch.Tensor | None = None
@@ -193,6 +193,11 @@ class Bucket:
         """Where members lie gathered something else may lie from now on."""
         if not self.needs_copies:
             self._version = None
+
+    def release(self) -> None:
+        """Give the memory of :attr:`cast_N` back, where it has some of its own."""
+        if self.needs_copies:
+            self._cast_N, self._version = torch.empty(0), None
 
     # ---- gathering -----------------------------------------------------------------------------
 
@@ -297,7 +302,7 @@ class Bucket:
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
-            self.gradient_N = torch.empty_like(self.shard_N)
+            self.gradient_N = self._new_gradient()
         if self.squares_B is None:
             self.squares_B = self.shard_N.new_empty(num_blocks(self.shard_N.numel()))
         pending = reduce_scatter_start(
@@ -313,6 +318,9 @@ class Bucket:
             return pending
         pending.finish()  # nothing is under way, and what it holds is large
         return None
+
+    def _new_gradient(self) -> torch.Tensor:
+        return self.gradients.empty(self.shard_N.numel(), torch.float32)
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
@@ -342,7 +350,7 @@ class Bucket:
         Returns what adds up to this rank's share of its square: fp32, of any length.
         """
         if self.gradient_N is None:
-            self.gradient_N = torch.empty_like(self.shard_N)
+            self.gradient_N = self._new_gradient()
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
         copies = 1
@@ -370,8 +378,3 @@ class Bucket:
             self.gradient_N = None
         for member in self.members:
             member.local.grad = member.parameter.grad = None
-
-
-def aligned(size: int) -> int:
-    """``size`` bytes, filled up to whole :data:`ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

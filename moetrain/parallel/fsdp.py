@@ -39,9 +39,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from moetrain.annotate import annotate
+from moetrain.parallel.arena import Arena
 from moetrain.parallel.bucket import Bucket, Member, Region
 from moetrain.parallel.collectives import PendingReduce, ReduceMode
 from moetrain.parallel.layout import Sliced
@@ -70,7 +71,10 @@ class Unit:
         self.graphs = 0
         """Forwards whose backwards are still to come."""
         self._is_laid_out = False
-        region.reserve(sum(bucket.region_bytes for bucket in buckets))
+        size = sum(bucket.region_bytes for bucket in buckets)
+        region.reserve(size)
+        self.label = f"unit {index}, {size / 2**20:.1f} MiB"
+        """In traces."""
         staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
 
     @property
@@ -161,6 +165,9 @@ class FSDP:
         self.mode: ReduceMode = mode
         self.device, self.is_alone = device, is_alone
         self.reshards, self.reduce_last = reshard, reduce_last
+        self.weights = Arena("weights", device)
+        # Alone, gradients come with their first use and go with the step.
+        self.gradients = Arena("gradients", device, fixed=not is_alone)
         self.units: list[Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter, by its name in the model."""
@@ -203,6 +210,7 @@ class FSDP:
         if self._is_working:
             yield
             return
+        self.weights.need()
         self._is_working = True
         try:
             yield
@@ -223,6 +231,8 @@ class FSDP:
         for unit in self.units:
             unit.region.free()
             unit.staging.free()
+            for bucket in unit.buckets:
+                bucket.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
@@ -243,7 +253,7 @@ class FSDP:
         if isinstance(unit.staging.owner, Unit):  # gathered ahead, and not used yet
             self._finish_gather(unit.staging.owner)
         unit.region.owner = unit.staging.owner = unit
-        with record_function("fsdp_gather"):
+        with annotate(f"fsdp_gather {unit.label}"):
             unit.start_gather()
 
     def unshard(self, unit: Unit) -> None:
@@ -262,9 +272,16 @@ class FSDP:
             self._finish_gather(unit)
             unit.region.owner = None
 
-    @record_function("fsdp_reduce")
     def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the unit's reductions, then finish those of the unit before it."""
+        with annotate(f"fsdp_reduce {unit.label}"):
+            self._start_reductions(unit, gradients)
+        unit.graphs -= 1
+        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
+            self.reshard(unit)
+            unit.region.free()
+
+    def _start_reductions(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         started, rest = [], list(gradients)
         for bucket in unit.buckets:
             mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
@@ -273,10 +290,6 @@ class FSDP:
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
         self.finish_reductions()
         self._reducing = _under_way(started)
-        unit.graphs -= 1
-        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
-            self.reshard(unit)
-            unit.region.free()
 
     def finish_reductions(self) -> None:
         """Wait, on the device, for those under way."""
@@ -387,6 +400,11 @@ class FSDP:
                     bucket.mark_fresh()
                 if self.is_alone:
                     bucket.clear_gradient(free=True)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was added to the step's gradients yet."""
+        return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""

@@ -55,7 +55,7 @@ def shard_model(
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.trainable)
                 groups.setdefault(kind, []).append(members[name])
-        buckets = [_make_bucket(group, fsdp.device, dtype) for group in groups.values()]
+        buckets = [_make_bucket(group, fsdp, dtype) for group in groups.values()]
         fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
     fsdp.members = {name: members[name] for name in names.values()}
     for module in model.modules():
@@ -63,16 +63,16 @@ def shard_model(
             setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
 
 
-def _make_bucket(members: list[Member], device: torch.device, dtype: torch.dtype) -> Bucket:
+def _make_bucket(members: list[Member], fsdp: FSDP, dtype: torch.dtype) -> Bucket:
     size = 0
     for member in members:
         member.start = -(-size // BLOCK) * BLOCK  # a block of an update is of one parameter
         size = member.start + member.layout.padded_numel
     rule = members[0].rule
-    shard_N = torch.zeros(size, device=device, dtype=rule.storage)
+    shard_N = fsdp.weights.empty(size, rule.storage).zero_()
     for member in members:
         member.local = member.piece_of(shard_N)
         sharded = member.layout.dtensor(member.local)
         member.parameter = nn.Parameter(sharded, requires_grad=rule.trainable)
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, rule.gather or dtype)
+    return Bucket(members, shard_N, rule.gather or dtype, fsdp.gradients)

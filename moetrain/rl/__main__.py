@@ -13,7 +13,7 @@ from moetrain.config import RL_RECIPES
 from moetrain.train import Program, main
 
 FOREIGN = ("data.source", "data.path", "data.eval", "data.packing", "data.num_documents")
-FOREIGN += ("data.text_field", "train.eval_rows", "train.sample")
+FOREIGN += ("data.text_field", "train.eval_rows", "train.sample", "jobs.")
 RL = Program(
     "moetrain.rl",
     "moetrain.rl.trainer:RlTrainer",

@@ -81,7 +81,7 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
     if rl.routing_replay and not arch.num_experts:
         problem = f"true, but {arch.family} has no experts; unset it"
         raise ConfigError("rl.routing_replay", problem)
-    total_steps, num_groups, num_pages = _steps(config), _groups(config), _pages(config)
+    total_steps, num_groups, num_pages = _steps(config), _groups(config), pages_of(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > arch.vocab_size:
         raise ConfigError(
@@ -121,7 +121,8 @@ def _groups(config: Config) -> int:
     return number
 
 
-def _pages(config: Config) -> int:
+def pages_of(config: Config) -> int:
+    """Pages of one rank's key/value cache; ConfigError: they do not hold a row."""
     rl, longest = config.rl, config.data.seq_len
     if rl.cache_tokens is None:
         return rl.max_sequences * -(-longest // PAGE_SIZE)

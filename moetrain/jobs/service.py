@@ -1,0 +1,425 @@
+"""The service: whose turn it is, what becomes of it, and what survives.
+
+    service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
+    while service.turn(): ...                                     one thread: a request at a time
+
+Jobs with something to do take turns, one request each; a job that is a file, one step. A request is
+on the disk before its sender is told so, and its answer before the next one runs: whatever kills
+the process, the next one goes on from the newest checkpoint of each job and does again what that
+has not seen. Whatever goes wrong within a request is its job's: it is told, and others are as they
+were. What goes wrong with the disk ends the service.
+
+Who knows a job's id may use it; ids are random, and nobody is told another's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import shutil
+import threading
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.jobs.desk import Cancelled, Desk
+from moetrain.jobs.files import Course, open_courses
+from moetrain.jobs.journal import Full, Journal, Log, read, write_durably
+from moetrain.jobs.requests import BadRequest, parse
+from moetrain.models import Architecture
+from moetrain.preflight import check_output_folder, resolve_run
+from moetrain.run_folder import claimed
+
+logger = logging.getLogger("moetrain")
+
+ID = re.compile(r"[0-9a-f]{32}")
+STOPPED = "the service was stopped; ask again when it runs"
+REMOVED = ".removed"
+
+Status = Literal["open", "cancelled", "finished", "failed"]
+
+
+class Unknown(LookupError):
+    """There is no such job."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One job, in memory."""
+
+    id: str
+    folder: Path
+    seed: int
+    log: Log
+    status: Status = "open"
+    error: str | None = None
+    waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
+    """Those who wait for an answer."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something."""
+        return self.status == "open" and self.log.done < self.log.accepted
+
+    def note(self) -> None:
+        """Keep on the disk what is no request."""
+        value = {"seed": self.seed, "status": self.status, "error": self.error}
+        write_durably(self.folder / "job.json", value)
+
+    def describe(self) -> dict[str, Any]:
+        """For its client."""
+        waiting = self.log.accepted - self.log.done if self.status == "open" else 0
+        return {
+            "id": self.id,
+            "status": self.status,
+            "error": self.error,
+            "seed": self.seed,
+            "next_number": self.log.accepted,
+            "waiting": waiting,
+        }
+
+    def tell_waiting(self, error: str) -> None:
+        """Answer everybody who waits, since nothing more will come."""
+        for future in self.waiting.values():
+            future.set_result({"error": error})
+        self.waiting.clear()
+
+
+class Service:
+    """A desk, and the jobs that take turns at it; as a library, see :meth:`ask`."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the model and find the jobs that there are.
+
+        Raises:
+            ConfigError: as a run's, or the folder's jobs are of another model.
+        """
+        self.folder = Path(config.output_dir)
+        check_output_folder(self.folder)
+        config, arch = resolve_run(config)
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            stack.enter_context(claimed(self.folder))
+            self.desk = Desk(config, arch)
+            self.config = self.desk.config
+            self._check_same_base(arch)
+            self._lock = threading.Condition()
+            self.jobs = {job.id: job for job in self._find()}
+            self.jobs |= {job.id: job for job in self._find_files(arch)}
+            self._stack = stack.pop_all()
+        self._last: str | None = None
+        self._removals: list[tuple[Job, Future[None]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Save what is in memory, and let the folder go."""
+        try:
+            self.tell_stopped()
+            self.desk.put_all_away()
+        finally:
+            self._stack.close()
+
+    def tell_stopped(self) -> None:
+        """Answer everybody who waits that nothing will come for now."""
+        with self._lock:
+            for job in self.jobs.values():
+                job.tell_waiting(STOPPED)
+
+    def _check_same_base(self, arch: Architecture) -> None:
+        """Refuse jobs that were trained beside other weights, or with adapters of another shape."""
+        path, lora = self.folder / "base.json", self.config.lora
+        mine = {
+            "architecture": arch.model_dump(mode="json"),
+            "frozen": self.desk.engine.fingerprint,
+            "lora": lora.model_dump(mode="json", exclude={"path", "save", "layout"}),
+        }
+        if not path.exists():
+            write_durably(path, mine)
+        theirs = read(path)
+        for key, field_name in (("architecture", "model"), ("frozen", "model"), ("lora", "lora")):
+            if theirs.get(key) != mine[key]:
+                setting = f"{field_name}.{'rank' if key == 'lora' else 'path'}"
+                raise ConfigError(
+                    "output_dir",
+                    f"{str(self.folder)!r} has jobs of another base ({key} differs); set {setting} "
+                    "and what belongs to it as it was, or choose another folder",
+                )
+
+    def _find(self) -> list[Job]:
+        """The jobs of clients, as they were left."""
+        root = self.folder / "jobs"
+        root.mkdir(exist_ok=True)
+        found = []
+        for folder in sorted(root.iterdir()):
+            if folder.name.startswith(REMOVED):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif ID.fullmatch(folder.name) and (folder / "job.json").exists():
+                known = read(folder / "job.json")
+                found.append(Job(folder.name, folder, log=Journal(folder), **known))
+        return found
+
+    def _find_files(self, arch: Architecture) -> list[Job]:
+        """The jobs that are files, begun or not."""
+        found = []
+        for name, course in open_courses(self.config, arch, self.folder / "files"):
+            path, known = course.folder / "job.json", {}
+            if path.exists():
+                known = read(path)
+            job = Job(name, course.folder, course.seed, course)
+            job.status, job.error = known.get("status", "open"), known.get("error")
+            job.note()
+            found.append(job)
+        return found
+
+    # ---- for clients, from any thread ----------------------------------------------------------
+
+    def create(self, name: str | None = None, seed: int = 0) -> dict[str, Any]:
+        """A new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
+
+        Raises:
+            BadRequest: no such name, or a job of that name has another seed.
+            Full: there are as many jobs as may be.
+        """
+        name = secrets.token_hex(16) if name is None else name
+        if not ID.fullmatch(name):
+            raise BadRequest("id is not 32 hexadecimal digits (of a random number that is secret)")
+        if not 0 <= seed < 2**63:
+            raise BadRequest(f"seed {seed!r:.40} is out of range")
+        with self._lock:
+            job = self.jobs.get(name)
+            if job is None:
+                job = self._make(name, seed)
+            elif job.seed != seed:
+                raise BadRequest(f"this job has seed {job.seed}")
+            return job.describe()
+
+    def _make(self, name: str, seed: int) -> Job:
+        most = self.config.jobs.max_jobs
+        if sum(isinstance(job.log, Journal) for job in self.jobs.values()) >= most:
+            raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
+        folder = self.folder / "jobs" / name
+        folder.mkdir(exist_ok=True)
+        job = self.jobs[name] = Job(name, folder, seed, Journal(folder))
+        job.note()
+        return job
+
+    def _of(self, name: str) -> Job:
+        job = self.jobs.get(name)
+        if job is None or not isinstance(job.log, Journal):
+            raise Unknown(name)
+        return job
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """How a job is doing; raises Unknown."""
+        with self._lock:
+            return self._of(name).describe()
+
+    def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
+        """Take up a request, which is on the disk when this returns; its number.
+
+        Args:
+            number: which one of the job's it is, so that it can be sent again; None: the next.
+
+        Raises:
+            BadRequest, Full, Unknown: it is not taken up.
+        """
+        self.describe(name)  # before work is put into it
+        text = parse(kind, body, self.desk.limits).model_dump_json()
+        with self._lock:
+            job = self._of(name)
+            if job.status != "open":
+                raise BadRequest(f"this job is {job.status}" + (f": {job.error}" * bool(job.error)))
+            assert isinstance(job.log, Journal)
+            taken = job.log.add(kind, text, number, most=self.config.jobs.max_queued)
+            self._lock.notify()
+            return taken
+
+    def answer(self, name: str, number: int) -> Future[dict[str, Any]]:
+        """What comes of a request: ``result`` or ``error``.
+
+        Raises:
+            BadRequest: there was no such request, or it was too long ago.
+            Unknown: there is no such job.
+        """
+        with self._lock:
+            job = self._of(name)
+            assert isinstance(job.log, Journal)
+            if not 0 <= number < job.log.accepted:
+                raise BadRequest(f"there was no request {number}; the next is {job.log.accepted}")
+            if number >= job.log.done and job.status == "open":
+                return job.waiting.setdefault(number, Future())
+            future: Future[dict[str, Any]] = Future()
+            is_done = number < job.log.done
+            future.set_result(job.log.answer_of(number) if is_done else {"error": job.status})
+            return future
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        """Give up what a job has waiting, and take up nothing more; raises Unknown."""
+        with self._lock:
+            job = self._of(name)
+            if job.status == "open":
+                self._end(job, "cancelled")
+            return job.describe()
+
+    def delete(self, name: str) -> Future[None]:
+        """Remove a job and all that it has; it is done when the future is. Raises Unknown."""
+        with self._lock:
+            job = self.jobs[name] = self._of(name)
+            if job.status == "open":
+                self._end(job, "cancelled")
+            del self.jobs[name]
+            future: Future[None] = Future()
+            self._removals.append((job, future))
+            self._lock.notify()
+            return future
+
+    def saved_file(self, name: str, save: str, file: str) -> Path:
+        """A file of a save's adapter, in PEFT's format; raises Unknown."""
+        with self._lock:
+            path = self._of(name).folder / "saves" / save / "adapter" / file
+            # Names are those of the routes, which have no way out of the folder.
+            if not path.is_file():
+                raise Unknown(name)
+            return path
+
+    def _end(self, job: Job, status: Status, error: str | None = None) -> None:
+        """Let ``job`` be over; with the lock."""
+        job.status, job.error = status, error
+        job.note()
+        job.tell_waiting(error or status)
+
+    # ---- the worker's thread -------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Do what is next: one request. Not: there is nothing to do.
+
+        Raises:
+            RunFailed, OSError: the disk does not take what must be kept.
+        """
+        self._remove()
+        with self._lock:
+            job = self._next()
+        if job is None:
+            return False
+        try:
+            self.desk.sit(job.id, job.seed, job.folder)
+            self._catch_up(job)
+        except (RunFailed, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self.desk.forget(job.id)
+            self._fail(job, f"it could not be brought back: {_line_of(error)}")
+            return True
+        self._serve(job)
+        return True
+
+    def _next(self) -> Job | None:
+        """The first that has work, behind the one that was served last."""
+        jobs = list(self.jobs.values())
+        names = [job.id for job in jobs]
+        start = names.index(self._last) + 1 if self._last in names else 0
+        job = next((job for job in jobs[start:] + jobs[:start] if job.has_work), None)
+        self._last = job.id if job else self._last
+        return job
+
+    def _catch_up(self, job: Job) -> None:
+        """Do again what was done and is in no checkpoint."""
+        while self.desk.progress.seen < job.log.done:
+            job.log.serve_again(self.desk.progress.seen, self.desk)
+
+    def _serve(self, job: Job) -> None:
+        number, desk = job.log.done, self.desk
+        try:
+            answer: dict[str, Any] = {
+                "result": job.log.serve(number, desk, lambda: job.status != "open")
+            }
+        except (RunFailed, OSError):
+            raise
+        except Cancelled:
+            return
+        except BadRequest as error:
+            answer = {"error": str(error), "refused": True}
+            desk.pass_over(number)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            answer = {"error": _line_of(error), "refused": False}
+            desk.forget(job.id)
+            logger.warning("job %s, request %d: %s", job.id[:8], number, answer["error"])
+        with self._lock:
+            job.log.answer(number, answer)
+            future = job.waiting.pop(number, None)
+        if desk.job == job.id and self._is_due(job):
+            desk.save()
+            with self._lock:
+                job.log.prune(desk.oldest_saved)
+        if future is not None:
+            future.set_result(answer)
+        if isinstance(job.log, Course) and job.status == "open":
+            self._look_at(job, job.log, answer)
+
+    def _is_due(self, job: Job) -> bool:
+        new = self.desk.progress.seen - self.desk.saved
+        is_over = isinstance(job.log, Course) and job.log.done == job.log.accepted
+        is_due = new >= self.config.jobs.save_interval or is_over
+        return new > 0 and is_due and self.desk.engine.is_between_steps
+
+    def _look_at(self, job: Job, course: Course, answer: dict[str, Any]) -> None:
+        """End a job that is a file, if it is over."""
+        if "error" in answer:
+            self._fail(job, answer["error"])
+        elif course.is_hopeless:
+            most = self.config.train.max_bad_steps
+            self._fail(job, f"{most} steps in a row were not finite; lower its optim.lr")
+        elif course.done == course.accepted:
+            with self._lock:
+                self._end(job, "finished")
+            logger.info("job %s is finished: %s", job.id, job.folder)
+
+    def _fail(self, job: Job, error: str) -> None:
+        with self._lock:
+            self._end(job, "failed", error)
+        logger.warning("job %s has failed: %s", job.id[:8], error)
+
+    def wait(self, seconds: float) -> None:
+        """Return when there may be something to do, or after so many seconds."""
+        with self._lock:
+            if not self._removals and not any(job.has_work for job in self.jobs.values()):
+                self._lock.wait(seconds)
+
+    def _remove(self) -> None:
+        """Remove those that are to be."""
+        with self._lock:
+            removals, self._removals = self._removals, []
+        for job, future in removals:
+            self.desk.forget(job.id)
+            gone = job.folder.with_name(f"{REMOVED}-{job.id}")
+            job.folder.rename(gone)
+            shutil.rmtree(gone)
+            future.set_result(None)
+
+    def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
+        """:meth:`submit`, and take turns until the answer is there; for one thread."""
+        future = self.answer(name, self.submit(name, kind, body, number))
+        while not future.done():
+            self.turn()
+        return future.result()
+
+
+def _line_of(error: Exception) -> str:
+    """One line for a client; an error of ours speaks for itself, another has its class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

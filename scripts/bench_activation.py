@@ -1,0 +1,119 @@
+"""Tokens/s and peak memory by what blocks keep for their backward: policies, and offloading.
+
+    python scripts/bench_activation.py [--micro-batches 8,16] [--steps 5] [--rows NAME,...]
+        [--recipe qwen3-30b-a3b] [--layers 6] [--results FILE.jsonl] [--section.key value ...]
+
+One GPU, real steps, optimizer included, compiled. A row is ``POLICY`` or ``POLICY+OFFLOAD``, and a
+row that does not fit says so. Per row: tokens/s; the allocator's peak and what
+``moetrain.memory`` estimates; what travels to the host in a step; pinned memory; and the last loss,
+which offloading must not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_train import commit, device_name, wait
+
+from moetrain.config import Config, ConfigError
+from moetrain.memory import GIB
+from moetrain.metrics import peak_memory_gib
+from moetrain.parallel.activation_offload import ActivationOffload
+from moetrain.run_control import garbage_collector_off
+from moetrain.trainer import Trainer
+
+WARMUP_STEPS = 3
+ROWS = "none,none+auto,none+1,selective,selective+auto,selective+1,full"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Policies and offloading.", allow_abbrev=False)
+    parser.add_argument("--recipe", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--micro-batches", default="8,16")
+    parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--results", type=Path)
+    args, settings = parser.parse_known_args()
+    print(f"commit {commit()}, torch {torch.__version__}, {args.recipe}, {args.layers} layers")
+    for size in args.micro_batches.split(","):
+        for name in args.rows.split(","):
+            row = {"row": name, "micro_batch": int(size)} | bench(args, settings, name, size)
+            print(report(row), flush=True)
+            if args.results is not None:
+                with args.results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    return 0
+
+
+def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -> dict[str, Any]:
+    """A row's measurements; or its ``problem``."""
+    policy, _, offload = name.partition("+")
+    words = [
+        *("--model.num_layers", str(args.layers), "--compile.enabled", "yes"),
+        *("--train.micro_batch_size", size, "--train.global_batch_size", size),
+        *("--activation.policy", policy, "--activation.offload", offload or "0"),
+        *("--log.tensorboard", "no", "--checkpoint.at_end", "no", *settings),
+    ]
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, garbage_collector_off():
+        try:
+            config = Config.load(args.recipe, [*words, "--output_dir", f"{folder}/out"])
+            return measure(Trainer(config), args.steps)
+        except ConfigError as error:
+            return {"problem": str(error)}
+        except torch.OutOfMemoryError:
+            return {"problem": "out of memory"}
+
+
+def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Time ``steps`` steps after some that warm up."""
+    offload = trainer.model.call_block
+    host = offload.host if isinstance(offload, ActivationOffload) else None
+    for _ in range(WARMUP_STEPS):
+        trainer.train_step()
+    wait(trainer)
+    start, tokens = time.perf_counter(), trainer.tokens
+    sent = host.bytes_down if host else 0
+    losses = [trainer.train_step().loss for _ in range(steps)]
+    wait(trainer)
+    seconds = (time.perf_counter() - start) / steps
+    return {
+        "hardware": device_name(trainer.device),
+        "tokens_per_second": (trainer.tokens - tokens) / steps / seconds,
+        "step_ms": seconds * 1e3,
+        "memory_gib": peak_memory_gib(trainer.device),
+        "estimate_gib": trainer.estimate(trainer.engine.arch).total / GIB,
+        "sent_gib": ((host.bytes_down if host else 0) - sent) / steps / GIB,
+        "pinned_gib": host.pinned_bytes / GIB if host else 0.0,
+        "loss": losses[-1].item(),
+    }
+
+
+def report(row: dict[str, Any]) -> str:
+    """One line."""
+    head = f"{row['row']:>15}  micro-batch {row['micro_batch']:2}"
+    if "problem" in row:
+        return f"{head}  {row['problem']}"
+    return (
+        f"{head}  {row['tokens_per_second']:9,.0f} tokens/s  {row['step_ms']:7.1f} ms  "
+        f"{row['memory_gib']:6.1f} GiB (estimate {row['estimate_gib']:.1f})  "
+        f"sent {row['sent_gib']:5.2f} GiB a step  pinned {row['pinned_gib']:.1f}  "
+        f"loss {row['loss']:.6f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,547 @@
+"""The job service: every job's results are its own, bit for bit, whatever happens beside it."""
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from moetrain.config import JOB_RECIPES, Config, ConfigError
+from moetrain.engine import Engine
+from moetrain.jobs import desk as desk_module
+from moetrain.jobs import journal
+from moetrain.jobs.journal import Full
+from moetrain.jobs.requests import BadRequest
+from moetrain.jobs.service import Service, Unknown
+from moetrain.loss import Pretraining
+from moetrain.parallel.world import join_world
+from moetrain.preflight import resolve_run
+from moetrain.rl.rows import pack
+from moetrain.rollout import Generator
+
+WORDS = [
+    "model.hidden_size=16",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.head_dim=8",
+    "model.num_experts=4",
+    "model.moe_intermediate_size=8",
+    "model.vocab_size=50",
+    "data.seq_len=64",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=2",
+    "train.device=cpu",
+    "rl.max_sequences=4",
+    "jobs.save_interval=3",
+    "jobs.max_loaded=2",
+]
+
+
+def config_of(folder, *words):
+    words = [*WORDS, f"output_dir={folder}", *words]
+    return Config.load(None, words, environ={}, recipes=JOB_RECIPES)
+
+
+def text_of(seed, length=9):
+    return torch.randint(50, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def supervised(seed, steps=2):
+    """A job of one kind: yields requests, is sent their results."""
+    for step in range(steps):
+        for part in range(2):
+            data = [{"tokens": text_of(1000 * seed + 10 * step + part)}]
+            yield "forward_backward", {"data": data}
+        yield "optim_step", {"lr": 1e-2}
+    yield "forward", {"data": [{"tokens": text_of(seed)}]}
+    yield "save", {"name": "final"}
+
+
+def policy(seed, steps=2):
+    """A job of the other kind: even tokens are what it is rewarded for."""
+    for step in range(steps):
+        prompt = text_of(seed, 3)
+        answer = yield "sample", {"prompts": [prompt, prompt[:2]], "max_tokens": 6, "n": 2}
+        data = []
+        for given, group in zip((prompt, prompt[:2]), answer["completions"], strict=True):
+            rewards = [sum(t % 2 == 0 for t in c["tokens"]) for c in group]
+            for completion, reward in zip(group, rewards, strict=True):
+                new = completion["tokens"]
+                data.append(
+                    {
+                        "tokens": given + new,
+                        "mask": [0] * len(given) + [1] * len(new),
+                        "logprobs": [0.0] * len(given) + completion["logprobs"],
+                        "advantages": reward - sum(rewards) / len(rewards),
+                    }
+                )
+        name = ("clip", "gspo")[step % 2]
+        yield "forward_backward", {"data": data, "loss": name, "loss_settings": {"clip_high": 0.3}}
+        yield "optim_step", {"lr": 1e-2}
+    yield "save", {"name": "final"}
+
+
+KINDS = (supervised, policy)
+
+
+class Course:
+    """One job, as far as it has come, asked through any ``ask(kind, body)``."""
+
+    def __init__(self, seed, ask):
+        self.requests, self.ask, self.results = KINDS[seed % 2](seed), ask, []
+        self.next = next(self.requests)
+
+    def go_on(self):
+        """Whether there is more."""
+        self.results.append(self.ask(*self.next))
+        try:
+            self.next = self.requests.send(self.results[-1])
+        except StopIteration:
+            return False
+        return True
+
+
+def asker(service, name):
+    def ask(kind, body):
+        answer = service.ask(name, kind, body)
+        assert "result" in answer, answer
+        return answer["result"]
+
+    return ask
+
+
+def adapter_of(folder, name, save="final"):
+    path = Path(folder) / "jobs" / name / "saves" / save / "adapter" / "adapter_model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def run_alone(folder, seed, *words):
+    """The results and the adapter of a job that has a service for itself."""
+    with Service(config_of(folder, *words)) as service:
+        name = service.create(seed=seed)["id"]
+        course = Course(seed, asker(service, name))
+        while course.go_on():
+            pass
+    return course.results, adapter_of(folder, name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """``alone(seed)``: :func:`run_alone`, once."""
+    known = {}
+
+    def find(seed):
+        if seed not in known:
+            known[seed] = run_alone(tmp_path_factory.mktemp("alone"), seed)
+        return known[seed]
+
+    return find
+
+
+def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
+    with Service(config_of(tmp_path)) as service:
+        names = [service.create(seed=seed)["id"] for seed in range(5)]
+        courses = [Course(seed, asker(service, names[seed])) for seed in range(5)]
+        live = list(courses)
+        while live:
+            live = [course for course in live if course.go_on()]
+    for seed, course in enumerate(courses):
+        assert (course.results, adapter_of(tmp_path, names[seed])) == alone(seed)
+    assert len({adapter_of(tmp_path, name) for name in names}) == 5
+
+
+def test_nothing_is_built_twice(tmp_path, monkeypatch):
+    built = Counter()
+    for kind in (torch.optim.AdamW, Engine, Generator):
+        original = kind.__init__
+
+        def count(self, *args, __kind=kind, __original=original, **kwargs):
+            built[__kind.__name__] += 1
+            __original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "__init__", count)
+    with Service(config_of(tmp_path)) as service:
+        engine, model = service.desk.engine, service.desk.generator.model
+
+        def addresses():
+            parts = [p.tensor for group in engine.state().values() for p in group.values()]
+            tensors = [*parts, *model.parameters(), *engine.optimizer.param_groups[0]["params"]]
+            return [(id(x.untyped_storage()), x.data_ptr()) for x in tensors]
+
+        before = addresses()
+        courses = [Course(s, asker(service, service.create(seed=s)["id"])) for s in range(6)]
+        while courses:
+            courses = [course for course in courses if course.go_on()]
+        assert [pointer for _, pointer in addresses()] == [pointer for _, pointer in before]
+        # One copy of the base model.
+        frozen = {n: m.local for n, m in engine.fsdp.members.items() if not m.rule.trainable}
+        assert frozen
+        for name, local in frozen.items():
+            assert model.get_parameter(name).data_ptr() == local.data_ptr()
+    assert built == {"AdamW": 1, "Engine": 1, "Generator": 1}
+
+
+def test_a_job_is_an_engine_of_its_own(tmp_path):
+    """The same steps by an engine that knows no jobs."""
+    config = config_of(tmp_path, "train.seed=3")
+    with Service(config) as service:
+        name = service.create(seed=3)["id"]
+        course = Course(3, asker(service, name))
+        course.requests = supervised(3)
+        course.next = next(course.requests)
+        while course.go_on():
+            pass
+    config, arch = resolve_run(config)
+    engine = Engine(config, arch, join_world(config, arch))
+    bodies = list(supervised(3))
+    losses = []
+    for kind, body in bodies[:-2]:
+        if kind == "optim_step":
+            engine.step(body["lr"])
+            continue
+        request = desk_module.ForwardBackward.model_validate(body)
+        batches = pack(request.samples(), 64, 1)
+        totals = engine.forward_backward(batches, Pretraining.of(config, arch))
+        losses.append(totals.total.item())
+    assert losses == [r["loss"] for r in course.results if "loss" in r]
+    engine.save_peft(tmp_path / "by hand")
+    mine = (tmp_path / "by hand" / "adapter_model.safetensors").read_bytes()
+    assert hashlib.sha256(mine).hexdigest() == adapter_of(tmp_path, name)
+
+
+@pytest.mark.parametrize("words", [[], ["lora.dropout=0.3", "lora.targets=*.attn.*"]])
+def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
+    """As kill -9 would: the next service finds the disk as it is at that moment."""
+    expected = {s: run_alone(tmp_path / f"alone{s}", s, *words) for s in (0, 1)}
+    names, courses, live = {}, {}, [0, 1]
+    while live:
+        service = Service(config_of(tmp_path / "all", *words))
+        for seed in live:
+            names[seed] = service.create(names.get(seed), seed=seed)["id"]
+            ask = asker(service, names[seed])
+            courses.setdefault(seed, Course(seed, ask)).ask = ask
+        live = [seed for seed in live if courses[seed].go_on()]
+        # Gone, without a word: only its claim ends, which the kernel would see to.
+        service._stack.close()
+    for seed, course in courses.items():
+        assert (course.results, adapter_of(tmp_path / "all", names[seed])) == expected[seed]
+
+
+def test_jobs_take_turns(tmp_path):
+    with Service(config_of(tmp_path)) as service:
+        names = [service.create(seed=seed)["id"] for seed in range(3)]
+        for name, number in zip(names, (6, 2, 4), strict=True):
+            for step in range(number):
+                data = [{"tokens": text_of(step)}]
+                service.submit(name, "forward_backward", {"data": data})
+        order = []
+        while service.turn():
+            order.append(names.index(service._last))
+    assert order == [0, 1, 2, 0, 1, 2, 0, 2, 0, 2, 0, 0]
+
+
+def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
+    body = {"data": [{"tokens": [1, 2, 3]}]}
+    with Service(config_of(tmp_path)) as service:
+        name = service.create("ab" * 16)["id"]
+        first = service.ask(name, "forward_backward", body, 0)
+        assert service.ask(name, "forward_backward", body, 0)["result"] == first["result"]
+        assert service.create("ab" * 16)["next_number"] == 1
+        with pytest.raises(BadRequest, match="number 0 was another request; the next is 1"):
+            service.submit(name, "optim_step", {"lr": 1e-3}, 0)
+        with pytest.raises(BadRequest, match="number 2 is ahead of the next, 1"):
+            service.submit(name, "optim_step", {"lr": 1e-3}, 2)
+        with pytest.raises(BadRequest, match="this job has seed 0"):
+            service.create("ab" * 16, seed=1)
+    with Service(config_of(tmp_path)) as service:
+        assert service.ask(name, "forward_backward", body, 0)["result"] == first["result"]
+
+
+def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "KEPT_ANSWERS", 4)
+    with Service(config_of(tmp_path)) as service:
+        name = service.create()["id"]
+        ask = asker(service, name)
+        for step in range(12):
+            ask("forward_backward", {"data": [{"tokens": text_of(step)}]})
+            ask("optim_step", {"lr": 1e-3})
+        folder = tmp_path / "jobs" / name
+        assert len(list((folder / "requests").iterdir())) <= 2 * 4
+        assert len(list((folder / "answers").iterdir())) <= 2 * 4 + 4
+        with pytest.raises(BadRequest, match="request 0 is no longer kept: the last 4 are"):
+            service.answer(name, 0)
+
+
+def rules_of(service):
+    """Everything that no job may change, and that one may leave behind."""
+    engine, generator = service.desk.engine, service.desk.generator
+    frozen = [m.local for m in engine.fsdp.members.values() if not m.rule.trainable]
+    bits = [hashlib.sha256(x.view(-1).view(torch.uint8).numpy()).hexdigest() for x in frozen]
+    pages = generator.pages
+    return bits, generator.is_busy, pages.num_available == pages.num_pages
+
+
+@pytest.mark.parametrize("fails", ["exception", "nan", "generation", "half a step"])
+def test_a_failing_job_reports_and_leaves_the_others_alone(tmp_path, alone, monkeypatch, fails):
+    with Service(config_of(tmp_path)) as service:
+        before = rules_of(service)
+        good = [service.create(seed=seed)["id"] for seed in (0, 1)]
+        courses = [Course(seed, asker(service, good[seed])) for seed in (0, 1)]
+        bad, turns = service.create(seed=7)["id"], 0
+        live = list(courses)
+        while live:
+            live = [course for course in live if course.go_on()]
+            fail(service, bad, fails, monkeypatch)
+            turns += 1
+        assert rules_of(service) == before
+        assert service.describe(bad)["status"] == "open"
+    for seed, course in enumerate(courses):
+        assert (course.results, adapter_of(tmp_path, good[seed])) == alone(seed)
+    assert turns > 5
+
+
+def fail(service, name, how, monkeypatch):
+    data = [{"tokens": [1, 2, 3]}]
+    with monkeypatch.context() as patch:
+        if how == "exception":
+            assert "result" in service.ask(name, "forward_backward", {"data": data})
+            patch.setattr(Engine, "forward_backward", lambda *_: 1 / 0)
+            answer = service.ask(name, "forward_backward", {"data": data})
+            assert answer["error"] == "ZeroDivisionError: division by zero"
+            patch.undo()
+            # The gradients of its step are gone.
+            assert "no forward_backward" in service.ask(name, "optim_step", {"lr": 1e-3})["error"]
+        elif how == "nan":
+            huge = [{**data[0], "advantages": 3e38, "logprobs": [0.0, -90.0, -90.0]}]
+            settings = {"loss": "reinforce", "loss_settings": {"temperature": 1e-3}}
+            service.ask(name, "forward_backward", {"data": huge, **settings})
+            answer = service.ask(name, "optim_step", {"lr": 1e-3})
+            assert answer["result"]["skipped"]
+            assert answer["result"]["grad_norm"] is None
+        elif how == "generation":
+            step, calls = Generator.step, []
+
+            def break_down(self):
+                calls.append(1)
+                return step(self) if len(calls) < 3 else 1 / 0
+
+            patch.setattr(Generator, "step", break_down)
+            answer = service.ask(name, "sample", {"prompts": [[1, 2]], "max_tokens": 9, "n": 3})
+            assert "ZeroDivisionError" in answer["error"]
+        else:
+            assert "result" in service.ask(name, "forward_backward", {"data": data})
+            patch.setattr(torch.optim.AdamW, "step", lambda _: 1 / 0)
+            assert "ZeroDivisionError" in service.ask(name, "optim_step", {"lr": 1e-3})["error"]
+
+
+def test_a_job_that_failed_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
+    """But for the gradients of its step."""
+    learn = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
+    step = ("optim_step", {"lr": 1e-2})
+    look = ("forward", {"data": [{"tokens": text_of(6)}]})
+    with Service(config_of(tmp_path / "a")) as service:
+        ask = asker(service, service.create()["id"])
+        for request in (learn, step, learn, step):
+            ask(*request)
+        expected = ask(*look)
+    service = Service(config_of(tmp_path / "b"))
+    name = service.create()["id"]
+    ask = asker(service, name)
+    for request in (learn, step, learn):
+        ask(*request)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "forward_backward", lambda *_: 1 / 0)
+        assert "error" in service.ask(name, *learn)
+    service._stack.close()  # and again after a restart
+    with Service(config_of(tmp_path / "b")) as service:
+        ask = asker(service, name)
+        assert "no forward_backward" in service.ask(name, *step)["error"]
+        ask(*learn)
+        ask(*step)
+        assert ask(*look) == expected
+
+
+def test_saves_are_gone_back_to(tmp_path):
+    learn = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
+    step, look = ("optim_step", {"lr": 1e-2}), ("forward", {"data": [{"tokens": text_of(6)}]})
+    with Service(config_of(tmp_path, "jobs.max_saves=2")) as service:
+        name = service.create()["id"]
+        ask = asker(service, name)
+        for request in (learn, step):
+            ask(*request)
+        assert ask("save", {"name": "one"}) == {"name": "one", "steps": 1}
+        found = []
+        for _ in range(2):
+            for request in (learn, step):
+                ask(*request)
+            found.append(ask(*look))
+            assert ask("load", {"name": "one"}) == {"name": "one", "steps": 1}
+        assert found[0] == found[1] != ask(*look)
+        ask(*learn)
+        for kind, body, says in (
+            ("save", {"name": "two"}, "a step is not over"),
+            ("load", {"name": "two"}, "has no save 'two'"),
+        ):
+            assert says in service.ask(name, kind, body)["error"]
+        ask(*step)  # what was refused has cost it nothing
+        assert "a save 'one' already" in service.ask(name, "save", {"name": "one"})["error"]
+        ask("save", {"name": "two"})
+        assert "jobs.max_saves" in service.ask(name, "save", {"name": "three"})["error"]
+
+
+def test_cancelled_and_deleted_jobs(tmp_path):
+    with Service(config_of(tmp_path, "jobs.max_jobs=2")) as service:
+        one, two = (service.create()["id"] for _ in range(2))
+        with pytest.raises(Full, match="there are 2 jobs, as many"):
+            service.create()
+        waiting = service.answer(one, service.submit(one, "optim_step", {"lr": 1.0}))
+        assert service.cancel(one)["status"] == "cancelled"
+        assert waiting.result(0) == {"error": "cancelled"}
+        assert not service.turn()
+        with pytest.raises(BadRequest, match="this job is cancelled"):
+            service.submit(one, "optim_step", {"lr": 1.0})
+        asker(service, two)("forward_backward", {"data": [{"tokens": [1, 2]}]})
+        gone = service.delete(two)
+        service.turn()
+        gone.result(0)
+        assert not (tmp_path / "jobs" / two).exists()
+        with pytest.raises(Unknown):
+            service.describe(two)
+        service.create()
+    with Service(config_of(tmp_path)) as service:
+        assert service.describe(one)["status"] == "cancelled"
+
+
+def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
+    with Service(config_of(tmp_path)) as service:
+        name, step, calls = service.create()["id"], Generator.step, []
+
+        def cancel(self):
+            calls.append(1)
+            if len(calls) == 3:
+                service.cancel(name)
+            return step(self)
+
+        monkeypatch.setattr(Generator, "step", cancel)
+        waiting = service.answer(
+            name, service.submit(name, "sample", {"prompts": [[1]], "max_tokens": 50})
+        )
+        service.turn()
+        assert waiting.result(0) == {"error": "cancelled"}
+        assert len(calls) == 3
+        assert not service.desk.generator.is_busy
+
+
+BAD = [
+    ("nonsense", {}, "'nonsense' is not one of forward_backward"),
+    ("optim_step", [], "the body: Input should be"),
+    ("optim_step", {}, "lr: Field required"),
+    ("optim_step", {"lr": "1"}, "lr: Input should be a valid number, not '1'"),
+    ("optim_step", {"lr": float("nan")}, "lr: "),
+    ("optim_step", {"lr": 1.0, "momentum": 2}, "momentum: Extra inputs"),
+    ("forward_backward", {"data": []}, "data: List should have at least 1"),
+    ("forward_backward", {"data": [{"tokens": []}]}, r"data\[0\] has no tokens"),
+    ("forward_backward", {"data": [{"tokens": [1, 50]}]}, "not all of 0 to 49"),
+    ("forward_backward", {"data": [{"tokens": [1, 2**70]}]}, "data.0.tokens.1|not all of 0 to 49"),
+    ("forward_backward", {"data": [{"tokens": [1]}]}, "it takes two"),
+    ("forward_backward", {"data": [{"tokens": [1] * 66}]}, "66 tokens, and a row of data.seq_len"),
+    ("forward_backward", {"data": [{"tokens": [1, 2], "mask": [1, 1]}]}, "first token is an act"),
+    ("forward_backward", {"data": [{"tokens": [1, 2], "mask": [0, 0]}]}, "no token is learned"),
+    ("forward_backward", {"data": [{"tokens": [1, 2], "mask": [0, 2]}]}, "data.0.mask.1"),
+    ("forward_backward", {"data": [{"tokens": [1, 2], "advantages": 1}]}, "has advantages, of wh"),
+    ("forward_backward", {"data": [{"tokens": [1, 2]}], "loss": "dpo"}, "loss"),
+    ("forward_backward", {"data": [{"tokens": [1, 2]}], "loss": "clip"}, "no advantages, which"),
+    (
+        "forward_backward",
+        {"data": [{"tokens": [1, 2], "advantages": 1}], "loss": "clip"},
+        "no logprobs, which",
+    ),
+    (
+        "forward_backward",
+        {"data": [{"tokens": [1, 2], "advantages": 1e39}], "loss": "clip"},
+        "infinite in fp32",
+    ),
+    (
+        "forward_backward",
+        {"data": [{"tokens": [1, 2]}], "loss": "clip", "loss_settings": {"kl_coef": 1}},
+        "'kl_coef' is not one of clip_low",
+    ),
+    (
+        "forward_backward",
+        {"data": [{"tokens": [1, 2]}], "loss": "clip", "loss_settings": {"ratio": "proximal"}},
+        "ratio 'proximal' is",
+    ),
+    (
+        "forward_backward",
+        {"data": [{"tokens": [1, 2]}], "loss": "reinforce", "loss_settings": {"clip_low": 0.1}},
+        "contradicts rl.policy 'reinforce'",
+    ),
+    ("sample", {"prompts": [], "max_tokens": 1}, "prompts: List"),
+    ("sample", {"prompts": [[]], "max_tokens": 1}, r"prompts\[0\] has no tokens"),
+    ("sample", {"prompts": [[1]], "max_tokens": 10**9}, "more than the"),
+    ("sample", {"prompts": [[1]], "max_tokens": 0}, "max_tokens 0 is out of range"),
+    ("sample", {"prompts": [[1]], "max_tokens": 1, "n": 10**6}, "jobs.max_completions 1024"),
+    ("sample", {"prompts": [[1]], "max_tokens": 1, "seed": -1}, "seed -1"),
+    ("sample", {"prompts": [[1]], "max_tokens": 1, "logprobs": 51}, "more than there are tokens"),
+    ("save", {"name": "../../x"}, "name: String should match"),
+    ("load", {"name": ""}, "name: String should match"),
+]
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """A service that only refuses."""
+    with Service(config_of(tmp_path_factory.mktemp("quiet"), "jobs.max_queued=2")) as service:
+        yield service
+
+
+@pytest.mark.parametrize(("kind", "body", "says"), BAD)
+def test_what_can_never_be_served_is_refused_before_it_is_kept(quiet, kind, body, says):
+    name = quiet.create("ef" * 16)["id"]
+    with pytest.raises(BadRequest, match=says) as found:
+        quiet.submit(name, kind, body)
+    assert "\n" not in str(found.value)
+    assert quiet.describe(name)["next_number"] == 0
+
+
+def test_a_queue_has_an_end(quiet):
+    name = quiet.create()["id"]
+    for _ in range(2):
+        quiet.submit(name, "optim_step", {"lr": 1.0})
+    with pytest.raises(Full, match="2 requests of this job wait already"):
+        quiet.submit(name, "optim_step", {"lr": 1.0})
+    quiet.cancel(name)
+
+
+def test_the_folder_has_one_base(tmp_path):
+    Service(config_of(tmp_path)).close()
+    for word, says in (("train.seed=5", "frozen differs"), ("lora.alpha=3", "lora differs")):
+        with pytest.raises(ConfigError, match=f"output_dir: .*another base.*{says}"):
+            Service(config_of(tmp_path, word))
+    with (
+        Service(config_of(tmp_path)),
+        pytest.raises(ConfigError, match="being written by another run"),
+    ):
+        Service(config_of(tmp_path))
+
+
+def test_a_damaged_job_fails_alone(tmp_path, alone):
+    service = Service(config_of(tmp_path, "jobs.save_interval=1"))
+    bad, good = service.create(seed=4)["id"], service.create(seed=0)["id"]
+    for _ in range(3):
+        asker(service, bad)("forward_backward", {"data": [{"tokens": [1, 2]}]})
+        asker(service, bad)("optim_step", {"lr": 1e-3})
+    service.close()
+    for path in (tmp_path / "jobs" / bad / "checkpoints").glob("*/manifest.json"):
+        path.write_text(json.dumps({}))
+    with Service(config_of(tmp_path, "jobs.save_interval=1")) as service:
+        future = service.answer(bad, service.submit(bad, "optim_step", {"lr": 1.0}))
+        course = Course(0, asker(service, good))
+        while course.go_on():
+            pass
+        assert "could not be brought back" in future.result(0)["error"]
+        assert service.describe(bad)["status"] == "failed"
+    assert (course.results, adapter_of(tmp_path, good)) == alone(0)
