@@ -1,0 +1,187 @@
+"""AdamW, the cast of its weights and the gradient's norm, at memory speed: ours beside torch's.
+
+    python scripts/bench_optimizer.py [--parameters 600e6] [--sweep]
+
+On one GPU, on one flat shard, as a bucket has it. First whether the numbers are right (against
+torch's fused AdamW after a step, and of rounded moments against the reference's bits), then a line
+for each part: median device milliseconds, and the bytes that it must read and write a second, and
+what these are of what a copy reaches here. ``--sweep`` times other launch settings.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+
+from moetrain.kernels.adamw import (
+    BLOCK,
+    WARPS,
+    Settings,
+    _adamw_kernel,
+    adamw,
+    adamw_rates,
+    adamw_reference,
+)
+from moetrain.kernels.reduction import num_blocks, sum_chunks
+
+SETTINGS = Settings(0.9, 0.95, 1e-8, seed=0)
+LR, DECAY = 1e-3, 0.1
+REPEATS, WARM_UP = 10, 3
+SWEEP = ((512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median device time of a call."""
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[WARM_UP:])
+
+
+class Bench:
+    """One shard, and how fast a copy of it is."""
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+        generator = torch.Generator("cuda").manual_seed(0)
+        draw = partial(torch.randn, numbers, device="cuda", generator=generator)
+        self.param_N, self.grad_N = draw().mul_(0.02), draw().mul_(1e-3)
+        self.out_N = torch.empty_like(self.param_N, dtype=torch.bfloat16)
+        one, no = (torch.full((), x, device="cuda") for x in (1.0, 0.0))
+        self.rates_S = adamw_rates(one, one, no, LR, DECAY, SETTINGS)
+        self.decays_B = torch.ones(num_blocks(numbers), dtype=torch.uint8, device="cuda")
+        self.origins_B = BLOCK * torch.arange(num_blocks(numbers), device="cuda")
+        self.copied = 1.0
+        spare_N = torch.empty_like(self.param_N)
+        self.copied = self.time("copy in fp32", 8, lambda: spare_N.copy_(self.param_N))
+
+    def moments(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros."""
+        zeros = (torch.zeros_like(self.param_N, dtype=dtype) for _ in range(2))
+        return next(zeros), next(zeros)
+
+    def time(self, name: str, bytes_each: float, function: Callable[[], object]) -> float:
+        """Print a line; bytes a second."""
+        ms = milliseconds(function)
+        rate = bytes_each * self.numbers / ms * 1e3
+        share = f", {rate / self.copied:4.0%} of a copy's" if self.copied > 1 else ""
+        print(f"{name:<58}{ms:8.3f} ms  {rate / 1e12:.2f} TB/s{share}", flush=True)
+        return rate
+
+    def update(
+        self, moments: tuple[torch.Tensor, torch.Tensor], out_N: torch.Tensor | None
+    ) -> None:
+        """Ours."""
+        origins_B = self.origins_B if moments[0].dtype == torch.bfloat16 else None
+        tensors = (self.param_N, self.grad_N, *moments, self.rates_S, self.decays_B)
+        adamw(*tensors, SETTINGS, origins_B, out_N)
+
+
+def torch_adamw(param_N: torch.Tensor, grad_N: torch.Tensor) -> torch.optim.AdamW:
+    """Torch's fused one."""
+    param_N = param_N.requires_grad_()
+    param_N.grad = grad_N
+    betas = (SETTINGS.beta1, SETTINGS.beta2)
+    return torch.optim.AdamW([param_N], LR, betas, SETTINGS.eps, DECAY, fused=True)
+
+
+def check(bench: Bench) -> bool:
+    """Whether a step's numbers are torch's, and rounded moments the reference's."""
+    before_N, moments = bench.param_N.clone(), bench.moments(torch.float32)
+    bench.update(moments, bench.out_N)
+    theirs_N = before_N.clone()
+    torch_adamw(theirs_N, bench.grad_N).step()
+    difference = (bench.param_N - theirs_N.detach()).abs().max().item()
+    step = (theirs_N.detach() - before_N).abs().max().item()
+    same_cast = torch.equal(bench.out_N, bench.param_N.bfloat16())
+    print(f"after a step: {difference:.1e} from torch's, of updates of {step:.1e}; the copy "
+          f"{'is' if same_cast else 'IS NOT'} its cast")  # fmt: skip
+    few = slice(0, 1 << 20)
+    blocks = slice(0, (1 << 20) // BLOCK)
+    param_N, grad_N = before_N[few], bench.grad_N[few]
+    ours = tuple(moment[few].bfloat16() for moment in moments)
+    tables = (bench.rates_S, bench.decays_B[blocks], SETTINGS, bench.origins_B[blocks])
+    _, *expected = adamw_reference(param_N, grad_N, ours[0], ours[1], *tables)
+    adamw(param_N, grad_N, ours[0], ours[1], *tables)
+    wrong = [(a != b).float().mean().item() for a, b in zip(ours, expected, strict=True)]
+    print(f"rounded moments that are not the reference's: {wrong[0]:.1e}, {wrong[1]:.1e}")
+    return difference < 1e-3 * step and same_cast and max(wrong) < 1e-3
+
+
+def compare(bench: Bench) -> None:
+    """A line for each part."""
+    for dtype, bytes_each in ((torch.float32, 28), (torch.bfloat16, 20)):
+        moments = bench.moments(dtype)
+        name = f"ours, moments in {str(dtype).removeprefix('torch.')}"
+        bench.time(name, bytes_each, partial(bench.update, moments, None))
+        both = partial(bench.update, moments, bench.out_N)
+        bench.time(f"{name}, with the bf16 copy", bytes_each + 2, both)
+        del moments, both
+    chunk_N = bench.grad_N.bfloat16()[None]
+    for accumulate, bytes_each in ((False, 6), (True, 10)):
+        how = {"out_N": bench.grad_N, "accumulate": accumulate}
+        name = f"ours, a gradient {'added to fp32' if accumulate else 'widened'}"
+        squares_B = torch.empty(num_blocks(bench.numbers), device="cuda")
+        bench.time(name, bytes_each, partial(sum_chunks, chunk_N, **how))
+        with_norm = partial(sum_chunks, chunk_N, **how, squares_B=squares_B)
+        bench.time(f"{name}, and its squares", bytes_each, with_norm)
+    bench.time("ours, the sum of squares", 4 / BLOCK, lambda: squares_B.sum(dtype=torch.float64))
+    del chunk_N
+    theirs = torch_adamw(bench.param_N, bench.grad_N)
+    bench.time("torch, fused AdamW in fp32", 28, theirs.step)
+    values_N = bench.param_N.detach()
+    bench.time("torch, cast to bf16", 6, lambda: bench.out_N.copy_(values_N))
+    bench.time("ours, cast to bf16", 6, lambda: sum_chunks(values_N[None], bench.out_N))
+    bench.time("torch, the gradient's norm", 4, lambda: torch.linalg.vector_norm(bench.grad_N))
+
+
+def sweep(bench: Bench) -> None:
+    """Other launch settings; ``*`` are those in use."""
+    for dtype, bytes_each in ((torch.float32, 30), (torch.bfloat16, 22)):
+        moments = bench.moments(dtype)
+        for block, warps in SWEEP:
+            blocks = triton.cdiv(bench.numbers, block)
+            decays_B = torch.ones(blocks, dtype=torch.uint8, device="cuda")
+            origins_B = block * torch.arange(blocks, device="cuda")
+            tensors = (bench.param_N, bench.grad_N, *moments, bench.out_N, bench.rates_S, decays_B)
+            numbers = (bench.numbers, 0.9, 0.1, 0.95, 0.05, 1e-8, 0)
+            launch = partial(
+                _adamw_kernel[(blocks,)],
+                *tensors,
+                origins_B if dtype == torch.bfloat16 else None,
+                *numbers,
+                block,
+                num_warps=warps,
+            )
+            used = "*" if (block, warps) == (BLOCK, WARPS) else ""
+            name = f"{str(dtype).removeprefix('torch.')} moments, block {block}, warps {warps}"
+            bench.time(f"{name}{used}", bytes_each, launch)
+        del moments
+
+
+def main() -> int:
+    """Exit code 1 if the numbers are wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=float, default=600e6)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    bench = Bench(int(args.parameters))
+    is_right = check(bench)
+    compare(bench)
+    if args.sweep:
+        sweep(bench)
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

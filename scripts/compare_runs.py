@@ -1,0 +1,96 @@
+"""Train runs that differ in a few settings, and draw their losses into one picture.
+
+    python scripts/compare_runs.py OUT debug train.steps=200 \\
+        --run "fp32 moments" optim.state_dtype=float32 \\
+        --run "bf16 moments" optim.state_dtype=bfloat16
+
+What comes before the first ``--run`` (a recipe or file, and settings) is common to all; each run
+has a name and settings of its own. OUT is a folder: there lies a folder of each run, and what was
+there before goes; ``losses.png`` shows every run's loss above, and below how far each is from the
+first run's, smoothed; ``losses.json`` has the numbers. A line a run says what the last tenth of the
+steps is on average. With several GPUs ``launch.nproc=auto`` takes them all.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from moetrain.metrics import read_metrics
+
+SMOOTHED = 0.05
+"""Share of the steps over which differences are averaged."""
+
+
+def train(folder: Path, words: Sequence[str]) -> list[float]:
+    """The losses of every step of a run of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    said = [f"output_dir={folder}", "log.interval=1", "checkpoint.at_end=no"]
+    recipes = [word for word in words if "=" not in word]
+    settings = [part for word in [*words, *said] if "=" in word for part in _option(word)]
+    subprocess.run([sys.executable, "-m", "moetrain.train", *recipes, *settings], check=True)
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    return [row["loss"] for row in rows]
+
+
+def _option(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return f"--{key}", value
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """Means of the last ``width``."""
+    return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+
+
+def draw(losses: dict[str, list[float]], picture: Path) -> None:
+    """Losses above, smoothed differences from the first below."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    first = next(iter(losses.values()))
+    for name, values in losses.items():
+        steps = range(1, len(values) + 1)
+        above.plot(steps, values, label=name, linewidth=1)
+        apart = [a - b for a, b in zip(values, first, strict=True)]
+        below.plot(steps, smoothed(apart, max(1, round(SMOOTHED * len(values)))), linewidth=1)
+    above.set_ylabel("loss (nats a token)")
+    below.set_ylabel(f"minus {next(iter(losses))}'s")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    above.legend()
+    figure.savefig(picture, dpi=130)
+
+
+def main() -> int:
+    """Train, draw, print a line a run; a run that fails ends it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("common", nargs="*", help="a recipe, and settings: section.key=value")
+    parser.add_argument("--run", nargs="+", action="append", required=True, metavar=("NAME", "SET"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    losses = {}
+    for name, *words in args.run:
+        losses[name] = train(args.out / name.replace(" ", "-"), [*args.common, *words])
+        last = losses[name][-max(1, len(losses[name]) // 10) :]
+        print(f"{name}: {len(losses[name])} steps, {statistics.fmean(last):.4f} at the end")
+    (args.out / "losses.json").write_text(json.dumps(losses))
+    draw(losses, args.out / "losses.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
