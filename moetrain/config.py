@@ -256,6 +256,7 @@ class Config(Section):
                 )
         self.rl.check()
         self.checkpoint.check()
+        self.optim.check()
         if t.steps is not None:
             self.log.check(t.steps)
         activation = self.activation

@@ -266,11 +266,25 @@ class OptimSection(Section):
     """Of AdamW's two moments. bfloat16: 4 bytes a parameter instead of 8, rounded stochastically,
     by bits that depend on train.seed; a run goes on only with what it began with."""
 
+    offload_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of what is trained, in bytes, whose fp32 weights and moments live in host memory, where
+    the CPU updates them while the device goes on: of a parameter's 12 bytes and its gradient's 4
+    the device has the 2 that it computes with, the host (in every process) all 16."""
+
     def warmup(self, total_steps: int) -> int:
         """Steps of linear warmup in a run of ``total_steps``."""
         if self.warmup_fraction is None:
             return self.warmup_steps or 0
         return round(self.warmup_fraction * total_steps)
+
+    def check(self) -> None:
+        """Raise ConfigError for moments that the host's update has not."""
+        if self.offload_fraction and self.state_dtype != "float32":
+            raise ConfigError(
+                "optim.offload_fraction",
+                f"{self.offload_fraction}, and the update on the host has no moments of "
+                f"optim.state_dtype {self.state_dtype!r}; use float32, or no offload_fraction",
+            )
 
 
 class CheckpointSection(Section):

@@ -215,6 +215,7 @@ class Engine:
         if odd := set(what) - set(OFFLOADED):
             raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
         self.fsdp.check_idle()
+        self.fsdp.settle()
         self.before_change()
         what = what or OFFLOADED
         if "workspaces" in what:
@@ -258,6 +259,7 @@ class Engine:
         (:attr:`fingerprint` tells whether it still is the same).
         """
         self._need("weights", "moments")
+        self.fsdp.settle()
         members, among = self.fsdp.members, self.stages.among
         model = {
             name: among(name, member.layout.part(member.local))
@@ -278,6 +280,7 @@ class Engine:
         """
         self.fsdp.check_idle()
         self._need("weights", "gradients", "moments")
+        self.fsdp.settle()
         self.before_change()
         self._forget()
         if "model" in groups:
@@ -336,7 +339,8 @@ class Engine:
         member = self.fsdp.members.get(name)
         if member is None:
             return self.model.get_buffer(name)
-        return member.layout.whole(member.local)
+        self.fsdp.settle()
+        return member.layout.whole(member.local.to(self.world.device))
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:
@@ -361,6 +365,7 @@ class Engine:
         with torch.device("meta"):
             whole = build_model(self.arch)
         whole.source, world = self.model.source, self.world
+        self.fsdp.settle()
         here = {name: member.local for name, member in self.fsdp.members.items()}
         if unfit := world.any(what_does_not_fit(whole, here, dtype)):
             raise ConfigError("checkpoint.hf_dtype", unfit)

@@ -296,11 +296,18 @@ class _Sizes:
 
     def local_weights(self) -> float:
         """Bytes that this rank keeps: its share of everything."""
-        return self.stored / self.dims.sharding_ranks
+        hosted = self.config.optim.offload_fraction * self.trained * (FP32 - self.width)
+        return (self.stored - hosted) / self.dims.sharding_ranks
 
     def local_trained(self) -> float:
-        """Bytes in fp32 of what this rank updates."""
-        return FP32 * self.trained / self.dims.sharding_ranks
+        """Bytes in fp32 of what this rank's device updates."""
+        return FP32 * self.share_updated * self.trained / self.dims.sharding_ranks
+
+    @property
+    def share_updated(self) -> float:
+        """Of what is trained, what the device updates and has gradients and moments of; of the rest
+        (``optim.offload_fraction``) it has what it computes with."""
+        return 1 - self.config.optim.offload_fraction
 
     def local_moments(self) -> float:
         """Bytes of AdamW's two."""
@@ -325,7 +332,7 @@ class _Sizes:
     @property
     def unlike_kept(self) -> float:
         """Which share of the parameters is used as something else than what this rank keeps."""
-        return self.share_trained if self.is_alone else 1.0
+        return self.share_trained * self.share_updated if self.is_alone else 1.0
 
     def unsharded_blocks(self) -> float:
         """Of blocks, when all forwards are done."""
@@ -425,7 +432,7 @@ class _Sizes:
 def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
     trained = s.local_trained()
-    head = FP32 * s.share_trained * s.vocabulary_numbers()
+    head = FP32 * s.share_updated * s.share_trained * s.vocabulary_numbers()
     gradients = head if s.is_alone and not s.is_accumulating else trained
     backward = max(map(s.backward_set, s.layers))
     return MemoryEstimate(
@@ -463,7 +470,8 @@ def _end_of_backward(s: _Sizes) -> MemoryEstimate:
     still_to_come = 0.0
     if s.is_alone and not s.is_accumulating:
         vocabulary = 0.0 if s.arch.tie_embeddings else s.vocabulary_numbers()
-        still_to_come = FP32 * s.share_trained * (s.numbers(first) + vocabulary)
+        share = s.share_updated * s.share_trained
+        still_to_come = FP32 * share * (s.numbers(first) + vocabulary)
     gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
     if s.is_alone:  # its own, and the embedding
         gathered = s.unsharded(first) + s.unsharded_vocabulary() / (

@@ -16,6 +16,7 @@ import torch
 
 from moetrain.config import OptimSection
 from moetrain.kernels.adamw import BLOCK, Settings, adamw, adamw_rates
+from moetrain.optim.host import HostUpdates
 from moetrain.parallel.arena import Arena
 from moetrain.parallel.bucket import Bucket, Member
 from moetrain.parallel.fsdp import FSDP
@@ -46,6 +47,8 @@ class AdamW(torch.optim.Optimizer):
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """What :attr:`state` is from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
+        self._host = HostUpdates(hosted, config)
         trained = [(n, m.local) for n, m in fsdp.members.items() if m.rule.trainable]
         super().__init__(trained, {"lr": config.lr})
 
@@ -65,7 +68,8 @@ class AdamW(torch.optim.Optimizer):
             if not bucket.is_trained:
                 continue
             numel = bucket.shard_N.numel()
-            flat = (self.arena.empty(numel, self.dtype), self.arena.empty(numel, self.dtype))
+            new = self.arena.empty if bucket.host is None else torch.empty
+            flat = (new(numel, dtype=self.dtype), new(numel, dtype=self.dtype))
             self._flat[id(bucket)] = flat
             origins_B = _origins(bucket, names) if self.dtype == torch.bfloat16 else None
             self._tables[id(bucket)] = (_decays(bucket), origins_B)
@@ -89,6 +93,10 @@ class AdamW(torch.optim.Optimizer):
         # A skipped first step is no step: its rates, which nobody reads, would be infinite.
         steps, decay = self.steps.clamp(min=1), self.config.weight_decay
         rates_S = adamw_rates(steps, clip, skipped, group["lr"], decay, self.settings)
+        hosted = self._host.buckets
+        if hosted:  # first, since it takes longest
+            moments = [self._flat[id(bucket)] for bucket in hosted]
+            self._host.start(rates_S, group["lr"], moments)
         for bucket, out_N in self.fsdp.updates():
             assert bucket.gradient_N is not None  # the norm is of all of them
             decays_B, origins_B = self._tables[id(bucket)]

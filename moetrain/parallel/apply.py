@@ -75,7 +75,9 @@ def parallelize(
         reshard=reshards(config, meshes.dims.world_size),
         reduce_last=parallel.reduce_at == "last",
     )
-    shard_model(model, stages.rules, units, meshes, fsdp, dtype)
+    shared = None if stages.twin is None else model.embed
+    host = {"host_share": config.optim.offload_fraction, "shared": shared}
+    shard_model(model, stages.rules, units, meshes, fsdp, dtype, **host)
     if stages.twin is not None:
         twin = Twin(stages.group, stages.twin)
         (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
@@ -193,9 +195,13 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
     for name, member in fsdp.members.items():
         if not (all or is_adapter(name)):
             continue
-        layout = member.layout
+        layout, values = member.layout, member.local
         rows, *columns = layout.box
-        draw(member.local, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
+        if values.device.type != fsdp.device.type:  # whose random numbers are others
+            values = torch.empty_like(values, device=fsdp.device)
+        draw(values, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
+        if values is not member.local:
+            member.local.copy_(values)
 
 
 @torch.no_grad()

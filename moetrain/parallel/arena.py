@@ -90,11 +90,17 @@ class Arena:
         size = numel * dtype.itemsize
         if size and self.fixed and can_map(self.device):
             return self._mapped(aligned(size))[:size].view(dtype)
+        if not self.fixed:
+            return self.loose(numel, dtype)
         block = torch.empty(numel, dtype=dtype, device=self.device)
-        if self.fixed:
-            self._pieces.append(_Emptied(block))
-        else:
-            self._loose[next(self._numbers)] = block
+        self._pieces.append(_Emptied(block))
+        return block
+
+    def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """:meth:`empty` in an arena that is not fixed, whatever this one is."""
+        self.need()
+        block = torch.empty(numel, dtype=dtype, device=self.device)
+        self._loose[next(self._numbers)] = block
         return block
 
     def _mapped(self, size: int) -> torch.Tensor:

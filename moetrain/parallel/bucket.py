@@ -26,6 +26,7 @@ from moetrain.parallel.collectives import (
     all_gather_start,
     reduce_scatter_start,
 )
+from moetrain.parallel.host import HostShard
 from moetrain.parallel.layout import Layout
 
 
@@ -75,7 +76,8 @@ class Member:
     parameter: nn.Parameter
     """The DTensor that ``named_parameters`` shows."""
     local: torch.Tensor
-    """This rank's piece: a view into the bucket's shard. The optimizer's parameter."""
+    """This rank's piece: a view into the bucket's shard, wherever that lies. The optimizer's
+    parameter."""
     layout: Layout
     rule: Rule
     start: int
@@ -116,6 +118,8 @@ class Bucket:
     """What it is gathered in."""
     gradients: Arena
     """Where its gradient lies."""
+    host: HostShard | None = None
+    """Of which :attr:`shard_N` is the master; None: the shard is on the device."""
     gradient_N: torch.Tensor | None = None
     """fp32, this step's; None: there is none yet, or never."""
     squares_B: torch.Tensor | None = None
@@ -148,9 +152,14 @@ class Bucket:
         return self.members[0].rule.trainable
 
     @property
+    def source_N(self) -> torch.Tensor:
+        """What the device has of the shard, whose values :meth:`start_gather` sees to."""
+        return self.shard_N if self.host is None else self.host.copy_N
+
+    @property
     def is_never_sharded(self) -> bool:
-        """Whether what is used is the shard itself."""
-        return self.group.size() == 1 and self.dtype == self.shard_N.dtype
+        """Whether what is used is what the device has."""
+        return self.group.size() == 1 and self.dtype == self.source_N.dtype
 
     @property
     def needs_copies(self) -> bool:
@@ -161,12 +170,13 @@ class Bucket:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the shard is gathered in another dtype than its own."""
-        return self.dtype != self.shard_N.dtype
+        """Whether the shard is gathered in another dtype than what the device has."""
+        return self.dtype != self.source_N.dtype
 
     @property
     def is_fresh(self) -> bool:
-        """Whether what lies in :attr:`cast_N` is the shard as it is now.
+        """Whether what lies in :attr:`cast_N`, or what a host's shard has on the device, is the
+        shard as it is now.
 
         Every change in place counts, through whatever view of the shard, or a member's DTensor.
         """
@@ -186,7 +196,7 @@ class Bucket:
         return self._cast_N
 
     def mark_fresh(self) -> None:
-        """Say that :attr:`cast_N` was written."""
+        """Say that :attr:`cast_N`, or the copy of a host's shard, was written."""
         self._version = self._changes()
 
     def leave(self) -> None:
@@ -223,7 +233,7 @@ class Bucket:
 
     def lay_out(self, memory: torch.Tensor) -> None:
         """Let members lie gathered in ``memory``, of ``region_bytes``."""
-        whole_N = self.shard_N.detach() if self.is_never_sharded else memory.view(self.dtype)
+        whole_N = self.source_N.detach() if self.is_never_sharded else memory.view(self.dtype)
         self._gathered_N, self._rows, start = whole_N, [], 0
         for member in self.members:
             shape = member.layout.gathered_shape
@@ -237,6 +247,11 @@ class Bucket:
 
     def start_gather(self, staging: torch.Tensor) -> dist.Work | None:
         """Begin to gather, where members lie or, if they are to be copied out, to ``staging``."""
+        if self.host is not None:
+            self.host.wait()
+            if not self.is_fresh:
+                self.host.copy_N.copy_(self.shard_N)
+                self.mark_fresh()
         if self.is_never_sharded:
             return None
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
@@ -249,7 +264,7 @@ class Bucket:
             self.mark_fresh()
         if self.group.size() == 1:
             return None
-        sent_N = self.cast_N if self.is_cast else self.shard_N
+        sent_N = self.cast_N if self.is_cast else self.source_N
         return all_gather_start(sent_N, self.group, target_N.view(self.group.size(), -1))[1]
 
     def copy_out(self, staging: torch.Tensor) -> None:
@@ -303,8 +318,10 @@ class Bucket:
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
             self.gradient_N = self._new_gradient()
+            if self.host is not None and self.host.has_gradient:
+                self.host.give_back(self.gradient_N)
         if self.squares_B is None:
-            self.squares_B = self.shard_N.new_empty(num_blocks(self.shard_N.numel()))
+            self.squares_B = self.gradient_N.new_empty(num_blocks(self.shard_N.numel()))
         pending = reduce_scatter_start(
             chunks_WN,
             self.group,
@@ -320,7 +337,20 @@ class Bucket:
         return None
 
     def _new_gradient(self) -> torch.Tensor:
-        return self.gradients.empty(self.shard_N.numel(), torch.float32)
+        # What goes down to the host is here for a short time.
+        new = self.gradients.empty if self.host is None else self.gradients.loose
+        return new(self.shard_N.numel(), torch.float32)
+
+    @property
+    def is_reduced_at_once(self) -> bool:
+        """Whether a reduction over the group leaves nothing to be added to its gradient."""
+        return self.replicas is None and self.twin is None
+
+    def give_gradient(self) -> None:
+        """Let the host, if the shard is there, have the gradient, and its memory be free."""
+        if self.host is not None and self.gradient_N is not None:
+            self.host.take(self.gradient_N)
+            self.gradient_N = None
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
@@ -330,7 +360,7 @@ class Bucket:
         is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
         if not others and first.share == 1 and only is not None and is_even:
             return only.contiguous().view(ranks, -1)
-        chunks_WN = self.shard_N.new_zeros((ranks, self.shard_N.numel()), dtype=dtype)
+        chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=dtype)
         for member, gradient in zip(self.members, gradients, strict=True):
             if gradient is None:
                 continue
@@ -349,6 +379,9 @@ class Bucket:
 
         Returns what adds up to this rank's share of its square: fp32, of any length.
         """
+        has_left = self.host is not None and self.host.has_gradient and self.has_gradient
+        if has_left and self.squares_B is not None:
+            return self.squares_B  # it is complete
         if self.gradient_N is None:
             self.gradient_N = self._new_gradient()
         if not self.has_gradient:  # nothing used these parameters in this step
@@ -365,7 +398,11 @@ class Bucket:
         return (torch.linalg.vector_norm(self.gradient_N).square() / copies)[None]
 
     def show_gradient(self) -> None:
-        """Let every member have its piece of what is complete as its ``grad``."""
+        """Let every member have its piece of what is complete as its ``grad``; of a host's shard
+        the host has it."""
+        if self.host is not None:
+            self.give_gradient()
+            return
         assert self.gradient_N is not None
         for member in self.members:
             member.local.grad = member.piece_of(self.gradient_N)
@@ -374,7 +411,9 @@ class Bucket:
     def clear_gradient(self, *, free: bool) -> None:
         """Forget this step's gradient; ``free``: and give its memory back."""
         self.has_gradient, self.unreduced_WN = False, None
-        if free:
+        if self.host is not None:
+            self.host.has_gradient = False
+        if free or self.host is not None:
             self.gradient_N = None
         for member in self.members:
             member.local.grad = member.parameter.grad = None

@@ -84,6 +84,11 @@ class Unit:
             yield from bucket.members
 
     @property
+    def is_late(self) -> bool:
+        """Whether the host has not yet updated all of it."""
+        return any(bucket.host is not None and bucket.host.is_late for bucket in self.buckets)
+
+    @property
     def is_trained(self) -> bool:
         """Whether every one of its parameters is."""
         return all(bucket.is_trained for bucket in self.buckets)
@@ -175,6 +180,8 @@ class FSDP:
         self._turns = (Region(device), Region(device))
         self._staging = (Region(device), Region(device))
         self._reducing: list[PendingReduce] = []
+        self._reduced: list[Bucket] = []
+        """Those whose gradient goes to the host once the reductions under way are finished."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
         self._num_works = 0
@@ -277,6 +284,8 @@ class FSDP:
         with annotate(f"fsdp_reduce {unit.label}"):
             self._start_reductions(unit, gradients)
         unit.graphs -= 1
+        if self._is_last and not unit.graphs:
+            self._reduced = [bucket for bucket in unit.buckets if bucket.is_reduced_at_once]
         if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
             self.reshard(unit)
             unit.region.free()
@@ -295,7 +304,9 @@ class FSDP:
         """Wait, on the device, for those under way."""
         for pending in self._reducing:
             pending.finish()
-        self._reducing = []
+        for bucket in self._reduced:
+            bucket.give_gradient()
+        self._reducing, self._reduced = [], []
 
     # ---- the model's seam: moetrain.models.transformer.Sharding --------------------------------
 
@@ -303,13 +314,18 @@ class FSDP:
         """``call(block, *inputs)`` with the block's full parameters."""
         unit = self._unit_of[block]
         full = self._hand_out(unit)
-        if unit.index + 1 < len(self.units):
-            self.start_unshard(self.units[unit.index + 1])
+        ahead = self.units[unit.index + 1 : unit.index + 2]
+        # What the host still updates it is waited for: the device gets this block's work before.
+        late = [following for following in ahead if following.is_late]
+        for following in ahead[len(late) :]:
+            self.start_unshard(following)
         unit.swap_in(full)
         try:
             outputs = call(block, *inputs)
         finally:
             unit.swap_out()
+        for following in late:
+            self.start_unshard(following)
         if not self.reshards or not torch.is_grad_enabled():
             return outputs
         leaves, spec = pytree.tree_flatten(outputs)
@@ -381,7 +397,7 @@ class FSDP:
         return total.sqrt().float()
 
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-        """Every bucket that is trained, to be updated before the next is asked for.
+        """Every bucket that the device trains, to be updated before the next is asked for.
 
         With it comes where the new values are to be written too, in the dtype they are gathered in:
         then no gather casts them. None: they are gathered as they are, or take turns with others'.
@@ -390,7 +406,7 @@ class FSDP:
         self.check_idle()
         for unit in self.units:
             for bucket in unit.buckets:
-                if not bucket.is_trained:
+                if not bucket.is_trained or bucket.host is not None:
                     continue
                 has_place = bucket.is_cast and not unit.takes_turns
                 if has_place:
@@ -400,6 +416,12 @@ class FSDP:
                     bucket.mark_fresh()
                 if self.is_alone:
                     bucket.clear_gradient(free=True)
+
+    def settle(self) -> None:
+        """Let masters be as the last step left them: the host's are updated meanwhile."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.wait()
 
     @property
     def has_gradients(self) -> bool:

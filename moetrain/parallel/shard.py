@@ -8,6 +8,7 @@ same ranks gather it in the same dtype from the same storage.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from moetrain.kernels.adamw import BLOCK
 from moetrain.models.rules import Rule, is_adapter
 from moetrain.parallel.bucket import Bucket, Member
 from moetrain.parallel.fsdp import FSDP
+from moetrain.parallel.host import HostShard, Link
 from moetrain.parallel.layout import Layout
 from moetrain.parallel.mesh import Meshes
 
@@ -27,6 +29,9 @@ def shard_model(
     meshes: Meshes,
     fsdp: FSDP,
     dtype: torch.dtype,
+    *,
+    host_share: float = 0.0,
+    shared: nn.Module | None = None,
 ) -> None:
     """Replace every parameter of ``model`` (on meta) by a DTensor over uninitialised storage.
 
@@ -35,12 +40,17 @@ def shard_model(
         units: modules whose parameters are gathered together, in forward order; together they hold
             every parameter. A block is a unit of its own.
         dtype: what parameters are gathered in where their rule does not say.
+        host_share: of what is trained, the part, in bytes, whose masters lie in host memory.
+        shared: a module of which another rank updates a copy: its master stays on the device, since
+            the host's arithmetic rounds in other places.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     blocks = {
         block for child in model.modules() if isinstance(child, nn.ModuleList) for block in child
     }
     members: dict[str, Member] = {}
+    found: list[list[list[Member]]] = []
+    """Each unit's buckets."""
     for modules in units:
         groups: dict[object, list[Member]] = {}
         for owner in (owner for module in modules for owner in module.modules()):
@@ -55,7 +65,14 @@ def shard_model(
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.trainable)
                 groups.setdefault(kind, []).append(members[name])
-        buckets = [_make_bucket(group, fsdp, dtype) for group in groups.values()]
+        found.append(list(groups.values()))
+    trained = [g for unit in found for g in unit if g[0].rule.trainable]
+    movable = [group for group in trained if all(m.module is not shared for m in group)]
+    total = sum(_places(group)[-1] for group in trained)
+    hosted = _chosen([_places(group)[-1] for group in movable], host_share * total)
+    on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
+    for modules, groups in zip(units, found, strict=True):
+        buckets = [_make_bucket(g, fsdp, dtype, link if id(g) in on_host else None) for g in groups]
         fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
     fsdp.members = {name: members[name] for name in names.values()}
     for module in model.modules():
@@ -63,16 +80,46 @@ def shard_model(
             setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
 
 
-def _make_bucket(members: list[Member], fsdp: FSDP, dtype: torch.dtype) -> Bucket:
-    size = 0
-    for member in members:
-        member.start = -(-size // BLOCK) * BLOCK  # a block of an update is of one parameter
-        size = member.start + member.layout.padded_numel
-    rule = members[0].rule
-    shard_N = fsdp.weights.empty(size, rule.storage).zero_()
-    for member in members:
+def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
+    """Which of ``sizes``, given in forward order, make up about as much as is ``wanted``.
+
+    From the end: of those, gradients come first and weights are asked for last. Worked example:
+    of (5, 1, 4), 4.4 takes the 4 alone, for with the 1 it would be further off.
+    """
+    chosen, taken = set(), 0
+    for i, size in reversed(list(enumerate(sizes))):
+        if taken + size / 2 <= wanted:
+            chosen.add(i)
+            taken += size
+    return chosen
+
+
+def _places(members: Sequence[Member]) -> list[int]:
+    """Where in their bucket members begin, and the size of all, in numbers."""
+    # A block of an update is of one parameter.
+    blocks = [-(-member.layout.padded_numel // BLOCK) * BLOCK for member in members]
+    starts = list(accumulate(blocks[:-1], initial=0))
+    return [*starts, starts[-1] + members[-1].layout.padded_numel]
+
+
+def _make_bucket(
+    members: list[Member], fsdp: FSDP, dtype: torch.dtype, link: Link | None
+) -> Bucket:
+    """``link``: to the host, if the master is to lie there."""
+    *starts, size = _places(members)
+    rule, host = members[0].rule, None
+    gathered = rule.gather or dtype
+    if link is not None:
+        host = HostShard(size, gathered, link, fsdp.weights)
+        shard_N = host.master_N
+    else:
+        shard_N = fsdp.weights.empty(size, rule.storage).zero_()
+    for member, start in zip(members, starts, strict=True):
+        member.start = start
         member.local = member.piece_of(shard_N)
-        sharded = member.layout.dtensor(member.local)
-        member.parameter = nn.Parameter(sharded, requires_grad=rule.trainable)
+        here = member.local if host is None else member.piece_of(host.copy_N)
+        member.parameter = nn.Parameter(
+            member.layout.dtensor(here), requires_grad=member.rule.trainable
+        )
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, rule.gather or dtype, fsdp.gradients)
+    return Bucket(members, shard_N, gathered, fsdp.gradients, host)

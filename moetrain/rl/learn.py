@@ -216,6 +216,7 @@ class Learner:
 
     def _values(self) -> dict[str, torch.Tensor]:
         """This rank's part of everything that makes the model's output, and changes."""
+        self.engine.fsdp.settle()
         members = self.engine.fsdp.members.items()
         trained = {name: member.local for name, member in members if member.rule.trainable}
         return trained | dict(self.engine.model.named_buffers())

@@ -171,6 +171,7 @@ class WeightUpdate:
     @torch.no_grad()
     def __call__(self) -> None:
         """Copy; what the generator has under way goes on with the new weights. Collective."""
+        self.engine.fsdp.settle()
         for pair in self._here:
             pair.target.copy_(pair.member.local)
         under_way: _Gather | None = None
@@ -251,7 +252,7 @@ class _Gather:
         if self._is_direct:
             (pair,) = self.pairs
             # As bytes here too: gloo does not know every dtype.
-            self._sent_N = pair.member.local.detach().to(pair.target.dtype).view(-1)
+            self._sent_N = pair.member.local.detach().to(pair.target).view(-1)
             self._received_WN = pair.target.view(self.group.size(), -1)
         else:
             self._sent_N = self.pairs[0].target.new_empty(self.size, dtype=torch.uint8)
