@@ -256,6 +256,16 @@ class Config(Section):
                 )
         self.rl.check()
         self.checkpoint.check()
+        if t.steps is not None:
+            self.log.check(t.steps)
+        activation = self.activation
+        if activation.offload and activation.policy == "selective" and not self.compile.enabled:
+            raise ConfigError(
+                "activation.offload",
+                f"{activation.offload!r}, and with activation.policy 'selective' only compiled "
+                "blocks leave what they keep to be sent; set compile.enabled yes, or "
+                "activation.policy none",
+            )
         ep = self.parallel.ep
         how = self.moe.dispatcher
         if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
@@ -278,6 +288,7 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("lora.layout", "lora.save", {True}),
     ("optim.decay_fraction", "optim.schedule", {"wsd"}),
     ("activation.save", "activation.policy", {"selective"}),
+    ("activation.offload", "activation.policy", {"none", "selective"}),
     ("parallel.pp_schedule", "parallel.pp", _SEVERAL),
     ("parallel.pp_stages", "parallel.pp", _SEVERAL),
     ("parallel.pp_split", "parallel.pp", _SEVERAL),
@@ -285,6 +296,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
     ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
+    ("log.profile_after", "log.profile", _SOME),
+    ("log.profile_as", "log.profile", _SOME),
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
     ("rl.prompts", "rl.env", {"jsonl"}),
     ("rl.reward", "rl.env", {"jsonl"}),

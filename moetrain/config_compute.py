@@ -5,7 +5,7 @@ None of them changes what is computed, but for rounding and the balancing of exp
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -150,6 +150,12 @@ class ActivationSection(Section):
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
     """What selective keeps, with commas between: dispatch (what expert parallel ranks exchange),
     attention (its output), experts (grouped products' pre-activations), linear (dense products)."""
+    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of what blocks then keep that waits in pinned host memory, as far as it is in tensors of
+    8 MiB or more; it comes back a block ahead. auto: what the link to the host carries while blocks
+    compute, at 50 GB/s for 450 TFLOP/s, so that nothing waits; more than that does. Selective
+    recomputation leaves less to be sent, and has to be compiled for it; with full there is nothing
+    to send."""
 
     @field_validator("save", mode="before")
     @classmethod

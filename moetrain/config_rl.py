@@ -120,8 +120,9 @@ class RlSection(Section):
     eval_temperature: float = Field(default=0.0, ge=0)
     """Of sampling in evaluations; 0: the likeliest token, always."""
     offload: bool = False
-    """Keep the optimizer's moments in host memory while trajectories are generated: 8 bytes for
-    every parameter of a device's share, for the time that copying them takes."""
+    """Keep the optimizer's moments in host memory while trajectories are generated, and give the
+    memory of gradients back: 8 bytes, and with several devices 12, for every parameter of a
+    device's share, for the time that copying the moments takes."""
     routing_replay: bool = False
     """Train with the experts that generation chose for each token (arXiv 2510.11370), weighted by
     the router's scores as they are: for generation whose bits are not the trainer's."""

@@ -259,6 +259,9 @@ class OptimSection(Section):
     """Decoupled weight decay of matrices; norms, biases, embeddings and routers have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of AdamW's two moments. bfloat16: 4 bytes a parameter instead of 8, rounded stochastically,
+    by bits that depend on train.seed; a run goes on only with what it began with."""
 
     def warmup(self, total_steps: int) -> int:
         """Steps of linear warmup in a run of ``total_steps``."""
@@ -304,6 +307,10 @@ class CheckpointSection(Section):
         return os.path.expanduser(value)
 
 
+WARM_PROFILE_STEPS = 1
+"""Traced and thrown away: what traces is loaded in them."""
+
+
 class LogSection(Section):
     """What is printed and written while training."""
 
@@ -313,6 +320,26 @@ class LogSection(Section):
     """Write TensorBoard files to output_dir/tensorboard."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
+    profile: int = Field(default=0, ge=0)
+    """Steps of which each rank writes a trace (of Chrome's format, for ui.perfetto.dev) and, on
+    CUDA, a history of memory (for pytorch.org/memory_viz) to output_dir/profile; 0: none. They are
+    slower, the others are not."""
+    profile_after: int = Field(default=4, gt=0)
+    """Steps of this process before them; one more is traced and thrown away."""
+    profile_as: Literal["trace", "nvtx"] = "trace"
+    """nvtx: in the place of a trace, ranges for a profiler that runs this one, between the calls
+    that nsys profile --capture-range=cudaProfilerApi waits for."""
+
+    def check(self, steps: int) -> None:
+        """Raise ConfigError unless a run of ``steps`` has as many as are to be traced."""
+        needed = self.profile_after + WARM_PROFILE_STEPS + self.profile
+        if self.profile and needed > steps:
+            raise ConfigError(
+                "log.profile",
+                f"{self.profile}, but the run has {steps} steps, and {needed} are needed: "
+                f"log.profile_after {self.profile_after}, one to warm up, and those; lower it, or "
+                "train longer",
+            )
 
 
 class LaunchSection(Section):

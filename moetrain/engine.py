@@ -14,15 +14,16 @@ Every method is collective: all ranks call them in the same order, with as many 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from moetrain.annotate import annotated
 from moetrain.config import Config, ConfigError
-from moetrain.loss import ExpertLoad, MicroBatch, Objective, Outputs
+from moetrain.loss import Objective
 from moetrain.models import (
     Architecture,
     RoutingStats,
@@ -44,7 +45,6 @@ from moetrain.models.lora import Adapter, own_draws
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
-    HostMoments,
     build_optimizer,
     guarded_step,
     load_optimizer_state,
@@ -56,36 +56,10 @@ from moetrain.parallel.layout import Part, Region
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
-from moetrain.run_control import LateNumbers
+from moetrain.passes import B, Pass, Passes, Schedule, Totals, sequential
 
-B = TypeVar("B", bound=MicroBatch)
-
-Schedule = Callable[
-    [Sequence[Any], Callable[[Any], torch.Tensor], Callable[[torch.Tensor], None]], None
-]
-"""``schedule(batches, forward, backward)``: calls ``forward`` once with every micro-batch, and
-``backward`` once with everything that gave, in any order that brings forwards first."""
-
-
-def sequential(
-    batches: Sequence[B],
-    forward: Callable[[B], torch.Tensor],
-    backward: Callable[[torch.Tensor], None],
-) -> None:
-    """One micro-batch after the other: the least memory, and all there is to do on one stage."""
-    for batch in batches:
-        backward(forward(batch))
-
-
-class Totals(NamedTuple):
-    """Sums over the micro-batches of one call, on the device."""
-
-    total: torch.Tensor
-    """What was minimised: 0-d fp64, of all ranks."""
-    terms: dict[str, torch.Tensor]
-    """Its terms without their coefficients, by name: each 0-d fp64, of all ranks."""
-    routing: RoutingStats | None
-    """This rank's; ``routing.map(world.sum)`` are those of all. None: no MoE layer."""
+Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
+OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 
 
 class StepOutcome(NamedTuple):
@@ -119,15 +93,19 @@ class Engine:
         Raises:
             ConfigError: ``model.path`` cannot be loaded.
         """
-        self.config, self.arch, self.world, self.schedule = config, arch, world, schedule
+        self.config, self.arch, self.world = config, arch, world
         self.stages = Stages.of(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
-        self.pipeline = None
+        pipeline = None
         if world.dims.pp > 1:
-            self.pipeline = Pipeline(config, world.dims, self.model, self.fsdp, self.stages)
-        self.optimizer = build_optimizer(self.fsdp.members, config.optim)
-        self.static = static_transport(self.model)
-        self._moments = HostMoments(self.optimizer)
+            pipeline = Pipeline(config, world.dims, self.model, self.fsdp, self.stages)
+        self.optimizer = build_optimizer(self.fsdp, config.optim, config.train.seed)
+        static = static_transport(self.model)
+        spread = (self.model, self.fsdp, self.stages)
+        self.passes = Passes(config, arch, world, *spread, schedule, pipeline, static)
+        arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
+        self._arenas = {arena.name: arena for arena in arenas}
+        self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.before_change: Callable[[], None] = lambda: None
         """Called before weights or moments change; whoever copies them meanwhile sets it."""
         self.retried_steps = 0
@@ -135,11 +113,13 @@ class Engine:
 
     # ---- training ------------------------------------------------------------------------------
 
+    @annotated("forward_backward")
     def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """Add the gradients of ``objective`` over ``batches``, this rank's, to the step's.
 
         If it fails, the step's gradients are forgotten, those of earlier calls too.
         """
+        self._need("weights", "gradients")
         sizes = self._sum_sizes(objective.sizes(batches))
         try:
             # A retry forgets the step's gradients: an earlier call's must not go with them.
@@ -159,9 +139,9 @@ class Engine:
 
     def _learn(
         self, batches: Sequence[B], objective: Objective[B], sizes: Mapping[str, torch.Tensor]
-    ) -> _Run[B]:
+    ) -> Pass[B]:
         with self.work(), self._draws():
-            return _Run(self, objective, sizes, learns=True).over(batches)
+            return Pass(self.passes, objective, sizes, learns=True).over(batches)
 
     def _draws(self) -> AbstractContextManager[None]:
         if not self.config.lora.dropout:
@@ -176,10 +156,12 @@ class Engine:
 
     def forward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
         """The sums that :meth:`forward_backward` would give, without gradients."""
+        self._need("weights")
         sizes = self._sum_sizes(objective.sizes(batches))
         with self.work(), torch.no_grad(), self.exact_sizes():
-            return _Run(self, objective, sizes, learns=False).over(batches).totals()
+            return Pass(self.passes, objective, sizes, learns=False).over(batches).totals()
 
+    @annotated("update")
     def step(self, lr: float) -> StepOutcome:
         """Clip, update with learning rate ``lr`` and forget the gradients.
 
@@ -188,7 +170,7 @@ class Engine:
         Raises:
             ValueError: there was no :meth:`forward_backward` since the last step.
         """
-        self._check_moments()
+        self._need("weights", "gradients", "moments")
         if not self._since_step:
             raise ValueError("Engine.step: no forward_backward since the last step")
         norm = self.fsdp.gradient_norm()
@@ -213,95 +195,59 @@ class Engine:
         """
         return self.fsdp.work()
 
-    @contextmanager
-    def offloaded(self) -> Iterator[None]:
-        """Meanwhile moments, and parameters gathered, take no device memory; no step, no state."""
-        self.fsdp.release()
-        self.before_change()
-        self._moments.leave()
-        try:
-            yield
-        finally:
-            self._moments.come_back()
+    def offload(self, *what: Offloaded) -> None:
+        """Keep ``what`` in host memory, and free its memory on the device, until :meth:`reload`.
 
-    def _check_moments(self) -> None:
-        if self._moments.away:
-            raise RuntimeError("a step or a state within Engine.offloaded()")
+        Tensors stay those that they are, and on a GPU where they are: parameters, moments and, with
+        several ranks, gradients come back to their addresses. Until then what needs them raises
+        :class:`~moetrain.parallel.arena.Away`, and nobody else may touch them. Host memory is kept
+        for the next time.
+
+        Args:
+            what: nothing stands for everything. Workspaces (parameters gathered) are but freed, and
+                come back with their next use.
+
+        Raises:
+            ValueError: something unknown.
+            RuntimeError: within :meth:`work`.
+            RunFailed: the system does not give as much pinned memory.
+        """
+        if odd := set(what) - set(OFFLOADED):
+            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
+        self.fsdp.check_idle()
+        self.before_change()
+        what = what or OFFLOADED
+        if "workspaces" in what:
+            self.fsdp.release()
+        for name, arena in self._arenas.items():
+            if name in what and not arena.is_away:
+                keep = name != "gradients" or self.fsdp.has_gradients
+                arena.leave(self._link, keep=keep)
+        if self._link is not None:
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Bring back what is offloaded; what needs some of it waits, on the device, for that alone.
+
+        Raises:
+            torch.OutOfMemoryError: others have the memory now. Once they have not, call it again.
+        """
+        for arena in self._arenas.values():  # in the order in which a step needs them
+            arena.come_back(self._link)
+
+    def _need(self, *what: Offloaded) -> None:
+        for name in what:
+            self._arenas[name].need()
 
     def exact_sizes(self) -> AbstractContextManager[None]:
         """Whatever the routing, no row is dropped meanwhile."""
-        return nullcontext() if self.static is None else self.static.exactly()
+        return self.passes.exact_sizes()
 
     def _sum_sizes(self, counted: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """This rank's counts to those of all, on the device; torch.tensor would wait for it."""
         counts = [torch.full((), n, device=self.world.device) for n in counted.values()]
         summed = self.world.sum_rows(torch.stack(counts)).clamp(min=1)
         return dict(zip(counted, summed.unbind(), strict=True))
-
-    def count_ahead(self, batches: Sequence[MicroBatch]) -> ExpertLoad | None:
-        """The expert load of all ``batches`` together, by a forward pass of its own.
-
-        None: this rank does not have the last stage, which alone is told.
-        """
-        routings: list[RoutingStats] = []
-
-        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, _: Any) -> torch.Tensor:
-            assert routing is not None  # nobody asks a dense model
-            routings.append(routing)
-            return hidden_BSD
-
-        with torch.no_grad(), self.exact_sizes():
-            self.drive(batches, keep)
-        return self.expert_load(RoutingStats.together(routings)) if routings else None
-
-    def drive(
-        self,
-        batches: Sequence[B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
-        backward: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
-        """Run the model on ``batches``, then ``finish(hidden_BSD, routing, batch)`` where the last
-        stage is; and ``backward`` of what that gives (None: there is none), or all stages' own."""
-        if self.pipeline is not None:
-            self.pipeline.run(batches, finish, learns=backward is not None)
-            return
-
-        def forward(batch: B) -> torch.Tensor:
-            batch = batch.to(self.world.device)
-            return finish(*self.model.backbone(*batch.inputs), batch)
-
-        self.schedule(batches, forward, backward or (lambda _: None))
-
-    def collect(
-        self,
-        batches: Sequence[B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
-        shapes: Sequence[Sequence[int]],
-    ) -> list[torch.Tensor]:
-        """What ``finish`` gives, fp32 of these shapes, for each of ``batches``; on every rank."""
-        found: list[torch.Tensor] = []
-
-        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B) -> torch.Tensor:
-            found.append(finish(hidden_BSD, routing, batch))
-            return found[-1]
-
-        self.drive(batches, keep)
-        if self.pipeline is None:
-            return found
-        last, share = self.stages.plan.rank_of_stage[-1], self.stages.share
-        mine = found or [None] * len(shapes)
-        return [share(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
-
-    @property
-    def batch_multiple(self) -> int:
-        """Of which the number of micro-batches of a :meth:`forward_backward` is a multiple."""
-        return 1 if self.pipeline is None else self.pipeline.batch_multiple
-
-    def expert_load(self, routing: RoutingStats) -> ExpertLoad:
-        """What this rank counted in ``routing``, of all ranks together."""
-        counts_LE = self.world.sum(routing.counts_LE)
-        num_tokens = counts_LE[0].sum() // self.arch.num_experts_per_token
-        return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone
 
     # ---- weights and state ---------------------------------------------------------------------
 
@@ -311,7 +257,7 @@ class Engine:
         Gradients are no part of it, nor is what is not trained: that is where it came from
         (:attr:`fingerprint` tells whether it still is the same).
         """
-        self._check_moments()
+        self._need("weights", "moments")
         members, among = self.fsdp.members, self.stages.among
         model = {
             name: among(name, member.layout.part(member.local))
@@ -331,7 +277,7 @@ class Engine:
             ConfigError: tensors of other names, shapes, dtypes.
         """
         self.fsdp.check_idle()
-        self._check_moments()
+        self._need("weights", "gradients", "moments")
         self.before_change()
         self._forget()
         if "model" in groups:
@@ -343,6 +289,7 @@ class Engine:
     @cached_property
     def fingerprint(self) -> str:
         """Of what is not trained (:mod:`moetrain.parallel.frozen`). Collective at its first use."""
+        self._need("weights")
         return fingerprint(self.fsdp.members, self.stages, self.world)
 
     @torch.no_grad()
@@ -385,6 +332,7 @@ class Engine:
 
     def _whole_here(self, name: str) -> torch.Tensor:
         """A tensor of this rank's stages; collective over the ranks that have them."""
+        self._need("weights")
         member = self.fsdp.members.get(name)
         if member is None:
             return self.model.get_buffer(name)
@@ -421,76 +369,3 @@ class Engine:
         share = Share(world.rank, world.size, world.wait)
         weights = self.weights(hf=True)
         save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
-
-
-class _Run(Generic[B]):
-    """One pass of ``objective`` over ``batches``, in the order of the engine's schedule."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        objective: Objective[B],
-        sizes: Mapping[str, torch.Tensor],
-        *,
-        learns: bool,
-    ) -> None:
-        self.engine, self.objective, self.sizes, self.learns = engine, objective, sizes, learns
-        self.num_batches = self.num_done = 0
-        self.names: list[str] = []
-        self.values: list[torch.Tensor] = []
-        """Each micro-batch's total and terms."""
-        self.routings: list[RoutingStats] = []
-        self.dropped: LateNumbers | None = None
-        """Rows of all ranks that found no room; None: nothing can be dropped."""
-        self.load: ExpertLoad | None = None
-        """Of all micro-batches; None: each has its own."""
-
-    def over(self, batches: Sequence[B]) -> Self:
-        engine, self.num_batches = self.engine, len(batches)
-        if not batches:
-            raise ValueError("Engine: a call takes one micro-batch at least")
-        # A single micro-batch of all ranks is the whole batch.
-        is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
-        if is_global and self.objective.balances and engine.arch.moe_layer_indices:
-            self.load = engine.count_ahead(batches)
-        engine.drive(batches, self.finish, self.backward if self.learns else None)
-        return self
-
-    def finish(
-        self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B
-    ) -> torch.Tensor:
-        """This micro-batch's share of what is minimised."""
-        engine, load = self.engine, self.load
-        if load is None and routing is not None and self.objective.balances:
-            load = engine.expert_load(routing)
-        outputs = Outputs(hidden_BSD, routing, load, share=1 / engine.world.dims.tp)
-        terms = self.objective.terms(engine.model, outputs, batch, self.sizes)
-        total = sum(term.coefficient * term.value for term in terms.values())
-        assert isinstance(total, torch.Tensor)  # there is one term at least
-        self.names = list(terms)
-        self.values.append(torch.stack([total, *(t.value for t in terms.values())]).detach())
-        if routing is not None:
-            self.routings.append(routing.map(torch.Tensor.detach))
-            dropped = [r.dropped for r in self.routings if r.dropped is not None]
-            if dropped and len(self.routings) == self.num_batches:
-                # Before the last backward, which then runs while this is read.
-                self.dropped = LateNumbers(engine.world.sum(torch.stack(dropped).sum()))
-        return total
-
-    def backward(self, total: torch.Tensor) -> None:
-        """Its gradients, added to the step's."""
-        self.num_done += 1
-        self.engine.fsdp.backward(total, is_last=self.num_done == self.num_batches)
-
-    def totals(self) -> Totals:
-        sums, routing = None, None
-        if self.values:
-            # In fp64, which counts exactly; a few numbers cost nothing.
-            sums = self.engine.world.sum(torch.stack(self.values).double().sum(0))
-            routing = RoutingStats.together(self.routings) if self.routings else None
-        if (pipeline := self.engine.pipeline) is not None:
-            self.names = pipeline.share_names(self.objective, self.names)
-            sums, routing = pipeline.share_sums(len(self.names) + 1, sums, routing)
-        assert sums is not None  # the last stage is somewhere
-        total, *terms = sums.unbind()
-        return Totals(total, dict(zip(self.names, terms, strict=True)), routing)

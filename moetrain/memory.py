@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -31,6 +31,7 @@ from moetrain.config_rl import SleepName
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models import Architecture, compute_dtype, plan_model
 from moetrain.models.parts import FP32, Part, Share
+from moetrain.models.rules import Rule
 from moetrain.parallel.apply import reshards
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import (
@@ -121,14 +122,34 @@ def estimate_ranks(
         stored = sum(numels[name] * rules[name].storage.itemsize for name in mine)
         trained = sum(numels[name] for name in mine if rules[name].trainable)
         kept = (stored, trained, trained / sum(numels[name] for name in mine))
-        sizes = _Sizes(config, arch, dims, share, layers, passes, is_first, is_last, *kept)
+        generator = _generator_bytes(numels, rules, set(mine), dims, dtype)
+        sizes = _Sizes(
+            config, arch, dims, share, layers, passes, is_first, is_last, *kept, generator
+        )
         moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
         if sleep is not None:
-            there = {"generator": sizes.generator() * (sleep != "all")}
+            there = {"generator": generator * (sleep != "all")}
             there |= {"cache": sizes.cache() * (sleep == "never")}
             moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
         found.append(max(moments, key=lambda estimate: estimate.total))
     return found
+
+
+def _generator_bytes(
+    numels: Mapping[str, int],
+    rules: Mapping[str, Rule],
+    here: Container[str],
+    dims: ParallelDims,
+    dtype: torch.dtype,
+) -> float:
+    """Of weights that generation has beside training, which has those of the stages ``here``."""
+    total = 0
+    for name, rule in rules.items():
+        used, is_expert = rule.gather or dtype, rule.style == "expert"
+        is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
+        if rule.trainable or is_cut or rule.storage != used or name not in here:
+            total += numels[name] // (dims.ep if is_expert else 1) * used.itemsize
+    return total
 
 
 def least_sleep(
@@ -236,6 +257,8 @@ class _Sizes:
     """Numbers of those that are trained."""
     share_trained: float
     """How many of them that are; wherever parts have to be told apart, all are taken for alike."""
+    generator: float
+    """Bytes of generation's weights, of every stage, that are not training's own."""
 
     @property
     def is_alone(self) -> bool:
@@ -311,14 +334,7 @@ class _Sizes:
         vocabulary = self.matrices * self.vocabulary_numbers()
         return FP32 * self.share_trained * (self.all_layers(self.numbers) + vocabulary)
 
-    # Generation's, on one rank: every stage, but for other ranks' experts, and whole heads.
-    def generator(self) -> float:
-        """Bytes of its weights."""
-        share = replace(self.share, tp=1)
-        numbers = sum(part.numbers(share) for layer in self.arch.layers() for part in layer)
-        copies = 1 if self.arch.tie_embeddings else 2
-        return self.width * (numbers + copies * self.arch.vocab_size * self.arch.hidden_size)
-
+    # Generation's, on one rank.
     def cache(self) -> float:
         """Bytes of its keys and values."""
         rl = self.config.rl
@@ -394,18 +410,18 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
 
 
 def _generating(s: _Sizes) -> MemoryEstimate:
-    """Between updates. Buckets of gradients stay where ranks reduce into them."""
+    """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
     trained, is_offloaded = s.local_trained(), s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
     return MemoryEstimate(
         weights=s.local_weights(),
-        gradients=0.0 if s.is_alone else trained + s.unreduced(),
+        gradients=0.0 if s.is_alone or is_offloaded else trained + s.unreduced(),
         moments=0.0 if is_offloaded else 2 * trained,
         gathered=gathered,
         activations=0.0,
         logits=0.0,
         working_set=0.0,
-        generator=s.generator(),
+        generator=s.generator,
         cache=s.cache(),
     )
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moetrain.config import Config, LogSection
 from moetrain.models import Architecture, RoutingStats
+from moetrain.parallel.mapped import peak_bytes
 
 LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 UNHEALTHY_LOGS = 20
@@ -47,9 +48,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory used so far: the allocator's on CUDA, the process's resident set on a CPU."""
+    """Most memory used so far: the run's own on CUDA, the process's resident set on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return peak_bytes(device) / 2**30
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return rss / 2**30 if sys.platform == "darwin" else rss / 2**20
 

@@ -34,7 +34,7 @@ EXPORT_BYTES = 4
 LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
 """What a run adds to the path of its folder, at most."""
 FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt", "reward.png")
-FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions")
+FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions", "profile")
 
 
 def prepare(config: Config) -> tuple[Config, Architecture]:
@@ -258,6 +258,8 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
+    if config.log.profile_as == "nvtx" and device.type == "cpu":
+        raise ConfigError("log.profile_as", "'nvtx' takes a CUDA device; leave it out")
     _check_compilers(config, device)
     if config.moe.dispatcher == "deepep":  # said again, for the group, where it is put to use
         reason = why_not_here(arch, config.parallel.ep, device, compute_dtype(config, device))

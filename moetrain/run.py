@@ -31,6 +31,7 @@ from moetrain.models import Architecture, compute_dtype
 from moetrain.parallel.layout import Part
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare
+from moetrain.profiling import Profile
 from moetrain.run_control import (
     BadSteps,
     StepWatch,
@@ -84,6 +85,7 @@ class Run(ABC, Generic[S]):
             # Before anything slow.
             found = self.find(arch, None)
             self.build(arch)
+            config.log.check(self.total_steps)
             self.model, self.optimizer = self.engine.model, self.engine.optimizer
             self.snapshots = Snapshots(self.engine)
             if found is not None:
@@ -168,13 +170,14 @@ class Run(ABC, Generic[S]):
         try:
             if self.world.is_main:
                 self.announce()
-            with stop_signals() as stop, garbage_collector_off():
+            with stop_signals() as stop, garbage_collector_off(), self.profile() as profile:
                 if self.step == 0 and config.train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
                 self.clock.start()
                 while self.step < self.total_steps and not self.watch.asked_to_stop:
                     result = self.train_step()
                     self.watch.update(result.skipped, self.count_stops(stop))
+                    profile.step_done(self.step)
                     if self.due(config.log.interval) or self.step in (1, self.total_steps):
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
@@ -201,6 +204,10 @@ class Run(ABC, Generic[S]):
             raise RunFailed(f"{failure}; {self.save_failed()}") from None
         finally:
             self.log.close()
+
+    def profile(self) -> Profile:
+        """What traces steps, if any are to be."""
+        return Profile(self.config.log, self.folder, self.world.rank, self.device, self.log.say)
 
     def count_stops(self, signals: list[int]) -> torch.Tensor:
         """How many stop signals have come to all ranks (0-d, on the device)."""

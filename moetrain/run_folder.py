@@ -172,9 +172,9 @@ def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
             logger.info("checkpoints after step %d were moved to %s", step, old)
     elif checkpoints:
         old = _next_earlier(folder)
-        for path in (root, folder / "metrics.jsonl", folder / "tensorboard"):
-            if path.exists():
-                path.rename(old / path.name)
+        for name in (CHECKPOINTS, "metrics.jsonl", "tensorboard", "profile"):
+            if (folder / name).exists():
+                (folder / name).rename(old / name)
         logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
     (folder / BEGUN).touch()
 

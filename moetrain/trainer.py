@@ -102,7 +102,7 @@ class Trainer(Run[StepResult]):
             **self.clock.take(),
             "skipped_steps": self.watch.total(),
         }
-        if self.engine.static is not None:
+        if self.engine.passes.static is not None:
             row["retried_steps"] = self.engine.retried_steps
         if result.routing is not None:
             routing = result.routing.map(self.world.sum)

@@ -33,6 +33,7 @@ from moetrain.config import Config, launched_place
 from moetrain.launch import start_ranks
 from moetrain.metrics import peak_memory_gib
 from moetrain.parallel.world import num_processes
+from moetrain.profiling import new_profiler
 from moetrain.run_control import garbage_collector_off
 from moetrain.trainer import Trainer
 
@@ -141,8 +142,7 @@ def profile_step(trainer: Trainer) -> dict[str, float]:
     """Milliseconds of one step's GPU time by part, exposed communication, and idle time."""
     if trainer.device.type != "cuda":
         return {}
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with new_profiler(trainer.device) as profiler:
         trainer.train_step()
         wait(trainer)
     if not trainer.world.is_main:

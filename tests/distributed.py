@@ -1,9 +1,9 @@
 """Run a function on several processes: :func:`spawn`. For tests of anything that communicates.
 
-Processes come from a fork server that has imported torch once, so a world of four starts in about
-a second. A rank that raises or dies fails the test with that rank's traceback, and the others are
-killed; nothing can outlive the timeout. Results travel by value (plain pickle), not through shared
-memory that would vanish with the process that made it.
+Processes come from a fork server that has imported torch and moetrain once, so a world of four
+starts in about a second. A rank that raises or dies fails the test with that rank's traceback, and
+the others are killed; nothing can outlive the timeout. Results travel by value (plain pickle), not
+through shared memory that would vanish with the process that made it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ import torch.distributed as dist
 
 SHARED = 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
 """By how much a timeout is longer where other tests have a part of the machine."""
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.nn.attention.flex_attention", "pydantic"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention",
+    "torch._inductor.compile_fx",
+    "moetrain.rl.trainer",
+]
 
 
 def spawn(

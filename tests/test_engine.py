@@ -24,6 +24,7 @@ from moetrain.models import (
 )
 from moetrain.models.rules import parameter_rules
 from moetrain.optim import MOMENTS
+from moetrain.parallel.arena import Away
 from moetrain.parallel.world import join_world
 from moetrain.preflight import resolve_run
 
@@ -350,14 +351,14 @@ def test_moments_leave_for_the_host_and_come_back():
             if leaves:
                 moments = [s[k] for s in engine.optimizer.state.values() for k in MOMENTS]
                 storages = [moment.untyped_storage() for moment in moments]
-                with engine.offloaded():
-                    assert all(storage.nbytes() == 0 for storage in storages)
-                    assert bool(moments) == (step > 0)
-                    engine.forward(make_batches(step), objective)
-                    if moments:
-                        for call in (engine.state, partial(engine.load_state, {})):
-                            with pytest.raises(RuntimeError, match="offloaded"):
-                                call()
+                engine.offload("moments", "workspaces")
+                assert all(storage.nbytes() == 0 for storage in storages)
+                assert bool(moments) == (step > 0)
+                engine.forward(make_batches(step), objective)
+                for call in (engine.state, partial(engine.load_state, {})):
+                    with pytest.raises(Away, match="moments are offloaded"):
+                        call()
+                engine.reload()
                 for moment, storage in zip(moments, storages, strict=True):
                     assert moment.untyped_storage().nbytes() == storage.nbytes() > 0
             before = dict(engine.weights())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moetrain.config import KernelsSection
-from moetrain.kernels import few_rows, linear_cross_entropy
+from moetrain.kernels import few_rows, linear_cross_entropy, narrow_products
 from moetrain.kernels.exact_attention import BLOCK, forward, paged_attention, store_in_pages
 from moetrain.kernels.experts import expert_mlp, expert_mlp_reference
 from moetrain.kernels.packed_attention import attention_packed_reference
@@ -120,6 +120,11 @@ def test_few_rows_are_those_of_many(place):
                 assert torch.equal(found, want[:rows])
             else:
                 torch.testing.assert_close(found, want[:rows])
+    narrow, rows = [draw(n, 160) for n in (16, 32, 16)], (many, many - 1, 1000, 129, 7)
+    wanted = narrow_products(x, narrow)
+    for n in rows if place == "cuda" else rows[-1:]:  # where cuBLAS would have other bits
+        for found, want in zip(narrow_products(x[:n], narrow), wanted, strict=True):
+            assert torch.equal(found, want[:n])
     counts = [3, 0, 70, 1]
     ends = torch.tensor(counts, device=place).cumsum(0).int()
     x, w = draw(sum(counts) + 2, 64), torch.rand(sum(counts) + 2, device=place)

@@ -16,6 +16,7 @@ from moetrain.jobs.journal import Full
 from moetrain.jobs.requests import BadRequest
 from moetrain.jobs.service import Service, Unknown
 from moetrain.loss import Pretraining
+from moetrain.optim import AdamW
 from moetrain.parallel.world import join_world
 from moetrain.preflight import resolve_run
 from moetrain.rl.rows import pack
@@ -155,7 +156,7 @@ def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
 
 def test_nothing_is_built_twice(tmp_path, monkeypatch):
     built = Counter()
-    for kind in (torch.optim.AdamW, Engine, Generator):
+    for kind in (AdamW, Engine, Generator):
         original = kind.__init__
 
         def count(self, *args, __kind=kind, __original=original, **kwargs):
@@ -333,7 +334,7 @@ def fail(service, name, how, monkeypatch):
             assert "ZeroDivisionError" in answer["error"]
         else:
             assert "result" in service.ask(name, "forward_backward", {"data": data})
-            patch.setattr(torch.optim.AdamW, "step", lambda _: 1 / 0)
+            patch.setattr(AdamW, "step", lambda *_: 1 / 0)
             assert "ZeroDivisionError" in service.ask(name, "optim_step", {"lr": 1e-3})["error"]
 
 

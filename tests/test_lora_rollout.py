@@ -9,7 +9,7 @@ from test_lora import EVERYTHING, MICRO, adapted
 from moetrain.models import build_model
 from moetrain.models.rules import is_adapter
 from moetrain.rollout import Generator, Request, SamplingParams
-from moetrain.rollout.weights import WeightUpdate, replica
+from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 
 REQUESTS = [
     Request("a", (1, 2, 3), SamplingParams(max_tokens=12, temperature=0)),
@@ -52,6 +52,28 @@ def check(arch, found):
 
 def test_adapters_are_used_and_updated():
     check(*follow([]))
+
+
+def test_what_is_frozen_is_there_once():
+    engine = adapted(EVERYTHING)
+    model, experts = replica(engine)
+    generator = Generator(model, experts=experts, num_pages=20, page_size=4)
+    update = WeightUpdate(engine, generator)
+    own = {name for name, x in engine.fsdp.members.items() if x.rule.trainable}
+    assert set(dict(model.named_parameters())) - own == generator.borrowed
+    assert (
+        update.num_bytes
+        == replica_bytes(engine)
+        == sum(model.get_parameter(name).nbytes for name in own)
+    )
+    update()
+    expected, before = answers_of(generator), weights_of(engine)
+    generator.sleep(weights=True)
+    assert not any(model.get_parameter(name).untyped_storage().nbytes() for name in own)
+    assert all(torch.equal(x, before[name]) for name, x in weights_of(engine).items())
+    generator.wake()
+    update()
+    assert answers_of(generator) == expected
 
 
 def follow_all(runs):

@@ -35,20 +35,33 @@ OTHERS = [("one", "tp2"), ("tp2", "tp2"), ("dp2", "tp2"), ("tp2", "ddp2+tp2+ep2"
 MOVES = [*itertools.product(EACH, EACH), *OTHERS]
 
 
-def unfused(members, config):
-    """AdamW in plain torch operations, which takes the scale and the skip as the fused one does."""
-    optimizer = build_optimizer(members, config)
-    for group in optimizer.param_groups:
-        group |= {"fused": False, "foreach": False}
-    plain_step = optimizer.step
+def unfused(fsdp, config, seed):
+    """Our optimizer, on whose state torch's AdamW works in plain operations, parameter by
+    parameter."""
+    optimizer = build_optimizer(fsdp, config, seed)
+    members = list(fsdp.members.values())
+    plain = torch.optim.AdamW(
+        [
+            {"params": [m.local], "weight_decay": config.weight_decay * m.rule.decay}
+            for m in members
+        ],
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=False,
+        foreach=False,
+    )
 
-    def step():
-        scale, skipped = optimizer.grad_scale, optimizer.found_inf
-        optimizer.grad_scale = optimizer.found_inf = None
-        if not skipped:
-            for member in members.values():
-                member.local.grad.div_(scale)
-            plain_step()
+    def step(clip, skipped):
+        assert not skipped
+        if not optimizer.state:
+            optimizer.begin()
+        for group, member in zip(plain.param_groups, members, strict=True):
+            group["lr"] = optimizer.param_groups[0]["lr"]
+            member.local.grad.mul_(clip)
+            state = optimizer.state[member.local]
+            plain.state[member.local] = state | {"step": state["step"].clone()}
+        plain.step()
+        optimizer.steps += 1
 
     optimizer.step = step
     return optimizer
@@ -72,7 +85,10 @@ def check_moments(trainer, source):
             whole = moment
             if moment.ndim:
                 assert (moment.shape, moment.stride()) == (part.shape, part.stride()), name
-                assert moment.untyped_storage().nbytes() == 4 * moment.numel(), name
+                assert moment.storage_offset() == part.storage_offset(), name
+                memory, weights = moment.untyped_storage(), part.untyped_storage()
+                assert memory.nbytes() == weights.nbytes(), name
+                assert memory.data_ptr() != weights.data_ptr(), name
                 whole = member.layout.whole(moment)
             assert torch.equal(whole, saved.pop(f"{name}.{key}")), name
     elsewhere = trainer.engine.stages.trained.keys() - trainer.engine.fsdp.members.keys()

@@ -56,9 +56,13 @@ VARIANTS = {
     "accumulate+last": ["train.micro_batch_size=1", "parallel.reduce_at=last"],
     "kernels": ["kernels.backend=triton", "compile.enabled=yes"],
 }
-# What a variant is about shows in these layouts; the interpreter of the kernels is slow besides.
+# What a variant is about shows in these layouts; the others are with every one. (The interpreter of
+# the kernels is slow besides.)
 ONLY = {
     2: {
+        "recompute": ["ep", "tp"],
+        "compile": ["ddp", "tp+ep"],
+        "accumulate+last": ["dp", "ep"],
         "kernels": ["ep"],
         "selective": ["ep"],
         "compile+selective": ["ep", "tp+ep"],
@@ -66,6 +70,9 @@ ONLY = {
         "compile+reshard": ["dp"],
     },
     4: {
+        "recompute": ["hsdp+ep", "dp+tp+ep"],
+        "compile": ["ep+efsdp", "hsdp+tp+ep"],
+        "accumulate+last": ["hsdp", "ep+efsdp", "dp+tp"],
         "kernels": [],
         "selective": ["ep+efsdp"],
         "compile+selective": ["ep+efsdp"],

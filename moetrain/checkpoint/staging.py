@@ -8,13 +8,12 @@ Whoever is about to change the state must let :meth:`Staging.hold_changes` come 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
-from moetrain.config import RunFailed
 from moetrain.parallel.bucket import aligned
 from moetrain.parallel.layout import Part
+from moetrain.parallel.pinned import HostMemory
 
 
 class Staging:
@@ -22,7 +21,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
 
@@ -32,25 +31,7 @@ class Staging:
         Raises:
             RunFailed: the system does not give as much pinned memory.
         """
-        if size <= self._memory.numel():
-            return
-        self._release()
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        if self._stream is not None:
-            # Not torch's own pinned memory, which comes in powers of two.
-            self._memory.zero_()  # in all threads; pinning would touch every page in one
-            code = _cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
-            if int(code) != 0:
-                self._memory = torch.empty(0, dtype=torch.uint8)
-                raise RunFailed(
-                    f"checkpoint.asynchronous takes {size / 2**30:.1f} GiB of pinned host memory "
-                    f"in this process, which cannot be had (CUDA error {int(code)}); set it no"
-                )
-
-    def _release(self) -> None:
-        if self._stream is not None and self._memory.numel():
-            _cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory.reserve(size)
 
     def copy(
         self, groups: Mapping[str, Mapping[str, Part]]
@@ -70,7 +51,7 @@ class Staging:
                 staged[group] = {}
                 for name, part in named.items():
                     tensor = part.tensor.detach()
-                    flat = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+                    flat = self._memory.bytes[start : start + tensor.nbytes].view(tensor.dtype)
                     host = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
                     staged[group][name] = part._replace(tensor=host)
                     start += aligned(tensor.nbytes)
@@ -85,7 +66,3 @@ class Staging:
         copied, self._copied = self._copied, None
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # None, says its type, where there is no CUDA

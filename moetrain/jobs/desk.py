@@ -17,15 +17,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, step_of
-from moetrain.config import Config, ConfigError
-from moetrain.engine import Engine, Totals
+from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.engine import Engine
 from moetrain.jobs.requests import (
     BadRequest,
     Body,
@@ -43,9 +43,9 @@ from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype
 from moetrain.models.init import draw
 from moetrain.models.rules import is_adapter
-from moetrain.optim import MOMENTS
 from moetrain.parallel.layout import Box, Part
 from moetrain.parallel.world import World, join_world
+from moetrain.passes import Totals
 from moetrain.preflight import check_what_can_run
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
@@ -69,9 +69,10 @@ class Cancelled(Exception):
 
 
 class Pending(NamedTuple):
-    """What forward_backward has left for the next step; gradients in host memory, by bucket."""
+    """What forward_backward has left for the next step; tensors are in host memory."""
 
-    gradients: list[torch.Tensor | None]
+    gradients: list[tuple[torch.Tensor, torch.Tensor] | None]
+    """Each bucket's, and its squares; None: it has none yet."""
     since_step: list[Totals]
 
 
@@ -80,15 +81,7 @@ class SharedEngine(Engine):
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         super().__init__(config, arch, world)
-        # AdamW would make its moments at its first step. These are what it would make.
-        shapes = {name: entry.shape for name, entry in self.stages.trained.items()}
-        keys = {"step": False} | dict.fromkeys(MOMENTS, True)
-        zeros = {
-            f"{name}.{key}": torch.zeros(shape if is_like_it else ())
-            for name, shape in shapes.items()
-            for key, is_like_it in keys.items()
-        }
-        self.load_state({"optim": zeros})
+        self.optimizer.begin()  # else it would at its first step, and have nothing to be copied to
 
     @property
     def is_between_steps(self) -> bool:
@@ -100,8 +93,11 @@ class SharedEngine(Engine):
         """The gradients of the step so far, which the engine forgets; None: there are none."""
         if self.is_between_steps:
             return None
-        gradients = (b.gradient_N if b.has_gradient else None for b in self.fsdp.buckets)
-        kept = [None if gradient is None else _to_host(gradient) for gradient in gradients]
+        kept = []
+        for bucket in self.fsdp.buckets:
+            tensors = (bucket.gradient_N, bucket.squares_B) if bucket.has_gradient else ()
+            found = [_to_host(tensor) for tensor in tensors if tensor is not None]
+            kept.append((found[0], found[1]) if found else None)
         pending = Pending(kept, self._since_step)
         self._forget()
         return pending
@@ -114,9 +110,13 @@ class SharedEngine(Engine):
             return
         for bucket, kept in zip(self.fsdp.buckets, pending.gradients, strict=True):
             if kept is not None:
+                gradient_N, squares_B = kept
                 if bucket.gradient_N is None:
-                    bucket.gradient_N = torch.empty_like(bucket.shard_N)
-                bucket.gradient_N.copy_(kept, non_blocking=True)
+                    bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), torch.float32)
+                if bucket.squares_B is None:
+                    bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
+                bucket.gradient_N.copy_(gradient_N, non_blocking=True)
+                bucket.squares_B.copy_(squares_B, non_blocking=True)
                 bucket.has_gradient = True
         self._since_step = list(pending.since_step)
 
@@ -170,15 +170,13 @@ class Desk:
         check_what_can_run(config, arch, device)
         dtype = compute_dtype(config, device)
         estimate = estimate_memory(config, arch, self.world.dims, dtype, "never")
-        # Of fp32 moments there are two: generation has adapters of its own, and no more.
-        own = replace(estimate, generator=estimate.moments / 8 * dtype.itemsize)
-        check_memory(own, config, device_capacity(device))
+        check_memory(estimate, config, device_capacity(device))
         if config.train.deterministic:
             make_deterministic()
         self.config = config = with_training_bits(config, device)
         self.engine = SharedEngine(config, arch, self.world)
         self.snapshots = Snapshots(self.engine)
-        model, experts = replica(self.engine, shares=True)
+        model, experts = replica(self.engine)
         pages, most = pages_of(config), config.rl.max_sequences
         self.generator = Generator(model, num_pages=pages, max_sequences=most, experts=experts)
         self.update_weights = WeightUpdate(self.engine, self.generator)
@@ -255,6 +253,14 @@ class Desk:
         if self.job == job:
             self.engine.forget()
             self._nobody()
+
+    def probe(self) -> None:
+        """Raise RunFailed if the device does nothing any more, as after an error of a kernel."""
+        try:
+            torch.ones(1, device=self.world.device).sum().item()
+        except RuntimeError as error:
+            problem = f"the device has failed ({error}); nothing is lost: start the service again"
+            raise RunFailed(problem) from None
 
     def _beginning(self, seed: int) -> Groups:
         """The state of a job that has not begun."""

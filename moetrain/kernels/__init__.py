@@ -6,6 +6,7 @@ Every file opens with its maths and shape legend and holds a plain-torch referen
 import pkgutil
 from importlib import import_module
 
+from moetrain.kernels.adamw import adamw
 from moetrain.kernels.adapted_experts import adapted_expert_mlp
 from moetrain.kernels.attention import AttentionMask, attention, attention_mask
 from moetrain.kernels.backend import Backend
@@ -18,6 +19,7 @@ from moetrain.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.narrow import narrow_products
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
 from moetrain.kernels.reduction import sum_chunks
@@ -35,6 +37,7 @@ __all__ = [
     "Routed",
     "SummedLoss",
     "TokenLosses",
+    "adamw",
     "adapted_expert_mlp",
     "add_rms_norm",
     "attention",
@@ -45,6 +48,7 @@ __all__ = [
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
+    "narrow_products",
     "permute",
     "permute_tokens",
     "rms_norm",

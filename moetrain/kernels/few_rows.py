@@ -45,10 +45,15 @@ def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.
 
     The results are views [R, N] of one tensor; ``D`` is a multiple of 8 and every N of 16.
     """
+    return side_by_side(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
+
+
+def side_by_side(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`linears`, as one tensor [R, sum of N]."""
     (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
     out_RN = x_RD.new_empty(R, sum(sizes))
     # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
-    wide = sum(sizes) >= 4096
+    wide = sum(sizes) >= 4096 or R > 4096
     rows = min(64 if wide else 32, max(16, triton.next_power_of_2(R)))
     columns = next(n for n in (64 if wide else 32, 32, 16) if all(size % n == 0 for size in sizes))
     depth = 128 if rows == 64 else 256
@@ -62,7 +67,7 @@ def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.
             out_RN, R, out_RN.shape[1], D, ends[0], ends[1],
             BR=rows, BN=columns, BD=depth, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
         )  # fmt: skip
-    return out_RN.split(sizes, dim=1)
+    return out_RN
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -22,9 +22,9 @@ Legend: T tokens, H query heads, G key/value heads, d head width, N documents, S
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -36,8 +36,11 @@ from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 PackedBackend = Literal["auto", "cudnn", "exact", "flex", "reference"]
 
-# On a GPU FlexAttention is only fast compiled; inside a compiled block this is inlined.
-_compiled_flex = torch.compile(flex_attention)
+
+@cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    """On a GPU FlexAttention is only fast compiled. (Not before: it imports for seconds.)"""
+    return torch.compile(flex_attention)
 
 
 def attention_packed(
@@ -242,7 +245,8 @@ def flex(
     q_BHSd: torch.Tensor, k_BGSd: torch.Tensor, v_BGSd: torch.Tensor, blocks: BlockMask
 ) -> torch.Tensor:
     """FlexAttention over ``blocks``: [B, H, S, d]."""
-    run = _compiled_flex if q_BHSd.is_cuda else flex_attention
+    is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
+    run = _compiled_flex() if q_BHSd.is_cuda and is_eager else flex_attention
     grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
     out = run(q_BHSd, k_BGSd, v_BGSd, block_mask=blocks, enable_gqa=grouped)
     assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for

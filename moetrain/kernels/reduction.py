@@ -6,15 +6,19 @@ Each rank sends its bf16 contribution once (an all-to-all), and the receiver add
 rank order in fp32: no partial sum is ever rounded to bf16, unlike in a ring, and the result does
 not depend on timing. Worked example: chunks [[1], [2]], out [10] accumulating: [13].
 
+While the sums are there, their squares are added up too, block by block, so that the norm of a
+gradient is a sum of few numbers, in a fixed order, and nobody reads the gradient for it.
+
 It leaves out the collective, which is ``parallel``'s, and gradients: it runs inside a backward.
 
-Legend: R chunks (ranks), N elements a chunk.
+Legend: R chunks (ranks), N elements a chunk, B blocks of :data:`BLOCK` elements.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
 import torch
+import torch.nn.functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.portable_triton import tl, triton
@@ -30,6 +34,7 @@ def sum_chunks(
     out_N: torch.Tensor | None = None,
     accumulate: bool = False,
     backend: Backend = "auto",
+    squares_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The fp32 sum over R, in ``out_N`` (None: a new tensor), which is returned.
 
@@ -39,6 +44,8 @@ def sum_chunks(
         out_N: contiguous, written in place; fp32, or what the sum is rounded to (the cast of one
             chunk, at the speed of memory).
         accumulate: add to what ``out_N`` (fp32) holds instead of overwriting it.
+        squares_B: fp32, contiguous: gets each block's sum of squares of what ``out_N`` (fp32) is
+            then.
 
     Raises:
         ValueError: shapes, dtypes or strides other than these, or ``accumulate`` without ``out_N``.
@@ -59,10 +66,31 @@ def sum_chunks(
             f"{out_N.stride()}; with chunks of {tuple(chunks_RN.shape)} it takes a contiguous "
             f"[{chunks_RN.shape[1]}] of {'float32' if accumulate else 'a float dtype'}"
         )
-    if not use_fast(backend, chunks_RN):
-        return out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate))
-    _sum_chunks(out_N, chunks_RN, accumulate)
+    if squares_B is not None:
+        blocks = (num_blocks(out_N.numel()),)
+        if squares_B.shape != blocks or squares_B.dtype != torch.float32:
+            raise ValueError(
+                f"sum_chunks: squares were given as {squares_B.dtype} {tuple(squares_B.shape)}; "
+                f"{out_N.numel()} elements take float32 {list(blocks)}"
+            )
+    if use_fast(backend, chunks_RN):
+        _sum_chunks(out_N, chunks_RN, accumulate, squares_B)
+        return out_N
+    out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate))
+    if squares_B is not None:
+        squares_B.copy_(block_squares(out_N))
     return out_N
+
+
+def num_blocks(size: int) -> int:
+    """Of :data:`BLOCK` elements, the last with fewer."""
+    return -(-size // BLOCK)
+
+
+def block_squares(x_N: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each block, in plain torch."""
+    padding = num_blocks(x_N.numel()) * BLOCK - x_N.numel()
+    return F.pad(x_N, (0, padding)).view(-1, BLOCK).square().sum(1)
 
 
 def sum_chunks_reference(
@@ -76,21 +104,27 @@ def sum_chunks_reference(
     return sum_N + out_N if accumulate and out_N is not None else sum_N
 
 
-@torch.library.custom_op("moetrain::sum_chunks", mutates_args=("out_N",))
-def _sum_chunks(out_N: torch.Tensor, chunks_RN: torch.Tensor, accumulate: bool) -> None:
+@torch.library.custom_op("moetrain::sum_chunks", mutates_args=("out_N", "squares_B"))
+def _sum_chunks(
+    out_N: torch.Tensor,
+    chunks_RN: torch.Tensor,
+    accumulate: bool,
+    squares_B: torch.Tensor | None = None,
+) -> None:
     chunks, size = chunks_RN.shape
-    grid = (triton.cdiv(size, BLOCK),)
-    _sum_kernel[grid](out_N, chunks_RN, size, chunks, accumulate, BLOCK, num_warps=WARPS)
+    grid = (num_blocks(size),)
+    tensors = (out_N, chunks_RN, squares_B)
+    _sum_kernel[grid](*tensors, size, chunks, accumulate, BLOCK, num_warps=WARPS)
 
 
 @_sum_chunks.register_fake
-def _(out_N: torch.Tensor, chunks_RN: torch.Tensor, accumulate: bool) -> None:
+def _(*arguments) -> None:
     return None
 
 
 @triton.jit
 def _sum_kernel(
-    out, chunks, size, CHUNKS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
+    out, chunks, squares, size, CHUNKS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -98,11 +132,13 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     # Unrolled, so that the loads of several chunks are in flight together.
     for _ in tl.static_range(CHUNKS):
-        total += tl.load(chunk, mask).to(tl.float32)
+        total += tl.load(chunk, mask, 0.0).to(tl.float32)
         chunk += size
     if ACCUMULATE:
-        total += tl.load(out + at, mask)
+        total += tl.load(out + at, mask, 0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask)
+    if squares is not None:
+        tl.store(squares + tl.program_id(0), tl.sum(total * total, 0))
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -111,13 +147,31 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
         "chunks_RN": normal(generator, chunks, size).to(dtype),
         "out_N": normal(generator, size) if accumulate else None,
         "accumulate": accumulate,
+        "squares_B": normal(generator, num_blocks(size)) if case.get("squares") else None,
     }
 
 
-def _fast(chunks_RN: torch.Tensor, out_N: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
+def _fast(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None,
+    accumulate: bool,
+    squares_B: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
     """Without touching its inputs, so that it can run twice on them."""
-    out_N = None if out_N is None else out_N.clone()
-    return sum_chunks(chunks_RN, out_N, accumulate, backend="triton")
+    out_N, squares_B = (None if x is None else x.clone() for x in (out_N, squares_B))
+    out_N = sum_chunks(chunks_RN, out_N, accumulate, backend="triton", squares_B=squares_B)
+    return (out_N,) if squares_B is None else (out_N, squares_B)
+
+
+def _reference(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None,
+    accumulate: bool,
+    squares_B: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`_fast`, as wide as the inputs."""
+    sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate)
+    return (sum_N,) if squares_B is None else (sum_N, block_squares(sum_N))
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
@@ -131,12 +185,12 @@ SPECS = (
     KernelSpec(
         name="sum_chunks",
         fast=_fast,
-        reference=sum_chunks_reference,
+        reference=_reference,
         make_inputs=_make_inputs,
         cases=(
-            {"R": 4, "N": 100},
+            {"R": 4, "N": 100, "squares": True},
             {"R": 1, "N": 1},
-            {"R": 8, "N": 2049, "accumulate": True},
+            {"R": 8, "N": 2049, "accumulate": True, "squares": True},
             {"R": 64, "N": 7},
             {"R": 2, "N": 0},
         ),
@@ -148,6 +202,7 @@ SPECS = (
             r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
             "without out_N": lambda i: i | {"accumulate": True},
             r"out was given as torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
+            r"elements take float32 \[1\]": lambda i: i | {"squares_B": torch.zeros(2)},
         },
     ),
 )

@@ -18,9 +18,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
-from moetrain.kernels import AttentionMask, Backend, add_rms_norm, few_rows, rms_norm, swiglu
+from moetrain.kernels import (
+    AttentionMask,
+    Backend,
+    add_rms_norm,
+    few_rows,
+    narrow_products,
+    rms_norm,
+    swiglu,
+)
 from moetrain.kernels.rms_norm import rms_norm_reference
-from moetrain.models.lora import Adaptable, Adapter
+from moetrain.models.lora import Adaptable
 from moetrain.models.parts import Part, Share, Weight
 from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
@@ -77,11 +85,7 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
     weights = [module.weight.to(x.dtype) for module in modules]
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
     made = _products(x_TD, weights, biases)
-    adapters = [module.adapter("weight", x.dtype) for module in modules]
-    if any(adapters):
-        pairs = zip(made, adapters, strict=True)
-        made = [y if adapter is None else _added(x_TD, y, adapter) for y, adapter in pairs]
-    return tuple(y.unflatten(0, leading) for y in made)
+    return tuple(y.unflatten(0, leading) for y in _adapted(x_TD, made, modules))
 
 
 def _products(
@@ -94,12 +98,25 @@ def _products(
     return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
-def _added(x_TD: torch.Tensor, y_TN: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """``y`` and what the adapter makes of ``x``, in one product: they are rounded together."""
-    if adapter.dropout and torch.is_grad_enabled():
-        x_TD = F.dropout(x_TD, adapter.dropout)
-    (u_TR,) = _products(x_TD, [adapter.a], [None])
-    return torch.addmm(y_TN, u_TR, adapter.b.t(), alpha=adapter.scale)
+def _adapted(
+    x_TD: torch.Tensor, made: "Sequence[torch.Tensor]", modules: "Sequence[Linear]"
+) -> "Sequence[torch.Tensor]":
+    """``made`` with what the modules' adapters add."""
+    found = {i: m.adapter("weight", x_TD.dtype) for i, m in enumerate(modules)}
+    adapters = {i: adapter for i, adapter in found.items() if adapter is not None}
+    if not adapters:
+        return made
+    if torch.is_grad_enabled() and any(adapter.dropout for adapter in adapters.values()):
+        dropped = [F.dropout(x_TD, adapter.dropout) for adapter in adapters.values()]
+        pairs = zip(dropped, adapters.values(), strict=True)
+        lows = [narrow_products(x, [adapter.a])[0] for x, adapter in pairs]
+    else:
+        lows = narrow_products(x_TD, [adapter.a for adapter in adapters.values()])
+    made = list(made)
+    for (i, adapter), u_TR in zip(adapters.items(), lows, strict=True):
+        # In one product: they are rounded together.
+        made[i] = torch.addmm(made[i], u_TR, adapter.b.t(), alpha=adapter.scale)
+    return made
 
 
 class Embedding(nn.Module):

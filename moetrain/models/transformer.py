@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from moetrain.annotate import annotate, annotate_backward
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels import attention_mask
 from moetrain.models.architecture import Architecture
@@ -214,7 +215,9 @@ class Transformer(nn.Module):
             if rows.routes_BSLK is not None and i in self.arch.moe_layer_indices:
                 layer = self.arch.moe_layer_indices.index(i)
                 context = context._replace(routes_BSK=rows.routes_BSLK[:, :, layer])
-            x_BSD, stats = self.sharding.run(self.call_block, self.layers[i], x_BSD, context)
+            with annotate(f"layer {i} forward"):
+                x_BSD, stats = self.sharding.run(self.call_block, self.layers[i], x_BSD, context)
+            x_BSD = annotate_backward(x_BSD, f"layer {i} backward")
             if stats is not None:
                 layer_stats.append(stats)
         return x_BSD, layer_stats

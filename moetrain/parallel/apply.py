@@ -1,7 +1,7 @@
 """Spread one model over a world of ranks; the order is the same for every model and layout.
 
 plan -> this rank's stages -> sharded parameters -> what parts do with shared tokens ->
-dispatchers -> values -> recomputation -> compile
+dispatchers -> values -> recomputation -> offloading -> compile
 
 What the model is stays single-device math. It is attached to in four ways, all of them here:
 parameters are DTensors that :class:`~moetrain.parallel.fsdp.FSDP` unshards (``model.sharding``);
@@ -33,6 +33,7 @@ from moetrain.models.hf import resolve
 from moetrain.models.hf.peft import load_peft
 from moetrain.models.init import draw
 from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
+from moetrain.parallel.activation_offload import offload_activations
 from moetrain.parallel.bucket import Twin
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
@@ -175,6 +176,9 @@ def place_model(
             fsdp.write(name, (), half)
     model.compute_dtype = dtype
     set_recomputation(model, config.activation)
+    if offload := config.activation.offload:
+        ranges, seq_len = stages.plan.ranges, config.data.seq_len
+        offload_activations(model, offload, ranges, seq_len, world.device)
     if config.compile.enabled:
         compile_blocks(model)
     return model, fsdp

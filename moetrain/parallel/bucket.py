@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.kernels.reduction import sum_chunks
+from moetrain.kernels.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
+from moetrain.parallel.arena import Arena, aligned
 from moetrain.parallel.collectives import (
     PendingReduce,
     ReduceMode,
@@ -26,9 +27,6 @@ from moetrain.parallel.collectives import (
     reduce_scatter_start,
 )
 from moetrain.parallel.layout import Layout
-
-ALIGNMENT = 256
-"""Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
 
 
 class Region:
@@ -38,6 +36,9 @@ class Region:
         self.device = device
         self.size = 0
         self.owner: object | None = None
+        """What is unsharded there now."""
+        self.tenant: object | None = None
+        """Whose values lie there, in use or not; None: nobody's."""
         self._memory: torch.Tensor | None = None
 
     def reserve(self, size: int) -> None:
@@ -59,6 +60,7 @@ class Region:
 
     def free(self) -> None:
         """Give the memory back until the next use; tensors in it stay, and have no values."""
+        self.tenant = None
         if self._memory is not None:
             self._memory.untyped_storage().resize_(0)
 
@@ -80,6 +82,11 @@ class Member:
     """Where its padded shard lies in the bucket, in numbers; ``layout.padded_numel`` long."""
     share: float
     """Of the value, what a rank uses: 1, or 1/tp where tensor parallel ranks' uses are added up."""
+
+    def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
+        """Of what is as long as the bucket's shard, what lies where this member's piece does."""
+        shape = self.layout.local_shape
+        return flat_N[self.start :][: shape.numel()].view(shape)
 
 
 class Twin(NamedTuple):
@@ -107,14 +114,22 @@ class Bucket:
     shard_N: torch.Tensor
     dtype: torch.dtype
     """What it is gathered in."""
+    gradients: Arena
+    """Where its gradient lies."""
     gradient_N: torch.Tensor | None = None
     """fp32, this step's; None: there is none yet, or never."""
+    squares_B: torch.Tensor | None = None
+    """fp32, of that gradient: each block's sum of squares, as its last reduction left them."""
     has_gradient: bool = False
     unreduced_WN: torch.Tensor | None = None
     """fp32: gradients of earlier micro-batches that are still to travel."""
     twin: Twin | None = None
     """The pipeline rank with the same shard, whose gradient is of another use of it; None: none."""
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Where the shard lies in the dtype it is gathered in, if that is another."""
+    _version: int | None = None
+    """Of the shard, when it was last written there; None: something else may lie there since."""
     _rows: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -141,6 +156,48 @@ class Bucket:
     def needs_copies(self) -> bool:
         """Whether members must be copied out of what a gather gives, rank by rank."""
         return len(self.members) > 1 and self.group.size() > 1
+
+    # ---- the shard as it is gathered -----------------------------------------------------------
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the shard is gathered in another dtype than its own."""
+        return self.dtype != self.shard_N.dtype
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether what lies in :attr:`cast_N` is the shard as it is now.
+
+        Every change in place counts, through whatever view of the shard, or a member's DTensor.
+        """
+        return self._version == self._changes()
+
+    def _changes(self) -> int:
+        """Of the shard so far: autograd counts them, for all views of a tensor together."""
+        members = sum(member.parameter._version for member in self.members)
+        return self.shard_N._version + members
+
+    @property
+    def cast_N(self) -> torch.Tensor:
+        """Memory for the shard in the dtype it is gathered in, once it is laid out: where a gather
+        would bring it, so that it need not bring it; or what it is to be copied out from."""
+        if self.needs_copies and not self._cast_N.numel():
+            self._cast_N = torch.empty_like(self.shard_N, dtype=self.dtype)
+        return self._cast_N
+
+    def mark_fresh(self) -> None:
+        """Say that :attr:`cast_N` was written."""
+        self._version = self._changes()
+
+    def leave(self) -> None:
+        """Where members lie gathered something else may lie from now on."""
+        if not self.needs_copies:
+            self._version = None
+
+    def release(self) -> None:
+        """Give the memory of :attr:`cast_N` back, where it has some of its own."""
+        if self.needs_copies:
+            self._cast_N, self._version = torch.empty(0), None
 
     # ---- gathering -----------------------------------------------------------------------------
 
@@ -173,6 +230,10 @@ class Bucket:
             first = start if self.needs_copies else member.start
             self._rows.append(whole_N[first : first + shape.numel()].view(shape))
             start += aligned(shape.numel() * self.dtype.itemsize) // self.dtype.itemsize
+        if self.is_cast and not self.needs_copies:
+            numbers = self.shard_N.numel()
+            # As in start_gather: what writes here changes nothing that autograd saved.
+            self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
 
     def start_gather(self, staging: torch.Tensor) -> dist.Work | None:
         """Begin to gather, where members lie or, if they are to be copied out, to ``staging``."""
@@ -182,17 +243,14 @@ class Bucket:
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
         target_N = target_N[: self.group.size() * self.shard_N.numel()].data
+        if self.is_cast and not self.is_fresh:
+            # Torch's own cast takes 1.5 times as long.
+            sum_chunks(self.shard_N.detach()[None], out_N=self.cast_N)
+            self.mark_fresh()
         if self.group.size() == 1:
-            self._cast(target_N)
             return None
-        shard_N = self.shard_N
-        if shard_N.dtype != self.dtype:
-            shard_N = self._cast(torch.empty_like(shard_N, dtype=self.dtype))
-        return all_gather_start(shard_N, self.group, target_N.view(self.group.size(), -1))[1]
-
-    def _cast(self, out_N: torch.Tensor) -> torch.Tensor:
-        """The shard in ``out_N``'s dtype. Torch's own cast takes 1.5 times as long."""
-        return sum_chunks(self.shard_N.detach()[None], out_N=out_N)
+        sent_N = self.cast_N if self.is_cast else self.shard_N
+        return all_gather_start(sent_N, self.group, target_N.view(self.group.size(), -1))[1]
 
     def copy_out(self, staging: torch.Tensor) -> None:
         """Copy members from ``staging`` to where they lie, if they are to be copied."""
@@ -244,15 +302,25 @@ class Bucket:
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
-            self.gradient_N = torch.empty_like(self.shard_N)
+            self.gradient_N = self._new_gradient()
+        if self.squares_B is None:
+            self.squares_B = self.shard_N.new_empty(num_blocks(self.shard_N.numel()))
         pending = reduce_scatter_start(
-            chunks_WN, self.group, out_N=self.gradient_N, accumulate=self.has_gradient, mode=mode
+            chunks_WN,
+            self.group,
+            out_N=self.gradient_N,
+            accumulate=self.has_gradient,
+            mode=mode,
+            squares_B=self.squares_B,
         )
         self.has_gradient = True
         if self.group.size() > 1:
             return pending
         pending.finish()  # nothing is under way, and what it holds is large
         return None
+
+    def _new_gradient(self) -> torch.Tensor:
+        return self.gradients.empty(self.shard_N.numel(), torch.float32)
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
@@ -276,21 +344,32 @@ class Bucket:
                 target_WN[whole, :rest] = flat[whole * padded :]
         return chunks_WN
 
-    def publish_gradient(self) -> torch.Tensor:
-        """Complete this step's gradient, and show it on every member."""
+    def complete_gradient(self) -> torch.Tensor:
+        """Complete this step's gradient.
+
+        Returns what adds up to this rank's share of its square: fp32, of any length.
+        """
         if self.gradient_N is None:
-            self.gradient_N = torch.zeros_like(self.shard_N)
+            self.gradient_N = self._new_gradient()
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
+        copies = 1
         if self.replicas is not None:
             dist.all_reduce(self.gradient_N, group=self.replicas)
+            copies *= self.replicas.size()
         if self.twin is not None:
             self.gradient_N += self.twin.exchange(self.gradient_N)
+            copies *= 2
+        if copies == 1 and self.has_gradient and self.squares_B is not None:
+            return self.squares_B
+        return (torch.linalg.vector_norm(self.gradient_N).square() / copies)[None]
+
+    def show_gradient(self) -> None:
+        """Let every member have its piece of what is complete as its ``grad``."""
+        assert self.gradient_N is not None
         for member in self.members:
-            rows = self.gradient_N[member.start :][: member.local.numel()]
-            member.local.grad = rows.view(member.local.shape)
+            member.local.grad = member.piece_of(self.gradient_N)
             member.parameter.grad = member.layout.dtensor(member.local.grad)
-        return self.gradient_N
 
     def clear_gradient(self, *, free: bool) -> None:
         """Forget this step's gradient; ``free``: and give its memory back."""
@@ -299,8 +378,3 @@ class Bucket:
             self.gradient_N = None
         for member in self.members:
             member.local.grad = member.parameter.grad = None
-
-
-def aligned(size: int) -> int:
-    """``size`` bytes, filled up to whole :data:`ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

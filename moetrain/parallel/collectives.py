@@ -63,12 +63,18 @@ class PendingReduce(NamedTuple):
     """[W or 1, N]: rows that add up to the result, once ``work`` is done."""
     out_N: torch.Tensor
     accumulate: bool
+    squares_B: torch.Tensor | None
 
     def finish(self) -> torch.Tensor:
         """Waits, and adds up in fp32 into ``out_N``, which it returns."""
         if self.work is not None:
             self.work.wait()
-        return sum_chunks(self.arriving, out_N=self.out_N, accumulate=self.accumulate)
+        return sum_chunks(
+            self.arriving,
+            out_N=self.out_N,
+            accumulate=self.accumulate,
+            squares_B=self.squares_B,
+        )
 
 
 def reduce_scatter_start(
@@ -78,6 +84,7 @@ def reduce_scatter_start(
     out_N: torch.Tensor,
     accumulate: bool,
     mode: ReduceMode,
+    squares_B: torch.Tensor | None = None,
 ) -> PendingReduce:
     """Begins to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
 
@@ -87,6 +94,7 @@ def reduce_scatter_start(
         out_N: fp32, contiguous; ``finish`` writes the sum to it.
         accumulate: add to what ``out_N`` holds then instead of overwriting it.
         mode: how, see the head of this file.
+        squares_B: as :func:`~moetrain.kernels.reduction.sum_chunks` takes it.
 
     Raises:
         ValueError: chunks of another shape, or an unknown mode.
@@ -107,4 +115,4 @@ def reduce_scatter_start(
         work = reduce_scatter_single(arriving, rows_WN, group=group, async_op=True)
     else:
         raise ValueError(f"reduce_scatter: mode {mode!r} is none of {get_args(ReduceMode)}")
-    return PendingReduce(work, arriving, out_N, accumulate)
+    return PendingReduce(work, arriving, out_N, accumulate, squares_B)

@@ -39,9 +39,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from moetrain.annotate import annotate
+from moetrain.parallel.arena import Arena
 from moetrain.parallel.bucket import Bucket, Member, Region
 from moetrain.parallel.collectives import PendingReduce, ReduceMode
 from moetrain.parallel.layout import Sliced
@@ -54,15 +55,26 @@ class Unit:
     both may be shared with other units.
     """
 
-    def __init__(self, index: int, buckets: list[Bucket], region: Region, staging: Region) -> None:
+    def __init__(
+        self,
+        index: int,
+        buckets: list[Bucket],
+        region: Region,
+        staging: Region,
+        *,
+        takes_turns: bool,
+    ) -> None:
         self.index, self.buckets = index, buckets
-        self.region, self.staging = region, staging
+        self.region, self.staging, self.takes_turns = region, staging, takes_turns
         self.works: list[dist.Work | None] | None = None
         """The gathers under way; None: there are none."""
         self.graphs = 0
         """Forwards whose backwards are still to come."""
         self._is_laid_out = False
-        region.reserve(sum(bucket.region_bytes for bucket in buckets))
+        size = sum(bucket.region_bytes for bucket in buckets)
+        region.reserve(size)
+        self.label = f"unit {index}, {size / 2**20:.1f} MiB"
+        """In traces."""
         staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
 
     @property
@@ -77,14 +89,23 @@ class Unit:
         return all(bucket.is_trained for bucket in self.buckets)
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
-    def start_gather(self) -> None:
-        """Begin to gather every bucket."""
+    def move_in(self) -> None:
+        """Let what is written for its buckets lie in its region from now on, and nobody else's."""
         memory = self.region.memory
         if not self._is_laid_out:
             sizes = [bucket.region_bytes for bucket in self.buckets]
             for bucket, part in zip(self.buckets, _parts(memory, sizes), strict=True):
                 bucket.lay_out(part)
             self._is_laid_out = True
+        if self.region.tenant is not self:
+            self.region.tenant = self
+            for bucket in self.buckets:
+                bucket.leave()
+
+    @torch.inference_mode(False)
+    def start_gather(self) -> None:
+        """Begin to gather every bucket."""
+        self.move_in()
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
@@ -144,6 +165,9 @@ class FSDP:
         self.mode: ReduceMode = mode
         self.device, self.is_alone = device, is_alone
         self.reshards, self.reduce_last = reshard, reduce_last
+        self.weights = Arena("weights", device)
+        # Alone, gradients come with their first use and go with the step.
+        self.gradients = Arena("gradients", device, fixed=not is_alone)
         self.units: list[Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter, by its name in the model."""
@@ -162,7 +186,8 @@ class FSDP:
         index = len(self.units)
         takes_turns = self.reshards and is_block
         region = self._turns[index % 2] if takes_turns else Region(self.device)
-        unit = Unit(index, buckets, region, self._staging[index % 2])
+        staging = self._staging[index % 2]
+        unit = Unit(index, buckets, region, staging, takes_turns=takes_turns)
         self.units.append(unit)
         self._unit_of.update(dict.fromkeys(modules, unit))
 
@@ -185,6 +210,7 @@ class FSDP:
         if self._is_working:
             yield
             return
+        self.weights.need()
         self._is_working = True
         try:
             yield
@@ -205,6 +231,8 @@ class FSDP:
         for unit in self.units:
             unit.region.free()
             unit.staging.free()
+            for bucket in unit.buckets:
+                bucket.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
@@ -225,7 +253,7 @@ class FSDP:
         if isinstance(unit.staging.owner, Unit):  # gathered ahead, and not used yet
             self._finish_gather(unit.staging.owner)
         unit.region.owner = unit.staging.owner = unit
-        with record_function("fsdp_gather"):
+        with annotate(f"fsdp_gather {unit.label}"):
             unit.start_gather()
 
     def unshard(self, unit: Unit) -> None:
@@ -244,9 +272,16 @@ class FSDP:
             self._finish_gather(unit)
             unit.region.owner = None
 
-    @record_function("fsdp_reduce")
     def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the unit's reductions, then finish those of the unit before it."""
+        with annotate(f"fsdp_reduce {unit.label}"):
+            self._start_reductions(unit, gradients)
+        unit.graphs -= 1
+        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
+            self.reshard(unit)
+            unit.region.free()
+
+    def _start_reductions(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         started, rest = [], list(gradients)
         for bucket in unit.buckets:
             mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
@@ -255,10 +290,6 @@ class FSDP:
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
         self.finish_reductions()
         self._reducing = _under_way(started)
-        unit.graphs -= 1
-        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
-            self.reshard(unit)
-            unit.region.free()
 
     def finish_reductions(self) -> None:
         """Wait, on the device, for those under way."""
@@ -339,17 +370,41 @@ class FSDP:
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
         self.check_idle()
-        squares = [torch.zeros((), device=self.device)]
-        for bucket in self.buckets:
-            if bucket.is_trained:
-                gradient_N = bucket.publish_gradient()
-                replicas = 1 if bucket.replicas is None else bucket.replicas.size()
-                replicas *= 1 if bucket.twin is None else 2
-                squares.append(torch.linalg.vector_norm(gradient_N).square() / replicas)
-        total = torch.stack(squares).sum()
+        trained = [bucket for bucket in self.buckets if bucket.is_trained]
+        squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
+        squares += [bucket.complete_gradient() for bucket in trained]
+        total = torch.cat(squares).sum(dtype=torch.float64)
         if not self.is_alone:
             dist.all_reduce(total)
-        return total.sqrt()
+        for bucket in trained:  # the host takes longer for it than the device for the sum
+            bucket.show_gradient()
+        return total.sqrt().float()
+
+    def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+        """Every bucket that is trained, to be updated before the next is asked for.
+
+        With it comes where the new values are to be written too, in the dtype they are gathered in:
+        then no gather casts them. None: they are gathered as they are, or take turns with others'.
+        A gradient whose memory is not kept goes with its update.
+        """
+        self.check_idle()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if not bucket.is_trained:
+                    continue
+                has_place = bucket.is_cast and not unit.takes_turns
+                if has_place:
+                    unit.move_in()
+                yield bucket, bucket.cast_N if has_place else None
+                if has_place:
+                    bucket.mark_fresh()
+                if self.is_alone:
+                    bucket.clear_gradient(free=True)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was added to the step's gradients yet."""
+        return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""

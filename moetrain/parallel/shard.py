@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from moetrain.kernels.adamw import BLOCK
 from moetrain.models.rules import Rule, is_adapter
-from moetrain.parallel.bucket import Bucket, Member, aligned
+from moetrain.parallel.bucket import Bucket, Member
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.layout import Layout
 from moetrain.parallel.mesh import Meshes
@@ -54,7 +55,7 @@ def shard_model(
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.trainable)
                 groups.setdefault(kind, []).append(members[name])
-        buckets = [_make_bucket(group, fsdp.device, dtype) for group in groups.values()]
+        buckets = [_make_bucket(group, fsdp, dtype) for group in groups.values()]
         fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
     fsdp.members = {name: members[name] for name in names.values()}
     for module in model.modules():
@@ -62,17 +63,16 @@ def shard_model(
             setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
 
 
-def _make_bucket(members: list[Member], device: torch.device, dtype: torch.dtype) -> Bucket:
+def _make_bucket(members: list[Member], fsdp: FSDP, dtype: torch.dtype) -> Bucket:
     size = 0
     for member in members:
-        member.start = aligned(2 * size) // 2  # in any dtype of two bytes or more
+        member.start = -(-size // BLOCK) * BLOCK  # a block of an update is of one parameter
         size = member.start + member.layout.padded_numel
     rule = members[0].rule
-    shard_N = torch.zeros(size, device=device, dtype=rule.storage)
+    shard_N = fsdp.weights.empty(size, rule.storage).zero_()
     for member in members:
-        shape = member.layout.local_shape
-        member.local = shard_N[member.start :][: shape.numel()].view(shape)
+        member.local = member.piece_of(shard_N)
         sharded = member.layout.dtensor(member.local)
         member.parameter = nn.Parameter(sharded, requires_grad=rule.trainable)
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, rule.gather or dtype)
+    return Bucket(members, shard_N, rule.gather or dtype, fsdp.gradients)

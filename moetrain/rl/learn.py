@@ -74,7 +74,7 @@ class Learner:
         size = (self.config.data.seq_len, self.config.train.micro_batch_size)
         batches = pack(mine, *size)
         most = max(gather(self.world, len(batches)))
-        most += -most % self.engine.batch_multiple
+        most += -most % self.engine.passes.batch_multiple
         return batches if len(batches) == most else pack(mine, *size, least=most)
 
     def update(

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -197,8 +197,7 @@ class RlTrainer(Run[Learned]):
 
     def _reinforce(self) -> Learned:
         """Trajectories, and updates on them."""
-        away = self.engine.offloaded() if self.config.rl.offload else nullcontext()
-        with self.time.part("offload"), away, self.time.part("generate"):
+        with self.time.part("offload"), self._offloaded(), self.time.part("generate"):
             rollout = self.roll_out()
         self.rollout_row, samples = rollout.row, rollout.samples()
         if not samples:  # nothing to learn: neither momentum nor decay moves the weights
@@ -211,6 +210,18 @@ class RlTrainer(Run[Learned]):
         moved = row.pop("moved")
         row.setdefault("kl", moved)
         return learned
+
+    @contextmanager
+    def _offloaded(self) -> Iterator[None]:
+        """Meanwhile only the engine's weights are on the device, if ``rl.offload`` says so."""
+        if not self.config.rl.offload:
+            yield
+            return
+        self.engine.offload("gradients", "moments", "workspaces")
+        try:
+            yield
+        finally:
+            self.engine.reload()
 
     def sync_weights(self) -> None:
         """The generator's weights are the engine's from here on. Collective."""

@@ -88,6 +88,8 @@ class Generator:
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens)
         self.version, self.paused, self.is_asleep = 0, False, False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        self.borrowed: set[str] = set()
+        """Parameters whose memory is somebody else's, who keeps their values as they are."""
         """The parameters' memory while it is given back, and its bytes."""
         self._live: dict[str, list[Running]] = {}
         """Every request's completions, until all of them are finished."""
@@ -254,12 +256,14 @@ class Generator:
         """Give the cache's memory back; completions under way go on after :meth:`wake`.
 
         Args:
-            weights: give that of the parameters back too; their values are lost.
+            weights: give that of the parameters back too, of its own; their values are lost.
         """
         self.scheduler.preempt_all()
         self.pages.forget()
         if weights:
-            for parameter in self.model.parameters():
+            for name, parameter in self.model.named_parameters():
+                if name in self.borrowed:
+                    continue
                 storage = parameter.untyped_storage()
                 self._asleep.append((storage, storage.nbytes()))
                 storage.resize_(0)

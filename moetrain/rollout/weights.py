@@ -47,15 +47,12 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.expert_parallel import ExpertParallel
 
 
-def replica(engine: Engine, *, shares: bool = False) -> tuple[Transformer, ExpertParallel | None]:
+def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """A model for a generator on this rank, without values, and how it shares the experts.
 
-    It takes :func:`replica_bytes`, no more at any time. Its tokens go to their experts as the
+    What the engine does not train and has here as generation uses it is the engine's own tensor. It
+    takes :func:`replica_bytes`, no more at any time. Its tokens go to their experts as the
     engine's do, in exact sizes. None: this rank has all experts. Collective.
-
-    Args:
-        shares: what is not trained, and lies on this rank as generation uses it, is the engine's
-            own memory. Such a generator never sleeps with its weights.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
@@ -69,11 +66,9 @@ def replica(engine: Engine, *, shares: bool = False) -> tuple[Transformer, Exper
         experts = ExpertParallel(model, group, config.kernels.backend, transport)
     for name, planned in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
-        rule = engine.stages.rules[name]
-        values = engine.fsdp.members[name].local.detach() if name in engine.fsdp.members else None
-        is_own = shares and not rule.trainable and values is not None
-        if values is None or not is_own or values.shape != planned.shape:
-            dtype = _dtype(engine, rule)
+        dtype = _dtype(engine, engine.stages.rules[name])
+        values = _frozen_here(engine, name)
+        if values is None:
             values = torch.empty(planned.shape, dtype=dtype, device=world.device)
         parameter = nn.Parameter(values, requires_grad=False)
         model.get_submodule(owner).register_parameter(key, parameter)
@@ -88,9 +83,22 @@ def replica_bytes(engine: Engine) -> int:
     """Of memory that :func:`replica` takes on this rank."""
     total = 0
     for name, rule in engine.stages.rules.items():
+        if _frozen_here(engine, name) is not None:
+            continue
         ranks = engine.world.dims.ep if rule.style == "expert" else 1  # which divides them
         total += engine.stages.table[name].shape.numel() // ranks * _dtype(engine, rule).itemsize
     return total
+
+
+def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
+    """The engine's own tensor of the parameter ``name``, if a replica can use that: it never
+    changes, is not cut but by experts, and lies in the dtype in which it is used."""
+    member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
+    if member is None or rule.trainable or member.local.dtype != _dtype(engine, rule):
+        return None
+    layout = member.layout
+    used = layout.gathered_shape if layout.style == "expert" else layout.shape
+    return member.local.detach() if layout.local_shape == used else None
 
 
 def _dtype(engine: Engine, rule: Rule) -> torch.dtype:
@@ -121,17 +129,20 @@ class WeightUpdate:
             raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
         names = {id(member): name for name, member in engine.fsdp.members.items()}
         self._here: list[_Pair] = []
-        """What this rank holds all of."""
+        """What this rank holds all of, and the generator has a copy of."""
         self._gathers: list[_Gather] = []
         for unit in engine.fsdp.units:
-            self._add([_Pair(m, targets[names[id(m)]].detach()) for m in unit.members])
+            pairs = [_Pair(m, targets[names[id(m)]].detach()) for m in unit.members]
+            generator.borrowed |= {names[id(p.member)] for p in pairs if p.is_one}
+            self._add([pair for pair in pairs if not pair.is_one])
         self._from_stages = [
             (target, engine.stages.table[name].holders[0])
             for name, target in (*targets.items(), *generator.model.named_buffers())
             if engine.world.dims.pp > 1
         ]
         self.num_collectives = len(self._gathers) + len(self._from_stages)
-        self.num_bytes = sum(target.nbytes for target in targets.values())
+        own = (x for name, x in targets.items() if name not in generator.borrowed)
+        self.num_bytes = sum(target.nbytes for target in own)
         self.num_bytes_received = sum(g.size * (g.group.size() - 1) for g in self._gathers)
         rank = engine.stages.rank
         self.num_bytes_received += sum(x.nbytes for x, r in self._from_stages if r != rank)
@@ -147,8 +158,6 @@ class WeightUpdate:
                     f"WeightUpdate: the generator's {pair.member.name} is {list(shape)}, "
                     f"and the engine's {list(layout.shape)}"
                 )
-            if pair.target.data_ptr() == pair.member.local.data_ptr():
-                continue  # the engine's own
             if shape == layout.local_shape:
                 self._here.append(pair)
             elif is_expert:  # large: alone it needs no copy
@@ -198,6 +207,11 @@ class _Pair:
 
     member: Member
     target: torch.Tensor
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the two are the same tensor: :func:`replica` has seen to that."""
+        return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
 
     def places(self, ranks: Sequence[int]) -> list[Box]:
         """Where in the target each of ``ranks``' pieces belongs."""
