@@ -151,17 +151,19 @@ class Service:
             "architecture": arch.model_dump(mode="json"),
             "frozen": self.desk.engine.fingerprint,
             "lora": lora.model_dump(mode="json", exclude={"save", "layout"}),
+            "moments": self.config.optim.state_dtype,
         }
         if not path.exists():
             write_durably(path, mine)
         theirs = read(path)
-        for key, field_name in (("architecture", "model"), ("frozen", "model"), ("lora", "lora")):
+        settings = {"architecture": "model", "frozen": "model", "lora": "lora"}
+        settings["moments"] = "optim.state_dtype"
+        for key, setting in settings.items():
             if theirs.get(key) != mine[key]:
-                setting = f"{field_name}.{'rank' if key == 'lora' else 'path'}"
                 raise ConfigError(
                     "output_dir",
                     f"{str(self.folder)!r} has jobs of another base ({key} differs); set {setting} "
-                    "and what belongs to it as it was, or choose another folder",
+                    "as it was, or choose another folder",
                 )
 
     def _find(self) -> list[Job]:
