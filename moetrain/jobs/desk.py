@@ -17,15 +17,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, step_of
-from moetrain.config import Config, ConfigError
-from moetrain.engine import Engine, Totals
+from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.engine import Engine
 from moetrain.jobs.requests import (
     BadRequest,
     Body,
@@ -41,11 +41,11 @@ from moetrain.jobs.requests import (
 from moetrain.loss import Objective, Pretraining, RouterLosses
 from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype
-from moetrain.models.init import draw
 from moetrain.models.rules import is_adapter
-from moetrain.optim import MOMENTS
-from moetrain.parallel.layout import Box, Part
+from moetrain.parallel.apply import draw_values
+from moetrain.parallel.layout import Part
 from moetrain.parallel.world import World, join_world
+from moetrain.passes import Totals
 from moetrain.preflight import check_what_can_run
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
@@ -56,7 +56,7 @@ from moetrain.rollout import Generator
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run_control import make_deterministic
 from moetrain.run_folder import CHECKPOINTS
-from moetrain.snapshot import Snapshots, find_snapshot
+from moetrain.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
 ROW_MULTIPLE = 64
 """Of which rows are, where nothing is compiled for one length: pads are computed too."""
@@ -69,9 +69,10 @@ class Cancelled(Exception):
 
 
 class Pending(NamedTuple):
-    """What forward_backward has left for the next step; gradients in host memory, by bucket."""
+    """What forward_backward has left for the next step; tensors are in host memory."""
 
-    gradients: list[torch.Tensor | None]
+    gradients: list[tuple[torch.Tensor, torch.Tensor] | None]
+    """Each bucket's, and its squares; None: it has none yet."""
     since_step: list[Totals]
 
 
@@ -80,15 +81,7 @@ class SharedEngine(Engine):
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         super().__init__(config, arch, world)
-        # AdamW would make its moments at its first step. These are what it would make.
-        shapes = {name: entry.shape for name, entry in self.stages.trained.items()}
-        keys = {"step": False} | dict.fromkeys(MOMENTS, True)
-        zeros = {
-            f"{name}.{key}": torch.zeros(shape if is_like_it else ())
-            for name, shape in shapes.items()
-            for key, is_like_it in keys.items()
-        }
-        self.load_state({"optim": zeros})
+        self.optimizer.begin()  # else it would at its first step, and have nothing to be copied to
 
     @property
     def is_between_steps(self) -> bool:
@@ -100,8 +93,11 @@ class SharedEngine(Engine):
         """The gradients of the step so far, which the engine forgets; None: there are none."""
         if self.is_between_steps:
             return None
-        gradients = (b.gradient_N if b.has_gradient else None for b in self.fsdp.buckets)
-        kept = [None if gradient is None else _to_host(gradient) for gradient in gradients]
+        kept = []
+        for bucket in self.fsdp.buckets:
+            tensors = (bucket.gradient_N, bucket.squares_B) if bucket.has_gradient else ()
+            found = [_to_host(tensor) for tensor in tensors if tensor is not None]
+            kept.append((found[0], found[1]) if found else None)
         pending = Pending(kept, self._since_step)
         self._forget()
         return pending
@@ -114,9 +110,13 @@ class SharedEngine(Engine):
             return
         for bucket, kept in zip(self.fsdp.buckets, pending.gradients, strict=True):
             if kept is not None:
+                gradient_N, squares_B = kept
                 if bucket.gradient_N is None:
-                    bucket.gradient_N = torch.empty_like(bucket.shard_N)
-                bucket.gradient_N.copy_(kept, non_blocking=True)
+                    bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), torch.float32)
+                if bucket.squares_B is None:
+                    bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
+                bucket.gradient_N.copy_(gradient_N, non_blocking=True)
+                bucket.squares_B.copy_(squares_B, non_blocking=True)
                 bucket.has_gradient = True
         self._since_step = list(pending.since_step)
 
@@ -157,7 +157,7 @@ class Desk:
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
-        """Build all there is. ``config``: as :func:`moetrain.preflight.prepare` gives it.
+        """Build all there is. ``config``: as :func:`moetrain.preflight.resolve_run` gives it.
 
         Raises:
             ConfigError: settings that do not fit the model or the device.
@@ -170,9 +170,7 @@ class Desk:
         check_what_can_run(config, arch, device)
         dtype = compute_dtype(config, device)
         estimate = estimate_memory(config, arch, self.world.dims, dtype, "never")
-        # Of fp32 moments there are two: generation has adapters of its own, and no more.
-        own = replace(estimate, generator=estimate.moments / 8 * dtype.itemsize)
-        check_memory(own, config, device_capacity(device))
+        check_memory(estimate, config, device_capacity(device))
         if config.train.deterministic:
             make_deterministic()
         self.config = config = with_training_bits(config, device)
@@ -188,7 +186,11 @@ class Desk:
             self.generator.longest,
             config.jobs.max_completions,
         )
-        self._first = self._copies()
+        # An adapter from files is where every job begins; else each one's is drawn.
+        is_drawn = is_adapter if config.lora.path is None else lambda _: False
+        parts = self.engine.state()["model"]
+        self._first = _copies_of({k: part for k, part in parts.items() if not is_drawn(k)})
+        """What every job begins with."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         """Those that sat here last, the latest at the end."""
         self._nobody()
@@ -206,7 +208,7 @@ class Desk:
 
         Raises:
             ConfigError: its checkpoints are damaged.
-            RunFailed: that of a job that leaves the host's memory cannot be written.
+            RunFailed: the host has no memory, or the disk no room, for who sat here before.
         """
         if self.job == job:
             return
@@ -220,7 +222,7 @@ class Desk:
             self._restore(found)
             self.saved = self.progress.seen
         else:
-            self._take(self._beginning(seed))
+            self._begin(seed)
         self.job, self.seed, self.folder = job, seed, folder
 
     def _leave(self) -> None:
@@ -256,44 +258,47 @@ class Desk:
             self.engine.forget()
             self._nobody()
 
-    def _beginning(self, seed: int) -> Groups:
-        """The state of a job that has not begun."""
-        model = dict(self._first["model"])
-        # An adapter from files is where every job begins.
-        drawn = model if self.config.lora.path is None else {}
-        for name in filter(is_adapter, drawn):
-            part, rule = model[name], self.engine.stages.rules[name]
-            rows, *columns = part.box
-            values, std = torch.empty_like(part.tensor), self.config.model.init_std
-            draw(values, name, rule, part.shape, rows.start, std, seed, tuple(columns))
-            model[name] = part._replace(tensor=values)
-        return {**self._first, "model": model}
+    def probe(self) -> None:
+        """Raise RunFailed if the device does nothing any more, as after an error of a kernel."""
+        try:
+            torch.ones(1, device=self.world.device).sum().item()
+        except RuntimeError as error:
+            problem = f"the device has failed ({error}); nothing is lost: start the service again"
+            raise RunFailed(problem) from None
+
+    @torch.no_grad()
+    def _begin(self, seed: int) -> None:
+        """Have the state of a job that has not begun."""
+        for name, part in self.engine.state()["model"].items():
+            if name in self._first:
+                part.tensor.copy_(self._first[name].tensor)
+        if self.config.lora.path is None:
+            draw_values(self.engine.fsdp, self.config.model.init_std, seed, all=False)
+        self.engine.optimizer.begin()
 
     def _copies(self) -> dict[str, dict[str, Part]]:
-        """The engine's state, in host memory."""
-        state = {
-            group: {k: part._replace(tensor=_to_host(part.tensor)) for k, part in parts.items()}
-            for group, parts in self.engine.state().items()
-        }
+        """The engine's state, in host memory; RunFailed: there is not enough."""
+        groups = self.engine.state()
+        try:
+            copies = {group: _copies_of(parts) for group, parts in groups.items()}
+        except RuntimeError as error:
+            problem = f"there is no host memory for a job between its turns ({error})"
+            raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        return state
+        return copies
 
     @torch.no_grad()
     def _take(self, state: Groups) -> None:
         """Inverse of :meth:`_copies`: into the tensors that there are."""
-        mine = {name: _Here(part) for name, part in state["model"].items()}
-        self.engine.load_state({"model": mine})
-        for name, part in self.engine.state()["optim"].items():
-            part.tensor.copy_(state["optim"][name].tensor, non_blocking=True)
+        for group, parts in self.engine.state().items():
+            for name, part in parts.items():
+                part.tensor.copy_(state[group][name].tensor, non_blocking=True)
 
-    @torch.no_grad()
     def _restore(self, found: Checkpoint) -> None:
         """Take the state in ``found``, and how far it had come."""
-        self.engine.load_state({"model": found.group("model")})
-        moments = found.group("optim")
-        for name, part in self.engine.state()["optim"].items():
-            part.tensor.copy_(moments[name][part.box])
+        for group in ENGINE_GROUPS:  # one after the other: each takes host memory
+            self.engine.load_state({group: found.group(group)})
         state = found.state
         self.progress = Progress(state["step"], state["steps"], state["tokens"])
 
@@ -455,22 +460,8 @@ class Desk:
         return {"name": name, "steps": self.progress.steps}
 
 
-@dataclass(frozen=True)
-class _Here:
-    """This rank's part of a tensor, as a region of which nobody asks for another part."""
-
-    part: Part
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.part.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.part.tensor.dtype
-
-    def __getitem__(self, box: Box) -> torch.Tensor:
-        return self.part.tensor
+def _copies_of(parts: Mapping[str, Part]) -> dict[str, Part]:
+    return {name: part._replace(tensor=_to_host(part.tensor)) for name, part in parts.items()}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,19 @@ KEPT_ANSWERS = 100
 """Of each job: a client that asks for older ones has lost its place."""
 
 
-def write_durably(path: Path, value: Mapping[str, Any]) -> None:
-    """Let ``path`` hold ``value`` as JSON: whole and on the disk when this returns.
+def write_durably(path: Path, value: Mapping[str, Any], **more: str) -> None:
+    """Let ``path`` hold ``value`` as JSON, and ``more``, which is JSON already: whole and on the
+    disk when this returns.
 
     Raises:
         OSError: it cannot be written, and ``path`` is as it was.
     """
+    text = json.dumps(value, allow_nan=False)
+    for key, part in more.items():
+        text = f"{text[:-1]}, {json.dumps(key)}: {part}}}"
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, allow_nan=False)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -66,7 +70,7 @@ class Log(Protocol):
         ...
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Keep what came of the next request: ``result``, or ``error``."""
+        """Keep what came of the request that was served last: ``result``, or ``error``."""
         ...
 
     def prune(self, seen: int) -> None:
@@ -84,6 +88,8 @@ class Journal:
         fsync(folder)
         self.done = 1 + max(_numbers(self._answers), default=-1)
         self.accepted = max(self.done, 1 + max(_numbers(self._requests), default=-1))
+        self._served: dict[str, str] = {}
+        """What an answer keeps of its request."""
 
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request; returns its number.
@@ -108,7 +114,7 @@ class Journal:
             raise BadRequest(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
             raise Full(f"{most} requests of this job wait already (jobs.max_queued)")
-        write_durably(_file(self._requests, self.accepted), {**entry, "body": json.loads(body)})
+        write_durably(_file(self._requests, self.accepted), entry, body=body)
         self.accepted += 1
         return self.accepted - 1
 
@@ -118,6 +124,7 @@ class Journal:
 
     def serve(self, number: int, desk: Desk, is_given_up: Callable[[], bool]) -> dict[str, Any]:
         entry = read(_file(self._requests, number))
+        self._served = {key: entry[key] for key in ("kind", "digest")}
         request = parse(entry["kind"], entry["body"], desk.limits)
         return desk.serve(number, request, is_given_up)
 
@@ -134,9 +141,7 @@ class Journal:
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         assert number == self.done
-        known = self._known(number)
-        entry = {key: known[key] for key in ("kind", "digest")}
-        write_durably(_file(self._answers, number), {**entry, **answer})
+        write_durably(_file(self._answers, number), {**self._served, **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:

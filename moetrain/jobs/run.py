@@ -9,6 +9,8 @@ Left out so far: several processes, of which one would be behind the door.
 from __future__ import annotations
 
 import ipaddress
+import json
+import logging
 import os
 import secrets
 import socket
@@ -25,6 +27,8 @@ from moetrain.jobs.service import Service
 from moetrain.memory import plan_memory
 from moetrain.models import Architecture
 from moetrain.run_control import stop_signals
+
+logger = logging.getLogger("moetrain")
 
 IDLE_SECONDS = 0.1
 """Between looks at stop signals, while nobody has anything to do."""
@@ -47,6 +51,8 @@ class JobRun:
         """
         jobs = self.config.jobs
         with Service(self.config) as service, stop_signals() as stop, serving(service):
+            self.announce(service)
+            service.is_stopping = lambda: bool(stop)
             while not stop and (service.turn() or jobs.port is not None):
                 service.wait(IDLE_SECONDS)
         if stop:
@@ -55,6 +61,14 @@ class JobRun:
         failed = [f"{job.id} ({job.error})" for job in files if job.status == "failed"]
         if failed:
             raise RunFailed(f"{len(failed)} of {len(files)} jobs: {', '.join(failed)}")
+
+    def announce(self, service: Service) -> None:
+        """Say what is about to run and write ``config.json``."""
+        settings = json.dumps(service.config.to_dict(), indent=2)
+        (service.folder / "config.json").write_text(settings, "utf-8")
+        logger.info("settings:\n%s", service.config.describe())
+        work = sum(job.has_work for job in service.jobs.values())
+        logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
 
 
 @contextmanager

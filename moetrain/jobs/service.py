@@ -19,9 +19,11 @@ import re
 import secrets
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -112,6 +114,8 @@ class Service:
             self.jobs = {job.id: job for job in self._find()}
             self.jobs |= {job.id: job for job in self._find_files(arch)}
             self._stack = stack.pop_all()
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Whether the service is to end, asked while text is generated."""
         self._last: str | None = None
         self._removals: list[tuple[Job, Future[None]]] = []
 
@@ -146,24 +150,26 @@ class Service:
         mine = {
             "architecture": arch.model_dump(mode="json"),
             "frozen": self.desk.engine.fingerprint,
-            "lora": lora.model_dump(mode="json", exclude={"path", "save", "layout"}),
+            "lora": lora.model_dump(mode="json", exclude={"save", "layout"}),
+            "moments": self.config.optim.state_dtype,
         }
         if not path.exists():
             write_durably(path, mine)
         theirs = read(path)
-        for key, field_name in (("architecture", "model"), ("frozen", "model"), ("lora", "lora")):
+        settings = {"architecture": "model", "frozen": "model", "lora": "lora"}
+        settings["moments"] = "optim.state_dtype"
+        for key, setting in settings.items():
             if theirs.get(key) != mine[key]:
-                setting = f"{field_name}.{'rank' if key == 'lora' else 'path'}"
                 raise ConfigError(
                     "output_dir",
                     f"{str(self.folder)!r} has jobs of another base ({key} differs); set {setting} "
-                    "and what belongs to it as it was, or choose another folder",
+                    "as it was, or choose another folder",
                 )
 
     def _find(self) -> list[Job]:
         """The jobs of clients, as they were left."""
         root = self.folder / "jobs"
-        root.mkdir(exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
         found = []
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(REMOVED):
@@ -322,6 +328,7 @@ class Service:
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self.desk.probe()
             self.desk.forget(job.id)
             self._fail(job, f"it could not be brought back: {_line_of(error)}")
             return True
@@ -345,9 +352,8 @@ class Service:
     def _serve(self, job: Job) -> None:
         number, desk = job.log.done, self.desk
         try:
-            answer: dict[str, Any] = {
-                "result": job.log.serve(number, desk, lambda: job.status != "open")
-            }
+            is_given_up = partial(self._is_given_up, job)
+            answer: dict[str, Any] = {"result": job.log.serve(number, desk, is_given_up)}
         except (RunFailed, OSError):
             raise
         except Cancelled:
@@ -362,6 +368,8 @@ class Service:
         with self._lock:
             job.log.answer(number, answer)
             future = job.waiting.pop(number, None)
+        if "error" in answer:
+            desk.probe()
         if desk.job == job.id and self._is_due(job):
             desk.save()
             with self._lock:
@@ -370,6 +378,9 @@ class Service:
             future.set_result(answer)
         if isinstance(job.log, Course) and job.status == "open":
             self._look_at(job, job.log, answer)
+
+    def _is_given_up(self, job: Job) -> bool:
+        return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
         new = self.desk.progress.seen - self.desk.saved
