@@ -330,7 +330,7 @@ class ActivationOffload:
             self._per_block = self.allowance(number, x_BSD)
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
-        while self._leaving and self._leaving[0][0] < self._clock:
+        while self._leaving and self._leaving[0][0] <= self._clock:
             if (away := self._leaving.popleft()[1]()) is not None:
                 away.leave()
         return before
@@ -344,9 +344,10 @@ class ActivationOffload:
             return None
         self._sent += size
         self._room -= size
-        self._busy_until = max(self._busy_until, self._clock) + size / self._per_block
+        # A compiled block saves all at its end; then there is the next one to copy beside.
+        self._busy_until = max(self._busy_until, self._clock + 1) + size / self._per_block
         away = Away(self.host, storage)
-        self._leaving.append((self._busy_until + 1, ref(away)))
+        self._leaving.append((max(self._busy_until, self._clock + 2), ref(away)))
         return away
 
 
