@@ -104,7 +104,8 @@ class HostMemory:
         return pages, self._copy(self._down, waits, [(page[: len(x)], x) for page, x in pairs])
 
     def copy_up(self, pages: Sequence[torch.Tensor], after: Any, target: torch.Tensor) -> Any:
-        """Let ``target`` have what ``pages`` hold, from the event on that this gives."""
+        """Let ``target``, of the current stream, have what ``pages`` hold since ``after``; from the
+        event on that this gives."""
         pairs = zip(target.split(PAGE), pages, strict=True)
         self.bytes_up += len(target)
         return self._copy(self._up, [after], [(x, page[: len(x)]) for x, page in pairs])
@@ -144,9 +145,8 @@ class Away:
         self.here = _bytes_of(storage)
         self.stream = host.current()
         """The one that ``here`` is to be used on, and its memory goes back to."""
-        self.pages, self.copied = host.copy_down(self.here, self.size)
-        self.last = self.copied
-        """The last copy, down or up."""
+        self.pages, self.last = host.copy_down(self.here, self.size)
+        """And the last copy, down or up."""
 
     def leave(self) -> None:
         """Give up the memory on the device: what its stream runs from now on may use it."""
@@ -162,7 +162,7 @@ class Away:
         if self.here is None:
             self.here = torch.empty(self.size, dtype=torch.uint8, device=self.host.device)
             self.stream = self.host.current()
-            self.last = self.host.copy_up(self.pages, self.copied, self.here)
+            self.last = self.host.copy_up(self.pages, self.last, self.here)
 
     def storage(self) -> torch.UntypedStorage:
         """It, as what is queued next on this stream may read it."""
@@ -330,7 +330,7 @@ class ActivationOffload:
             self._per_block = self.allowance(number, x_BSD)
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
-        while self._leaving and self._leaving[0][0] < self._clock:
+        while self._leaving and self._leaving[0][0] <= self._clock:
             if (away := self._leaving.popleft()[1]()) is not None:
                 away.leave()
         return before
@@ -344,9 +344,10 @@ class ActivationOffload:
             return None
         self._sent += size
         self._room -= size
-        self._busy_until = max(self._busy_until, self._clock) + size / self._per_block
+        # A compiled block saves all at its end; then there is the next one to copy beside.
+        self._busy_until = max(self._busy_until, self._clock + 1) + size / self._per_block
         away = Away(self.host, storage)
-        self._leaving.append((self._busy_until + 1, ref(away)))
+        self._leaving.append((max(self._busy_until, self._clock + 2), ref(away)))
         return away
 
 
