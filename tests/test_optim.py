@@ -63,7 +63,8 @@ def test_an_update_is_torchs_fused_one(backend, device):
     tensors = (param_N, grad_N, avg_N, avg_sq_N, rates(device), decays_B, SETTINGS)
     adamw(*tensors, out_N=out_N, backend=backend)
     for ours, theirs in zip((param_N, avg_N, avg_sq_N), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=1e-7)
+        # Absolutely: of sums of numbers up to 4 that may cancel.
+        torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=5e-7)
     assert torch.equal(out_N, param_N)
 
 
@@ -198,7 +199,7 @@ GPU += ["model.head_dim=32", "model.moe_intermediate_size=32"]
 @pytest.mark.parametrize("world", COPIES)
 def test_copies_that_updates_write_on_gpus(world):
     runs = {name: [*words, *GPU] for name, words in COPIES[world].items()}
-    del runs["tp+ep"]  # as few heads as this model has
+    runs.pop("tp+ep", None)  # as few heads as this model has
     for answers in spawn(world, train_twice, runs, device_type="cuda", timeout=300):
         for name, (kept, cast) in answers.items():
             assert kept[0] == cast[0], name

@@ -96,6 +96,8 @@ def adamw(
     _check(param_N, grad_N, avg_N, avg_sq_N, decays_B, origins_B, out_N)
     tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B)
     if use_fast(backend, param_N):
+        # torch 2.11 takes nothing but tensors where an op writes.
+        out_N = param_N.new_empty(0) if out_N is None else out_N
         _adamw(*tensors, origins_B, out_N, *settings)
         return
     found = adamw_reference(*tensors, settings, origins_B)
@@ -202,16 +204,18 @@ def _adamw(
     rates_S: torch.Tensor,
     decays_B: torch.Tensor,
     origins_B: torch.Tensor | None,
-    out_N: torch.Tensor | None,
+    out_N: torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     seed: int,
 ) -> None:
+    """``out_N``: of no elements where nobody wants it."""
     size = param_N.numel()
     if not size:
         return
-    tensors = (param_N, grad_N, avg_N, avg_sq_N, out_N, rates_S, decays_B, origins_B)
+    written = (param_N, grad_N, avg_N, avg_sq_N, out_N if out_N.numel() else None)
+    tensors = (*written, rates_S, decays_B, origins_B)
     betas = (beta1, 1 - beta1, beta2, 1 - beta2)
     grid = (triton.cdiv(size, BLOCK),)
     _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=WARPS)
@@ -250,7 +254,8 @@ def _adamw_kernel(
         m = beta1 * tl.load(avg + at, mask, 0.0).to(tl.float32) + rest1 * g
         v = beta2 * tl.load(avg_sq + at, mask, 0.0).to(tl.float32) + rest2 * g * g
         p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
-        p -= tl.load(rates + 2) * m / (tl.sqrt(v) * tl.load(rates + 3) + eps)
+        # As torch rounds them; the plain ones are approximate.
+        p -= tl.div_rn(tl.load(rates + 2) * m, tl.sqrt_rn(v) * tl.load(rates + 3) + eps)
         tl.store(param + at, p, mask)
         if origins is not None:
             step = tl.load(rates + 5).to(tl.int32)

@@ -74,7 +74,9 @@ def sum_chunks(
                 f"{out_N.numel()} elements take float32 {list(blocks)}"
             )
     if use_fast(backend, chunks_RN):
-        _sum_chunks(out_N, chunks_RN, accumulate, squares_B)
+        # torch 2.11 takes nothing but tensors where an op writes.
+        none = out_N.new_empty(0, dtype=torch.float32)
+        _sum_chunks(out_N, chunks_RN, accumulate, none if squares_B is None else squares_B)
         return out_N
     out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate))
     if squares_B is not None:
@@ -109,11 +111,12 @@ def _sum_chunks(
     out_N: torch.Tensor,
     chunks_RN: torch.Tensor,
     accumulate: bool,
-    squares_B: torch.Tensor | None = None,
+    squares_B: torch.Tensor,
 ) -> None:
+    """``squares_B``: of no elements where nobody wants them."""
     chunks, size = chunks_RN.shape
     grid = (num_blocks(size),)
-    tensors = (out_N, chunks_RN, squares_B)
+    tensors = (out_N, chunks_RN, squares_B if squares_B.numel() else None)
     _sum_kernel[grid](*tensors, size, chunks, accumulate, BLOCK, num_warps=WARPS)
 
 
