@@ -27,6 +27,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.memory import GIB
 from moetrain.metrics import peak_memory_gib
 from moetrain.parallel.activation_offload import ActivationOffload
+from moetrain.parallel.mapped import forget_peak
 from moetrain.run_control import garbage_collector_off
 from moetrain.trainer import Trainer
 
@@ -85,7 +86,7 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         trainer.train_step()
     wait(trainer)
     if trainer.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # not of what compiles and tunes
+        forget_peak(trainer.device)  # not of what compiles and tunes
     start, tokens = time.perf_counter(), trainer.tokens
     sent = host.bytes_down if host else 0
     losses = [trainer.train_step().loss for _ in range(steps)]
