@@ -52,8 +52,8 @@ class Bench:
         desk = self.desk
         samples = ForwardBackward.model_validate(self.body).samples()
         batches = desk._packed(samples)
-        desk.learn(batches, Pretraining.of(desk.config, desk.engine.arch))
-        desk.step(1e-5)
+        desk._learn(batches, Pretraining.of(desk.config, desk.engine.arch), self.tokens)
+        desk._step(1e-5)
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""

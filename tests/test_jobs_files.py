@@ -204,10 +204,7 @@ def test_another_job_of_the_same_name_is_refused(config, write):
         ("--rl.policy clip", "error: rl.policy: set (command line), but python -m moetrain.jobs"),
         ("--checkpoint.interval 3", "error: checkpoint.interval: set (command line), but"),
         ("--jobs.prot 3", "error: jobs.prot: unknown setting; did you mean --jobs.port?"),
-        (
-            "--launch.nproc 2",
-            "error: launch.nproc: set (command line), but python -m moetrain.jobs",
-        ),
+        ("--launch.nproc 2 --train.global_batch_size 8 --lora.rank 0", "error: lora.rank: 0, but"),
     ],
 )
 def test_a_bad_setting_is_one_line(words, says, capsys, tmp_path):

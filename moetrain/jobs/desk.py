@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, step_of
-from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.engine import Engine
+from moetrain.config import Config, RunFailed
+from moetrain.config_rl import RlSection
+from moetrain.jobs.durable import read
+from moetrain.jobs.lessons import open_lessons
+from moetrain.jobs.ranks import together
 from moetrain.jobs.requests import (
     BadRequest,
-    Body,
     Forward,
     ForwardBackward,
     Limits,
@@ -37,22 +39,24 @@ from moetrain.jobs.requests import (
     Sampling,
     Save,
     finite,
+    parse,
 )
+from moetrain.jobs.shared import Pending, SharedEngine, copies_of
 from moetrain.loss import Objective, Pretraining, RouterLosses
 from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype
 from moetrain.models.rules import is_adapter
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.layout import Part
-from moetrain.parallel.world import World, join_world
-from moetrain.passes import Totals
+from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run
+from moetrain.rl.learn import gather
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.rl.setup import pages_of
 from moetrain.rl.token_stats import score
 from moetrain.rl.trainer import with_training_bits
-from moetrain.rollout import Generator
+from moetrain.rollout import Completion, Generator, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run_control import make_deterministic
 from moetrain.run_folder import CHECKPOINTS
@@ -66,63 +70,6 @@ Groups = Mapping[str, Mapping[str, Part]]
 
 class Cancelled(Exception):
     """A request was given up while it was served."""
-
-
-class Pending(NamedTuple):
-    """What forward_backward has left for the next step; tensors are in host memory."""
-
-    gradients: list[tuple[torch.Tensor, torch.Tensor] | None]
-    """Each bucket's, and its squares; None: it has none yet."""
-    since_step: list[Totals]
-
-
-class SharedEngine(Engine):
-    """An engine whose trained values are one job's at a time, in the same tensors for all."""
-
-    def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        super().__init__(config, arch, world)
-        self.optimizer.begin()  # else it would at its first step, and have nothing to be copied to
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether there are no gradients that wait for a step."""
-        return not self._since_step
-
-    @torch.no_grad()
-    def set_aside(self) -> Pending | None:
-        """The gradients of the step so far, which the engine forgets; None: there are none."""
-        if self.is_between_steps:
-            return None
-        kept = []
-        for bucket in self.fsdp.buckets:
-            tensors = (bucket.gradient_N, bucket.squares_B) if bucket.has_gradient else ()
-            found = [_to_host(tensor) for tensor in tensors if tensor is not None]
-            kept.append((found[0], found[1]) if found else None)
-        pending = Pending(kept, self._since_step)
-        self._forget()
-        return pending
-
-    @torch.no_grad()
-    def take_back(self, pending: Pending | None) -> None:
-        """Inverse of :meth:`set_aside`."""
-        self._forget()
-        if pending is None:
-            return
-        for bucket, kept in zip(self.fsdp.buckets, pending.gradients, strict=True):
-            if kept is not None:
-                gradient_N, squares_B = kept
-                if bucket.gradient_N is None:
-                    bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), torch.float32)
-                if bucket.squares_B is None:
-                    bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
-                bucket.gradient_N.copy_(gradient_N, non_blocking=True)
-                bucket.squares_B.copy_(squares_B, non_blocking=True)
-                bucket.has_gradient = True
-        self._since_step = list(pending.since_step)
-
-    def forget(self) -> None:
-        """Forget the gradients of the step so far."""
-        self._forget()
 
 
 class Progress(NamedTuple):
@@ -163,9 +110,10 @@ class Desk:
             ConfigError: settings that do not fit the model or the device.
         """
         self.world = join_world(config, arch)
-        if self.world.size > 1:
-            problem = f"{self.world.size} processes, and the job service is one so far; start one"
-            raise ConfigError("launch.nproc", problem)
+        self.is_told = False
+        """Whether what runs now is run by every rank."""
+        self.is_given_up: Callable[[], bool] = lambda: False
+        """Of the main rank: asked while text is generated."""
         device = self.world.device
         check_what_can_run(config, arch, device)
         dtype = compute_dtype(config, device)
@@ -189,10 +137,16 @@ class Desk:
         # An adapter from files is where every job begins; else each one's is drawn.
         is_drawn = is_adapter if config.lora.path is None else lambda _: False
         parts = self.engine.state()["model"]
-        self._first = _copies_of({k: part for k, part in parts.items() if not is_drawn(k)})
+        self._first = copies_of({k: part for k, part in parts.items() if not is_drawn(k)})
         """What every job begins with."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         """Those that sat here last, the latest at the end."""
+        self._objectives: dict[RlSection | None, Objective[Any]]
+        # Kept, as pipelines tell ranks of each new one, and it has to be new on all of them.
+        self._objectives = {None: Pretraining.of(config, arch)}
+        self.lessons = open_lessons(config, self.world, arch)
+        """Of jobs that are files, by their names."""
+        self.fingerprint = self.engine.fingerprint
         self._nobody()
 
     def _nobody(self) -> None:
@@ -202,7 +156,8 @@ class Desk:
 
     # ---- who sits here -------------------------------------------------------------------------
 
-    def sit(self, job: str, seed: int, folder: Path) -> None:
+    @together
+    def sit(self, job: str, seed: int, folder: str) -> None:
         """Let ``job`` have the engine, as it was when it left; as its newest checkpoint has it, or
         as its seed begins it, if that is not known any more.
 
@@ -218,12 +173,15 @@ class Desk:
             self._take(held.state)
             self.engine.take_back(held.pending)
             self.progress, self.saved = held.progress, held.saved
-        elif (found := find_snapshot("auto", folder, self.engine.arch, self.world)) is not None:
-            self._restore(found)
-            self.saved = self.progress.seen
         else:
-            self._begin(seed)
-        self.job, self.seed, self.folder = job, seed, folder
+            found = find_snapshot("auto", Path(folder), self.engine.arch, self.world)
+            self.progress = Progress()
+            if found is None:
+                self._begin(seed)
+            else:
+                self._restore(found)
+            self.saved = self.progress.seen
+        self.job, self.seed, self.folder = job, seed, Path(folder)
 
     def _leave(self) -> None:
         """Let nobody sit here; whoever did is held in host memory, if there is room."""
@@ -245,12 +203,14 @@ class Desk:
             self.save()
             self._nobody()
 
+    @together
     def put_all_away(self) -> None:
         """Save everybody, unless a step of theirs is not over, and hold nobody."""
         self._leave()
         for job in list(self._held):
             self._put_away(job)
 
+    @together
     def forget(self, job: str) -> None:
         """Have nothing of ``job`` in memory: it is over, or what is here may not be whole."""
         self._held.pop(job, None)
@@ -280,7 +240,7 @@ class Desk:
         """The engine's state, in host memory; RunFailed: there is not enough."""
         groups = self.engine.state()
         try:
-            copies = {group: _copies_of(parts) for group, parts in groups.items()}
+            copies = {group: copies_of(parts) for group, parts in groups.items()}
         except RuntimeError as error:
             problem = f"there is no host memory for a job between its turns ({error})"
             raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
@@ -304,19 +264,22 @@ class Desk:
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, root: Path | None = None) -> None:
-        """Write a checkpoint of who sits here, between two steps; None: its own, to go on from.
+    @together
+    def save(self) -> None:
+        """Write a checkpoint of who sits here, between two steps, to go on from.
 
         Raises:
             RunFailed: it cannot be written.
         """
+        self._write(self.folder / CHECKPOINTS)
+        self.saved = self.progress.seen
+
+    def _write(self, root: Path) -> None:
         assert self.engine.is_between_steps
         seen, steps, tokens = self.progress
         progress = {"step": seen, "steps": steps, "tokens": tokens, "sample_index": 0}
-        self.snapshots.save(root or self.folder / CHECKPOINTS, progress, {}, failed=False)
+        self.snapshots.save(root, progress, {}, failed=False)
         self.snapshots.wait()
-        if root is None:
-            self.saved = seen
 
     @property
     def oldest_saved(self) -> int:
@@ -326,30 +289,26 @@ class Desk:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def serve(
-        self, number: int, request: Body, is_given_up: Callable[[], bool] = lambda: False
-    ) -> dict[str, Any]:
-        """What comes of request ``number`` of the job that sits here, as JSON.
-
-        After any other error than these, the job is to be forgotten before it goes on.
-
-        Args:
-            is_given_up: asked while text is generated.
+    @together
+    def serve(self, number: int, file: str) -> dict[str, Any]:
+        """What comes of request ``number``, in ``file``, of the job that sits here, as JSON.
 
         Raises:
             BadRequest: it cannot be done as the job is, which stays so.
-            Cancelled: ``is_given_up``, and the job is as it was.
+            Exception: any other; the job is to be forgotten before it goes on.
         """
-        with self.request(number) as seed:
+        entry = read(Path(file))
+        request = parse(entry["kind"], entry["body"], self.limits)
+        with self._request(number) as seed:
             match request:
                 case ForwardBackward():
                     return self._forward_backward(request)
                 case Forward():
                     return self._forward(request)
                 case OptimStep():
-                    return self.step(request.lr)
+                    return self._step(request.lr)
                 case Sampling():
-                    return self._sample(request, seed, is_given_up)
+                    return self._sample(request, seed)
                 case Save():
                     return self._save(request.name)
                 case Load():
@@ -357,34 +316,58 @@ class Desk:
                 case _:
                     raise TypeError(f"{type(request).__name__} is no request")
 
+    @together
+    def take(self, number: int) -> dict[str, Any]:
+        """What comes of lesson ``number`` of the job that sits here; of one too many, its end."""
+        assert self.job is not None  # who takes lessons sits
+        lessons = self.lessons[self.job]
+        with self._request(number):
+            if number == lessons.total_steps:
+                self.engine.save_peft(self.folder / "adapter")
+                return {}
+            batches, lr = lessons.batches(number), lessons.lr(number)
+            tokens = sum(batch.num_tokens for batch in batches)
+            row = self._learn(batches, lessons.objective, sum(gather(self.world, tokens)))
+            return {"step": number + 1, **row, **self._step(lr), "lr": lr}
+
     @contextmanager
-    def request(self, number: int) -> Iterator[int]:
+    def _request(self, number: int) -> Iterator[int]:
         """Meanwhile request ``number`` is served; gives what seeds its random numbers."""
         seed = zlib.crc32(f"{self.seed}.{number}".encode())
         torch.manual_seed(seed)  # dropout's
         yield seed
-        self.pass_over(number)
+        self.progress = self.progress._replace(seen=number + 1)
 
+    @together
+    def forget_step(self) -> None:
+        """Forget the gradients of the step so far."""
+        self.engine.forget()
+
+    @together
     def pass_over(self, number: int) -> None:
         """Request ``number`` is one that the state has seen now."""
         self.progress = self.progress._replace(seen=number + 1)
 
     def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
-        policy, arch = request.policy(), self.engine.arch
-        objective: Objective[Any] = Pretraining.of(self.config, arch)
-        if policy is not None:
-            objective = PolicyObjective(policy, RouterLosses.of(self.config, arch))
-        return self.learn(self._packed(request.samples()), objective)
+        policy = request.policy()
+        if policy is not None and policy not in self._objectives:
+            routers = RouterLosses.of(self.config, self.engine.arch)
+            self._objectives[policy] = PolicyObjective(policy, routers)
+        objective = self._objectives[policy]
+        samples = request.samples()
+        tokens = sum(len(sample.tokens) - 1 for sample in samples)
+        return self._learn(self._packed(samples), objective, tokens)
 
-    def learn(self, batches: Sequence[Any], objective: Objective[Any]) -> dict[str, Any]:
-        """Add the gradients of ``objective`` over ``batches``; its terms."""
+    def _learn(
+        self, batches: Sequence[Any], objective: Objective[Any], tokens: int
+    ) -> dict[str, Any]:
+        """Add the gradients of ``objective`` over ``batches``, this rank's; its terms."""
         totals = self.engine.forward_backward(batches, objective)
-        tokens = sum(batch.num_tokens for batch in batches)
         self.progress = self.progress._replace(tokens=self.progress.tokens + tokens)
         terms = {name: finite(value.item()) for name, value in totals.terms.items()}
         return {"loss": finite(totals.total.item()), "terms": terms}
 
-    def step(self, lr: float) -> dict[str, Any]:
+    def _step(self, lr: float) -> dict[str, Any]:
         """Update by the gradients there are, unless they are not finite."""
         if self.engine.is_between_steps:
             raise BadRequest("there was no forward_backward since the last step")
@@ -394,47 +377,63 @@ class Desk:
         self.progress = self.progress._replace(steps=steps)
         return {"grad_norm": finite(outcome.grad_norm.item()), "skipped": skipped, "steps": steps}
 
+    def _mine(self, number: int) -> list[int]:
+        """Which of so many samples are this rank's."""
+        return list(range(number))[self.world.data_rank :: self.world.dims.data_ranks]
+
     def _packed(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
-        config = self.config
+        """This rank's of ``samples``, in as many micro-batches as every rank has."""
+        config, ranks = self.config, self.world.dims.data_ranks
         longest = max(len(sample.tokens) for sample in samples) - 1
         length = min(config.data.seq_len, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
-        rows = min(config.train.micro_batch_size, len(samples))
+        rows = min(config.train.micro_batch_size, -(-len(samples) // ranks))
         if config.compile.enabled:
             length, rows = config.data.seq_len, config.train.micro_batch_size
-        return pack(samples, length, rows)
+        mine = [samples[i] for i in self._mine(len(samples))]
+        batches = pack(mine, length, rows)
+        most = max(gather(self.world, len(batches)))
+        most += -most % self.engine.passes.batch_multiple
+        return batches if len(batches) == most else pack(mine, length, rows, least=most)
 
     def _forward(self, request: Forward) -> dict[str, Any]:
-        batches = self._packed(request.samples())
+        samples = request.samples()
+        batches = self._packed(samples)
         stats = score(self.engine, batches, request.temperature)
-        found = unpack(batches, [one.logprob for one in stats])
-        return {"logprobs": [[finite(x) for x in logprobs.tolist()] for logprobs in found]}
+        mine = [x.tolist() for x in unpack(batches, [one.logprob for one in stats])]
+        pairs = dict(zip(self._mine(len(samples)), mine, strict=True))
+        found = {i: x for part in gather(self.world, pairs) for i, x in part.items()}
+        return {"logprobs": [[finite(x) for x in found[i]] for i in range(len(samples))]}
 
-    def _sample(
-        self, request: Sampling, seed: int, is_given_up: Callable[[], bool]
-    ) -> dict[str, Any]:
-        generator, requests = self.generator, request.requests(seed)
+    def _sample(self, request: Sampling, seed: int) -> dict[str, Any]:
         self.update_weights()  # which forgets the cache, so that it never depends on who was here
+        generator, requests = self.generator, request.requests(seed)
         generator.version = self.progress.steps
         done: dict[tuple[int, int], dict[str, Any]] = {}
+        mine = requests[self.world.rank :: self.world.size]
         try:
-            for one in requests:
+            for one in mine:
                 generator.submit(one)
-            while generator.is_busy:
-                if is_given_up():
-                    raise Cancelled
+            while generator.goes_on(generator.is_busy):  # others may need this rank's experts
                 for c in generator.step():
                     if c.finish_reason is not None:
-                        done[int(c.request_id), c.index] = {
-                            "tokens": c.tokens,
-                            "logprobs": [finite(x) for x in c.logprobs],
-                            "finish_reason": c.finish_reason,
-                            **({"top_logprobs": c.top_logprobs} if request.logprobs else {}),
-                        }
+                        done[int(c.request_id), c.index] = _described(c, request)
+                if self.is_given_up():
+                    self._abort(mine)
         finally:
-            for one in requests:
-                generator.abort(one.id)
-        numbers = range(len(requests))
-        return {"completions": [[done[i, k] for k in range(request.n)] for i in numbers]}
+            self._abort(mine)
+        if self.is_given_up():
+            done.clear()
+        parts = gather(self.world, done)
+        if not all(parts[: len(requests)]):  # of the ranks that had any
+            raise Cancelled
+        found = {key: c for part in parts for key, c in part.items()}
+        return {
+            "completions": [[found[i, k] for k in range(request.n)] for i in range(len(requests))]
+        }
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for one in requests:
+            self.generator.abort(one.id)
 
     def _save(self, name: str) -> dict[str, Any]:
         if not self.engine.is_between_steps:
@@ -448,7 +447,7 @@ class Desk:
         if len(others) >= self.config.jobs.max_saves:
             raise BadRequest(f"this job has {len(others)} saves, as many as jobs.max_saves")
         self.engine.save_peft(root / name / "adapter")
-        self.save(root / name)
+        self._write(root / name)
         return {"name": name, "steps": self.progress.steps}
 
     def _load(self, name: str) -> dict[str, Any]:
@@ -460,11 +459,11 @@ class Desk:
         return {"name": name, "steps": self.progress.steps}
 
 
-def _copies_of(parts: Mapping[str, Part]) -> dict[str, Part]:
-    return {name: part._replace(tensor=_to_host(part.tensor)) for name, part in parts.items()}
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, pinned if ``tensor`` is on CUDA; it is whole when the device has come so far."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-    return host.copy_(tensor.detach(), non_blocking=True)
+def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
+    """For its client."""
+    row: dict[str, Any] = {
+        "tokens": completion.tokens,
+        "logprobs": [finite(x) for x in completion.logprobs],
+        "finish_reason": completion.finish_reason,
+    }
+    return row | ({"top_logprobs": completion.top_logprobs} if request.logprobs else {})

@@ -30,8 +30,9 @@ from typing import Any, Literal, Self
 
 from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.jobs.desk import Cancelled, Desk
-from moetrain.jobs.files import Course, open_courses
-from moetrain.jobs.journal import Full, Journal, Log, read, write_durably
+from moetrain.jobs.durable import read, write_durably
+from moetrain.jobs.files import Course
+from moetrain.jobs.journal import Full, Journal, Log
 from moetrain.jobs.requests import BadRequest, parse
 from moetrain.models import Architecture
 from moetrain.preflight import check_output_folder, resolve_run
@@ -112,7 +113,7 @@ class Service:
             self._check_same_base(arch)
             self._lock = threading.Condition()
             self.jobs = {job.id: job for job in self._find()}
-            self.jobs |= {job.id: job for job in self._find_files(arch)}
+            self.jobs |= {job.id: job for job in self._find_files()}
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Whether the service is to end, asked while text is generated."""
@@ -149,7 +150,7 @@ class Service:
         path, lora = self.folder / "base.json", self.config.lora
         mine = {
             "architecture": arch.model_dump(mode="json"),
-            "frozen": self.desk.engine.fingerprint,
+            "frozen": self.desk.fingerprint,
             "lora": lora.model_dump(mode="json", exclude={"save", "layout"}),
             "moments": self.config.optim.state_dtype,
         }
@@ -179,10 +180,11 @@ class Service:
                 found.append(Job(folder.name, folder, log=Journal(folder), **known))
         return found
 
-    def _find_files(self, arch: Architecture) -> list[Job]:
+    def _find_files(self) -> list[Job]:
         """The jobs that are files, begun or not."""
         found = []
-        for name, course in open_courses(self.config, arch, self.folder / "files"):
+        for name, lessons in self.desk.lessons.items():
+            course = Course(lessons, self.folder / "files" / name)
             path, known = course.folder / "job.json", {}
             if path.exists():
                 known = read(path)
@@ -323,7 +325,7 @@ class Service:
         if job is None:
             return False
         try:
-            self.desk.sit(job.id, job.seed, job.folder)
+            self.desk.sit(job.id, job.seed, str(job.folder))
             self._catch_up(job)
         except (RunFailed, OSError):
             raise
@@ -352,11 +354,12 @@ class Service:
     def _serve(self, job: Job) -> None:
         number, desk = job.log.done, self.desk
         try:
-            is_given_up = partial(self._is_given_up, job)
-            answer: dict[str, Any] = {"result": job.log.serve(number, desk, is_given_up)}
+            desk.is_given_up = partial(self._is_given_up, job)
+            answer: dict[str, Any] = {"result": job.log.serve(number, desk)}
         except (RunFailed, OSError):
             raise
         except Cancelled:
+            desk.forget(job.id)
             return
         except BadRequest as error:
             answer = {"error": str(error), "refused": True}
