@@ -19,8 +19,8 @@ Results have the same bits as without it. A tensor that is changed in place befo
 error, as in autograd, which does not look where there are hooks.
 
 Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
-two blocks save, which then travel twice. The idea is published (torchtune's and Megatron's
-offloading of activations; arXiv 2406.10707 for link time as the measure).
+two blocks save, which then travel twice. torchtune and Megatron offload activations too; here they
+go by storage, as many as the link has time for.
 """
 
 from __future__ import annotations
