@@ -25,7 +25,7 @@ from moetrain.parallel import activation_offload
 from moetrain.parallel.activation_offload import (
     ActivationOffload,
     Away,
-    HostMemory,
+    HostPages,
     offload_activations,
     stays,
 )
@@ -273,13 +273,13 @@ class Races:
     def __init__(self, patch):
         self.current = Stream()
         self.accesses, self.num_copies, self.found = {}, 0, set()
-        empty, copy, leave, storage = torch.empty, HostMemory._copy, Away.leave, Away.storage
+        empty, copy, leave, storage = torch.empty, HostPages._copy, Away.leave, Away.storage
         delete = Away.__del__
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "stream", nullcontext)
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-        patch.setattr(HostMemory, "_copy", lambda *args: self.copied(copy, *args))
+        patch.setattr(HostPages, "_copy", lambda *args: self.copied(copy, *args))
         patch.setattr(Away, "leave", lambda away: self.used(leave, away, lambda: away.stream))
         patch.setattr(Away, "__del__", lambda away: self.used(delete, away, lambda: away.stream))
         patch.setattr(Away, "storage", lambda away: self.used(storage, away, lambda: self.current))
@@ -309,7 +309,7 @@ def fail(*_):
 
 def host_of_streams():
     """A host memory that works as on a GPU, with streams as above."""
-    host = HostMemory(CPU)
+    host = HostPages(CPU)
     host.on_cuda = True
     host._down, host._up = Stream(), Stream()
     return host
@@ -521,14 +521,14 @@ def test_the_estimate_knows(capsys, monkeypatch):
 
 def slow_links(monkeypatch):
     """Copies that begin late: whoever does not wait for them reads, or frees, too early."""
-    copy = HostMemory._copy
+    copy = HostPages._copy
 
     def late(self, stream, waits, pairs):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)  # 10 ms
         return copy(self, stream, waits, pairs)
 
-    monkeypatch.setattr(HostMemory, "_copy", late)
+    monkeypatch.setattr(HostPages, "_copy", late)
 
 
 @pytest.mark.gpu

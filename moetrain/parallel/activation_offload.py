@@ -19,8 +19,8 @@ Results have the same bits as without it. A tensor that is changed in place befo
 error, as in autograd, which does not look where there are hooks.
 
 Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
-two blocks save, which then travel twice. The idea is published (torchtune's and Megatron's
-offloading of activations; arXiv 2406.10707 for link time as the measure).
+two blocks save, which then travel twice. torchtune and Megatron offload activations too; here they
+go by storage, as many as the link has time for.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
     return 2 * products * tokens * BYTES_PER_FLOP
 
 
-class HostMemory:
+class HostPages:
     """Pinned pages, and the two streams that fill and read them.
 
     On a CPU copies are made at once: streams and events are None.
@@ -138,7 +138,7 @@ class Away:
     """On the device, as bytes; None: given up."""
     pages: Sequence[torch.Tensor] = ()
 
-    def __init__(self, host: HostMemory, storage: torch.UntypedStorage) -> None:
+    def __init__(self, host: HostPages, storage: torch.UntypedStorage) -> None:
         self.host, self.size = host, storage.nbytes()
         self.saved: list[tuple[torch.Tensor, int]] = []
         """What autograd saved, and its version; until that memory is given up."""
@@ -282,7 +282,7 @@ class ActivationOffload:
         self.call, self.numbers, self.stay = call, numbers, stay
         self.share = None if offload == "auto" else offload
         self.allowance = allowance
-        self.host = HostMemory(device)
+        self.host = HostPages(device)
         self._next = -1
         """The block that goes on with the micro-batch of the last one."""
         self._before: Stash | None = None
