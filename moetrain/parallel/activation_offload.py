@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from moetrain.models.layers import Context
 from moetrain.models.parts import Part
 from moetrain.models.transformer import CallBlock, Transformer
+from moetrain.parallel.pinned import HostMemory
 
 PAGE = 2**24
 """Bytes of a copy: long enough for the link's full rate, short enough to waste little."""
@@ -73,6 +74,7 @@ class HostPages:
         """Copied so far."""
         self.free: list[tuple[torch.Tensor, Any]] = []
         """Pages, and what must have passed before they are written to."""
+        self._chunks: list[HostMemory] = []
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
     @property
@@ -84,7 +86,8 @@ class HostPages:
         """Pages for ``size`` bytes."""
         number = -(-size // PAGE)
         while len(self.free) < number:
-            chunk = torch.empty(PAGES * PAGE, dtype=torch.uint8, pin_memory=self.on_cuda)
+            self._chunks.append(HostMemory(self.device, "activation.offload", "set it lower, or 0"))
+            chunk = self._chunks[-1].reserve(PAGES * PAGE)
             self.free += [(page, None) for page in chunk.split(PAGE)]
             self.num_pages += PAGES
         taken, self.free = self.free[-number:], self.free[:-number]
