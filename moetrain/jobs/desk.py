@@ -8,6 +8,7 @@ the base model, which the generator shares.
 Every job's random numbers follow from its seed and a request's number, so what comes of it depends
 on nobody else. A request that fails costs its job the gradients of its step, and nothing more.
 
+Of several ranks each has a desk, and does what the main one does (:mod:`moetrain.jobs.ranks`).
 Left out on purpose: who is next, and why (:mod:`moetrain.jobs.service`).
 """
 
