@@ -488,7 +488,8 @@ def test_the_estimate_knows_what_the_host_has():
 @pytest.mark.parametrize("words", [[], ["parallel.reshard_after_forward=yes"], LORA], ids=" ".join)
 def test_updates_on_the_host_on_a_gpu(words):
     each_fraction([*GPU, "train.dtype=float32", *words], 1e-4)
-    each_fraction([*GPU, "train.dtype=bfloat16", *words], 1e-2)
+    # Without the bias, a step of which is taken whole wherever rounding moves a token.
+    each_fraction([*GPU, "train.dtype=bfloat16", "moe.bias_update_rate=0", *words], 1e-2)
 
 
 def on_gpu_meshes(names):
