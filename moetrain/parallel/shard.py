@@ -71,8 +71,8 @@ def shard_model(
     total = sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], host_share * total)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
-    for modules, groups in zip(units, found, strict=True):
-        buckets = [_make_bucket(g, fsdp, dtype, link if id(g) in on_host else None) for g in groups]
+    for modules, unit in zip(units, found, strict=True):
+        buckets = [_make_bucket(g, fsdp, dtype, link if id(g) in on_host else None) for g in unit]
         fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
     fsdp.members = {name: members[name] for name in names.values()}
     for module in model.modules():
