@@ -6,9 +6,9 @@
 ``cycle`` times ``Engine.offload`` and ``Engine.reload`` beside one plain copy of pinned memory, and
 says which share of the memory comes free and whether repeated cycles keep it and every address.
 
-``update`` trains with ``optim.offload_fraction`` 0, 0.5 and 1: tokens/s, memory, how long updates on
-the host take, and which share of that training did not wait for. Threads of an update are torch's:
-torchrun gives one to each rank, so set OMP_NUM_THREADS to the cores that a rank may have.
+``update`` trains with ``optim.offload_fraction`` 0, 0.5 and 1: tokens/s, memory, how long updates
+on the host take, and which share of that training did not wait for. Threads of an update are
+torch's: torchrun gives one to each rank, so set OMP_NUM_THREADS to the cores a rank may have.
 
 ``losses`` trains a small model 200 steps with each, and compares the losses.
 
