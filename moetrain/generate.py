@@ -23,6 +23,7 @@ class Parser(argparse.ArgumentParser):
     def add_model(self) -> None:
         """What names a model and where it runs."""
         self.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
+        self.add_argument("--adapter", help="a folder in PEFT's format, as a run with lora writes")
         self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
 
@@ -66,7 +67,7 @@ def _run(argv: Sequence[str] | None) -> None:
     from moetrain.rollout.pages import PAGE_SIZE
     from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
 
-    model, tokenizer = load_model(args.path, args.device, args.dtype)
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
     if args.chat:
         ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
     else:

@@ -22,6 +22,7 @@ import torch
 
 from moetrain.config import LogSection
 from moetrain.config_sections import WARM_PROFILE_STEPS
+from moetrain.metrics import Throughput
 
 FOLDER = "profile"
 MOST_ALLOCATIONS = 2_000_000
@@ -48,11 +49,13 @@ class Profile:
         settings: LogSection,
         folder: Path,
         rank: int,
-        device: torch.device,
+        clock: Throughput,
         say: Callable[[str], None],
     ) -> None:
-        """``folder``: the run's; ``say`` is told what has been written."""
-        self.settings, self.device, self.say = settings, device, say
+        """``folder``: the run's; ``clock``: its clock, of which starting and writing are no part;
+        ``say`` is told what has been written."""
+        self.settings, self.clock, self.say = settings, clock, say
+        self.device = clock.device
         self.folder, self.rank = folder / FOLDER, rank
         self._done = self._last = self._first = 0
         """Steps of this process, the last of them, and the first that is kept."""
@@ -84,26 +87,29 @@ class Profile:
             return
         self._done, self._last = self._done + 1, step
         traced = self._done - self.settings.profile_after
-        if traced == 0:
-            self._start()
-        elif traced == WARM_PROFILE_STEPS:
-            self._on.close()
-            self._first, self._is_kept = step + 1, True
-            self._start()
-        elif traced == WARM_PROFILE_STEPS + self.settings.profile:
-            self._write()
+        last = WARM_PROFILE_STEPS + self.settings.profile
+        change = {0: self._start, WARM_PROFILE_STEPS: self._keep, last: self._write}.get(traced)
+        if change is not None:
+            self.clock.stop()
+            change()
+            self.clock.start()
 
     def _start(self) -> None:
-        is_cuda = self.device.type == "cuda"
-        if is_cuda and self._is_kept:
+        if self.settings.profile_as == "trace":
+            self._profiler = self._on.enter_context(new_profiler(self.device))
+
+    def _keep(self) -> None:
+        """Throw away what was traced so far, and keep what comes."""
+        self._on.close()
+        self._first, self._is_kept = self._last + 1, True
+        if self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
             self._on.callback(torch.cuda.memory._record_memory_history, None)
         if self.settings.profile_as == "nvtx":
             torch.cuda.profiler.start()
             self._on.callback(torch.cuda.profiler.stop)
             self._on.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
-        else:
-            self._profiler = self._on.enter_context(new_profiler(self.device))
+        self._start()
 
     def _write(self) -> None:
         self._is_kept = False

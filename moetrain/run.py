@@ -207,7 +207,7 @@ class Run(ABC, Generic[S]):
 
     def profile(self) -> Profile:
         """What traces steps, if any are to be."""
-        return Profile(self.config.log, self.folder, self.world.rank, self.device, self.log.say)
+        return Profile(self.config.log, self.folder, self.world.rank, self.clock, self.log.say)
 
     def count_stops(self, signals: list[int]) -> torch.Tensor:
         """How many stop signals have come to all ranks (0-d, on the device)."""

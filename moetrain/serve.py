@@ -49,7 +49,7 @@ def _run(argv: Sequence[str] | None) -> None:
     from moetrain.rollout.server import make_app
     from moetrain.rollout.text import load_model
 
-    model, tokenizer = load_model(args.path, args.device, args.dtype)
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
     generator = Generator(
         model,
         tokenizer,

@@ -29,9 +29,10 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
-    "torch._inductor.compile_fx",
     "moetrain.rl.trainer",
 ]
+if not torch.cuda.is_available():  # else it would begin with the GPU, which no fork survives
+    PRELOAD.append("torch._inductor.compile_fx")
 
 
 def spawn(

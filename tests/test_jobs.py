@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deaths import dying
 
 from moetrain.config import JOB_RECIPES, Config, ConfigError
 from moetrain.engine import Engine
@@ -16,6 +17,7 @@ from moetrain.jobs.journal import Full
 from moetrain.jobs.requests import BadRequest
 from moetrain.jobs.service import Service, Unknown
 from moetrain.loss import Pretraining
+from moetrain.optim import AdamW
 from moetrain.parallel.world import join_world
 from moetrain.preflight import resolve_run
 from moetrain.rl.rows import pack
@@ -155,7 +157,7 @@ def test_jobs_beside_each_other_have_the_bits_they_have_alone(tmp_path, alone):
 
 def test_nothing_is_built_twice(tmp_path, monkeypatch):
     built = Counter()
-    for kind in (torch.optim.AdamW, Engine, Generator):
+    for kind in (AdamW, Engine, Generator):
         original = kind.__init__
 
         def count(self, *args, __kind=kind, __original=original, **kwargs):
@@ -228,6 +230,33 @@ def test_a_service_that_is_gone_at_any_point_has_lost_nothing(tmp_path, words):
         service._stack.close()
     for seed, course in courses.items():
         assert (course.results, adapter_of(tmp_path / "all", names[seed])) == expected[seed]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_requests_are_done_once_each_before_whatever_write_a_service_dies(
+    tmp_path, alone, monkeypatch, seed
+):
+    """Lives grow longer until the work is done."""
+    name, is_over, length, opened = "ab" * 16, False, 0, []
+
+    def ask(kind, body):
+        answer = opened[-1].ask(name, kind, body, len(course.results))
+        assert "result" in answer, answer
+        return answer["result"]
+
+    course = Course(seed, ask)
+    while not is_over:
+        with dying(monkeypatch, length):
+            opened.append(Service(config_of(tmp_path)))
+            opened[-1].create(name, seed)
+            while course.go_on():
+                pass
+            is_over = True
+        if opened:
+            opened.pop()._stack.close()
+        length += 1
+    assert 20 < length < 100
+    assert (course.results, adapter_of(tmp_path, name)) == alone(seed)
 
 
 def test_jobs_take_turns(tmp_path):
@@ -333,7 +362,7 @@ def fail(service, name, how, monkeypatch):
             assert "ZeroDivisionError" in answer["error"]
         else:
             assert "result" in service.ask(name, "forward_backward", {"data": data})
-            patch.setattr(torch.optim.AdamW, "step", lambda _: 1 / 0)
+            patch.setattr(AdamW, "step", lambda *_: 1 / 0)
             assert "ZeroDivisionError" in service.ask(name, "optim_step", {"lr": 1e-3})["error"]
 
 
@@ -545,3 +574,18 @@ def test_a_damaged_job_fails_alone(tmp_path, alone):
         assert "could not be brought back" in future.result(0)["error"]
         assert service.describe(bad)["status"] == "failed"
     assert (course.results, adapter_of(tmp_path, good)) == alone(0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too(tmp_path):
+    words = ["train.device=cuda", "train.deterministic=yes", "model.hidden_size=128"]
+    words += ["model.head_dim=64", "model.moe_intermediate_size=64", "model.vocab_size=64"]
+    expected = [run_alone(tmp_path / f"alone-{seed}", seed, *words) for seed in range(4)]
+    with Service(config_of(tmp_path / "all", *words)) as service:
+        names = [service.create(seed=seed)["id"] for seed in range(4)]
+        courses = [Course(seed, asker(service, names[seed])) for seed in range(4)]
+        live = list(courses)
+        while live:
+            live = [course for course in live if course.go_on()]
+    for seed, course in enumerate(courses):
+        assert (course.results, adapter_of(tmp_path / "all", names[seed])) == expected[seed]

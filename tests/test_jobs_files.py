@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from deaths import dying
 from test_jobs import config_of
 
 from moetrain.config import Config, ConfigError, RunFailed
@@ -107,6 +108,21 @@ def test_a_file_goes_on_where_its_service_was_killed(config, write):
         assert left_by(killed, name) == left_by(expected, name)
 
 
+def test_files_go_on_before_whatever_write_their_service_dies(config, write, monkeypatch):
+    files = [write("a", steps=5), write("b", steps=4, seed=5)]
+    expected = config("undisturbed", files)
+    JobRun(expected).fit()
+    settings, length, is_over = config("out", files), 0, False
+    while not is_over:
+        with dying(monkeypatch, length):
+            JobRun(settings).fit()
+            is_over = True
+        length += 1
+    assert 10 < length < 100
+    for name in "ab":
+        assert left_by(settings, name) == left_by(expected, name)
+
+
 def test_a_file_that_fails_is_told_and_the_others_finish(config, write, monkeypatch):
     files = [write("bad", lr=7.0), write("good")]
     step = Engine.step
@@ -188,10 +204,7 @@ def test_another_job_of_the_same_name_is_refused(config, write):
         ("--rl.policy clip", "error: rl.policy: set (command line), but python -m moetrain.jobs"),
         ("--checkpoint.interval 3", "error: checkpoint.interval: set (command line), but"),
         ("--jobs.prot 3", "error: jobs.prot: unknown setting; did you mean --jobs.port?"),
-        (
-            "--launch.nproc 2",
-            "error: launch.nproc: set (command line), but python -m moetrain.jobs",
-        ),
+        ("--launch.nproc 2 --train.global_batch_size 8 --lora.rank 0", "error: lora.rank: 0, but"),
     ],
 )
 def test_a_bad_setting_is_one_line(words, says, capsys, tmp_path):

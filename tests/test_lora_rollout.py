@@ -6,7 +6,10 @@ from distributed import spawn
 from test_engine import train, weights_of
 from test_lora import EVERYTHING, MICRO, adapted
 
-from moetrain.models import build_model
+from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.generate import main as generate
+from moetrain.models import build_model, save_hf
 from moetrain.models.rules import is_adapter
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
@@ -74,6 +77,27 @@ def test_what_is_frozen_is_there_once():
     generator.wake()
     update()
     assert answers_of(generator) == expected
+
+
+def test_the_commands_take_adapters(tmp_path, capsys):
+    engine = adapted(EVERYTHING, "model.vocab_size=264")
+    engine.save_peft(tmp_path / "adapter")
+    with torch.device("cpu"):
+        whole = build_model(engine.arch)
+    whole.load_state_dict({n: w.to("cpu", copy=True) for n, w in engine.weights(merged=True)})
+    merged, plain = tmp_path / "merged", tmp_path / "plain"
+    save_hf(whole, merged, tokenizer=tokenizer_files(ByteTokenizer()))
+    own = {name: member.local for name, member in engine.fsdp.members.items()}
+    whole.load_state_dict({n: own.get(n, w) for n, w in whole.state_dict().items()})
+    save_hf(whole, plain, tokenizer=tokenizer_files(ByteTokenizer()))
+    words = ["--prompt", "AB", "--device", "cpu", "--temperature", "0", "--max_tokens", "20"]
+    texts = []
+    for where in ([merged], [plain, "--adapter", tmp_path / "adapter"], [plain]):
+        assert generate([*map(str, where), *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert generate([str(plain), "--adapter", str(plain), *words]) == 2
+    assert capsys.readouterr().err.startswith("error: adapter: ")
 
 
 def follow_all(runs):

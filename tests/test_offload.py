@@ -269,7 +269,8 @@ def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
     stream = torch.cuda.Stream()
     arena.leave(stream)
     assert before - free_now() < 16 << 20
-    hog = torch.empty(int(free_now() * 0.999) - (200 << 20), dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()  # or what torch holds would come free while it makes room for the hog
+    hog = torch.empty(free_now() - (128 << 20), dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError):
         arena.come_back(stream)
     assert arena.is_away
@@ -487,7 +488,8 @@ def test_the_estimate_knows_what_the_host_has():
 @pytest.mark.parametrize("words", [[], ["parallel.reshard_after_forward=yes"], LORA], ids=" ".join)
 def test_updates_on_the_host_on_a_gpu(words):
     each_fraction([*GPU, "train.dtype=float32", *words], 1e-4)
-    each_fraction([*GPU, "train.dtype=bfloat16", *words], 1e-2)
+    # Without the bias, a step of which is taken whole wherever rounding moves a token.
+    each_fraction([*GPU, "train.dtype=bfloat16", "moe.bias_update_rate=0", *words], 1e-2)
 
 
 def on_gpu_meshes(names):

@@ -4,16 +4,19 @@ All runs of a world size share its processes.
 """
 
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import tensors_of
 from distributed import spawn
 from safetensors.torch import load_file
@@ -30,6 +33,7 @@ from test_parallel import (
 import moetrain
 from moetrain.config import Config
 from moetrain.parallel import apply
+from moetrain.parallel.pipeline.executor import REMEMBERED, Pipeline
 from moetrain.preflight import resolve_run
 from moetrain.trainer import Trainer
 
@@ -254,3 +258,25 @@ def test_the_benchmark_outlives_a_row_that_fails(tmp_path):
     (row,) = map(json.loads, results.read_text().splitlines())
     assert "parallel.pp: 2 ranks with 2 stages each are 4 stages" in row["error"]
     assert done.stdout.splitlines()[-1] == f"{row['row']:22} {row['error']}"
+
+
+def share_names_of_equal_objectives(rank_that_keeps):
+    """What two ranks are told of objectives that are equal, of which one forgets the first."""
+    told, kept = [], []
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline._names = OrderedDict()
+    pipeline.stages = Namespace(plan=Namespace(rank_of_stage=[0, 1]), group=dist.group.WORLD)
+    for number in range(3 * REMEMBERED):
+        objective = (number // 2,)  # each twice in a row, as another object
+        if dist.get_rank() == rank_that_keeps:
+            kept.append(objective)
+        names = [f"term {number // 2}"] if dist.get_rank() == 1 else []
+        told.append(pipeline.share_names(objective, names))
+        del objective
+        gc.collect()
+    return told
+
+
+def test_ranks_remember_the_same_objectives():
+    answers = spawn(2, share_names_of_equal_objectives, 0, timeout=30)
+    assert answers[0] == answers[1] == [[f"term {n // 2}"] for n in range(3 * REMEMBERED)]

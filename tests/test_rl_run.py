@@ -1,5 +1,6 @@
 """Runs of reinforcement learning: what they learn, write, and go on from."""
 
+import gzip
 import json
 import math
 import re
@@ -88,6 +89,15 @@ def lines_of(folder):
         {k: v for k, v in row.items() if not any(time in k for time in TIMES)}
         for row in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+def test_steps_of_generation_are_traced_as_others_are(even, tmp_path):
+    fitted(tmp_path, **even, **{"log.profile": 1, "log.profile_after": 2})
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "steps-4-4-rank-0.json.gz"
+    with gzip.open(file) as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert {"forward_backward", "layer 1 forward", "layer 1 backward", "update"} <= names
 
 
 def test_what_a_run_writes(even, tmp_path, capsys):

@@ -16,13 +16,14 @@ from moetrain.train import Program, main
 OF_GENERATION = ("max_sequences", "cache_tokens")
 FOREIGN = tuple(f"rl.{name}" for name in RlSection.model_fields if name not in OF_GENERATION)
 FOREIGN += ("data.eval", "train.eval_", "train.sample_", "train.gc_interval", "checkpoint.")
-FOREIGN += ("log.", "launch.")
+FOREIGN += ("log.",)
 JOBS = Program(
     "moetrain.jobs",
     "moetrain.jobs.run:JobRun",
     JOB_RECIPES,
     FOREIGN,
     plan="moetrain.jobs.run:plan",
+    inspect="moetrain.jobs.run:inspect",
 )
 
 

@@ -8,6 +8,7 @@ the base model, which the generator shares.
 Every job's random numbers follow from its seed and a request's number, so what comes of it depends
 on nobody else. A request that fails costs its job the gradients of its step, and nothing more.
 
+Of several ranks each has a desk, and does what the main one does (:mod:`moetrain.jobs.ranks`).
 Left out on purpose: who is next, and why (:mod:`moetrain.jobs.service`).
 """
 
@@ -17,18 +18,20 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, step_of
-from moetrain.config import Config, ConfigError
-from moetrain.engine import Engine, Totals
+from moetrain.config import Config, RunFailed
+from moetrain.config_rl import RlSection
+from moetrain.jobs.durable import read
+from moetrain.jobs.lessons import open_lessons
+from moetrain.jobs.ranks import together
 from moetrain.jobs.requests import (
     BadRequest,
-    Body,
     Forward,
     ForwardBackward,
     Limits,
@@ -37,26 +40,28 @@ from moetrain.jobs.requests import (
     Sampling,
     Save,
     finite,
+    parse,
 )
+from moetrain.jobs.shared import Pending, SharedEngine, copies_of
 from moetrain.loss import Objective, Pretraining, RouterLosses
 from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype
-from moetrain.models.init import draw
 from moetrain.models.rules import is_adapter
-from moetrain.optim import MOMENTS
-from moetrain.parallel.layout import Box, Part
-from moetrain.parallel.world import World, join_world
+from moetrain.parallel.apply import draw_values
+from moetrain.parallel.layout import Part
+from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run
+from moetrain.rl.learn import gather
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.rl.setup import pages_of
 from moetrain.rl.token_stats import score
 from moetrain.rl.trainer import with_training_bits
-from moetrain.rollout import Generator
+from moetrain.rollout import Completion, Generator, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run_control import make_deterministic
 from moetrain.run_folder import CHECKPOINTS
-from moetrain.snapshot import Snapshots, find_snapshot
+from moetrain.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
 ROW_MULTIPLE = 64
 """Of which rows are, where nothing is compiled for one length: pads are computed too."""
@@ -66,63 +71,6 @@ Groups = Mapping[str, Mapping[str, Part]]
 
 class Cancelled(Exception):
     """A request was given up while it was served."""
-
-
-class Pending(NamedTuple):
-    """What forward_backward has left for the next step; gradients in host memory, by bucket."""
-
-    gradients: list[torch.Tensor | None]
-    since_step: list[Totals]
-
-
-class SharedEngine(Engine):
-    """An engine whose trained values are one job's at a time, in the same tensors for all."""
-
-    def __init__(self, config: Config, arch: Architecture, world: World) -> None:
-        super().__init__(config, arch, world)
-        # AdamW would make its moments at its first step. These are what it would make.
-        shapes = {name: entry.shape for name, entry in self.stages.trained.items()}
-        keys = {"step": False} | dict.fromkeys(MOMENTS, True)
-        zeros = {
-            f"{name}.{key}": torch.zeros(shape if is_like_it else ())
-            for name, shape in shapes.items()
-            for key, is_like_it in keys.items()
-        }
-        self.load_state({"optim": zeros})
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether there are no gradients that wait for a step."""
-        return not self._since_step
-
-    @torch.no_grad()
-    def set_aside(self) -> Pending | None:
-        """The gradients of the step so far, which the engine forgets; None: there are none."""
-        if self.is_between_steps:
-            return None
-        gradients = (b.gradient_N if b.has_gradient else None for b in self.fsdp.buckets)
-        kept = [None if gradient is None else _to_host(gradient) for gradient in gradients]
-        pending = Pending(kept, self._since_step)
-        self._forget()
-        return pending
-
-    @torch.no_grad()
-    def take_back(self, pending: Pending | None) -> None:
-        """Inverse of :meth:`set_aside`."""
-        self._forget()
-        if pending is None:
-            return
-        for bucket, kept in zip(self.fsdp.buckets, pending.gradients, strict=True):
-            if kept is not None:
-                if bucket.gradient_N is None:
-                    bucket.gradient_N = torch.empty_like(bucket.shard_N)
-                bucket.gradient_N.copy_(kept, non_blocking=True)
-                bucket.has_gradient = True
-        self._since_step = list(pending.since_step)
-
-    def forget(self) -> None:
-        """Forget the gradients of the step so far."""
-        self._forget()
 
 
 class Progress(NamedTuple):
@@ -157,22 +105,21 @@ class Desk:
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
-        """Build all there is. ``config``: as :func:`moetrain.preflight.prepare` gives it.
+        """Build all there is. ``config``: as :func:`moetrain.preflight.resolve_run` gives it.
 
         Raises:
             ConfigError: settings that do not fit the model or the device.
         """
         self.world = join_world(config, arch)
-        if self.world.size > 1:
-            problem = f"{self.world.size} processes, and the job service is one so far; start one"
-            raise ConfigError("launch.nproc", problem)
+        self.is_told = False
+        """Whether what runs now is run by every rank."""
+        self.is_given_up: Callable[[], bool] = lambda: False
+        """Of the main rank: asked while text is generated."""
         device = self.world.device
         check_what_can_run(config, arch, device)
         dtype = compute_dtype(config, device)
         estimate = estimate_memory(config, arch, self.world.dims, dtype, "never")
-        # Of fp32 moments there are two: generation has adapters of its own, and no more.
-        own = replace(estimate, generator=estimate.moments / 8 * dtype.itemsize)
-        check_memory(own, config, device_capacity(device))
+        check_memory(estimate, config, device_capacity(device))
         if config.train.deterministic:
             make_deterministic()
         self.config = config = with_training_bits(config, device)
@@ -188,9 +135,19 @@ class Desk:
             self.generator.longest,
             config.jobs.max_completions,
         )
-        self._first = self._copies()
+        # An adapter from files is where every job begins; else each one's is drawn.
+        is_drawn = is_adapter if config.lora.path is None else lambda _: False
+        parts = self.engine.state()["model"]
+        self._first = copies_of({k: part for k, part in parts.items() if not is_drawn(k)})
+        """What every job begins with."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         """Those that sat here last, the latest at the end."""
+        self._objectives: dict[RlSection | None, Objective[Any]]
+        # Kept, as pipelines tell ranks of each new one, and it has to be new on all of them.
+        self._objectives = {None: Pretraining.of(config, arch)}
+        self.lessons = open_lessons(config, self.world, arch)
+        """Of jobs that are files, by their names."""
+        self.fingerprint = self.engine.fingerprint
         self._nobody()
 
     def _nobody(self) -> None:
@@ -200,13 +157,14 @@ class Desk:
 
     # ---- who sits here -------------------------------------------------------------------------
 
-    def sit(self, job: str, seed: int, folder: Path) -> None:
+    @together
+    def sit(self, job: str, seed: int, folder: str) -> None:
         """Let ``job`` have the engine, as it was when it left; as its newest checkpoint has it, or
         as its seed begins it, if that is not known any more.
 
         Raises:
             ConfigError: its checkpoints are damaged.
-            RunFailed: that of a job that leaves the host's memory cannot be written.
+            RunFailed: the host has no memory, or the disk no room, for who sat here before.
         """
         if self.job == job:
             return
@@ -216,12 +174,15 @@ class Desk:
             self._take(held.state)
             self.engine.take_back(held.pending)
             self.progress, self.saved = held.progress, held.saved
-        elif (found := find_snapshot("auto", folder, self.engine.arch, self.world)) is not None:
-            self._restore(found)
-            self.saved = self.progress.seen
         else:
-            self._take(self._beginning(seed))
-        self.job, self.seed, self.folder = job, seed, folder
+            found = find_snapshot("auto", Path(folder), self.engine.arch, self.world)
+            self.progress = Progress()
+            if found is None:
+                self._begin(seed)
+            else:
+                self._restore(found)
+            self.saved = self.progress.seen
+        self.job, self.seed, self.folder = job, seed, Path(folder)
 
     def _leave(self) -> None:
         """Let nobody sit here; whoever did is held in host memory, if there is room."""
@@ -243,12 +204,14 @@ class Desk:
             self.save()
             self._nobody()
 
+    @together
     def put_all_away(self) -> None:
         """Save everybody, unless a step of theirs is not over, and hold nobody."""
         self._leave()
         for job in list(self._held):
             self._put_away(job)
 
+    @together
     def forget(self, job: str) -> None:
         """Have nothing of ``job`` in memory: it is over, or what is here may not be whole."""
         self._held.pop(job, None)
@@ -256,62 +219,68 @@ class Desk:
             self.engine.forget()
             self._nobody()
 
-    def _beginning(self, seed: int) -> Groups:
-        """The state of a job that has not begun."""
-        model = dict(self._first["model"])
-        # An adapter from files is where every job begins.
-        drawn = model if self.config.lora.path is None else {}
-        for name in filter(is_adapter, drawn):
-            part, rule = model[name], self.engine.stages.rules[name]
-            rows, *columns = part.box
-            values, std = torch.empty_like(part.tensor), self.config.model.init_std
-            draw(values, name, rule, part.shape, rows.start, std, seed, tuple(columns))
-            model[name] = part._replace(tensor=values)
-        return {**self._first, "model": model}
+    def probe(self) -> None:
+        """Raise RunFailed if the device does nothing any more, as after an error of a kernel."""
+        try:
+            torch.ones(1, device=self.world.device).sum().item()
+        except RuntimeError as error:
+            problem = f"the device has failed ({error}); nothing is lost: start the service again"
+            raise RunFailed(problem) from None
+
+    @torch.no_grad()
+    def _begin(self, seed: int) -> None:
+        """Have the state of a job that has not begun."""
+        for name, part in self.engine.state()["model"].items():
+            if name in self._first:
+                part.tensor.copy_(self._first[name].tensor)
+        if self.config.lora.path is None:
+            draw_values(self.engine.fsdp, self.config.model.init_std, seed, all=False)
+        self.engine.optimizer.begin()
 
     def _copies(self) -> dict[str, dict[str, Part]]:
-        """The engine's state, in host memory."""
-        state = {
-            group: {k: part._replace(tensor=_to_host(part.tensor)) for k, part in parts.items()}
-            for group, parts in self.engine.state().items()
-        }
+        """The engine's state, in host memory; RunFailed: there is not enough."""
+        groups = self.engine.state()
+        try:
+            copies = {group: copies_of(parts) for group, parts in groups.items()}
+        except RuntimeError as error:
+            problem = f"there is no host memory for a job between its turns ({error})"
+            raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        return state
+        return copies
 
     @torch.no_grad()
     def _take(self, state: Groups) -> None:
         """Inverse of :meth:`_copies`: into the tensors that there are."""
-        mine = {name: _Here(part) for name, part in state["model"].items()}
-        self.engine.load_state({"model": mine})
-        for name, part in self.engine.state()["optim"].items():
-            part.tensor.copy_(state["optim"][name].tensor, non_blocking=True)
+        for group, parts in self.engine.state().items():
+            for name, part in parts.items():
+                part.tensor.copy_(state[group][name].tensor, non_blocking=True)
 
-    @torch.no_grad()
     def _restore(self, found: Checkpoint) -> None:
         """Take the state in ``found``, and how far it had come."""
-        self.engine.load_state({"model": found.group("model")})
-        moments = found.group("optim")
-        for name, part in self.engine.state()["optim"].items():
-            part.tensor.copy_(moments[name][part.box])
+        for group in ENGINE_GROUPS:  # one after the other: each takes host memory
+            self.engine.load_state({group: found.group(group)})
         state = found.state
         self.progress = Progress(state["step"], state["steps"], state["tokens"])
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, root: Path | None = None) -> None:
-        """Write a checkpoint of who sits here, between two steps; None: its own, to go on from.
+    @together
+    def save(self) -> None:
+        """Write a checkpoint of who sits here, between two steps, to go on from.
 
         Raises:
             RunFailed: it cannot be written.
         """
+        self._write(self.folder / CHECKPOINTS)
+        self.saved = self.progress.seen
+
+    def _write(self, root: Path) -> None:
         assert self.engine.is_between_steps
         seen, steps, tokens = self.progress
         progress = {"step": seen, "steps": steps, "tokens": tokens, "sample_index": 0}
-        self.snapshots.save(root or self.folder / CHECKPOINTS, progress, {}, failed=False)
+        self.snapshots.save(root, progress, {}, failed=False)
         self.snapshots.wait()
-        if root is None:
-            self.saved = seen
 
     @property
     def oldest_saved(self) -> int:
@@ -321,30 +290,26 @@ class Desk:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def serve(
-        self, number: int, request: Body, is_given_up: Callable[[], bool] = lambda: False
-    ) -> dict[str, Any]:
-        """What comes of request ``number`` of the job that sits here, as JSON.
-
-        After any other error than these, the job is to be forgotten before it goes on.
-
-        Args:
-            is_given_up: asked while text is generated.
+    @together
+    def serve(self, number: int, file: str) -> dict[str, Any]:
+        """What comes of request ``number``, in ``file``, of the job that sits here, as JSON.
 
         Raises:
             BadRequest: it cannot be done as the job is, which stays so.
-            Cancelled: ``is_given_up``, and the job is as it was.
+            Exception: any other; the job is to be forgotten before it goes on.
         """
-        with self.request(number) as seed:
+        entry = read(Path(file))
+        request = parse(entry["kind"], entry["body"], self.limits)
+        with self._request(number) as seed:
             match request:
                 case ForwardBackward():
                     return self._forward_backward(request)
                 case Forward():
                     return self._forward(request)
                 case OptimStep():
-                    return self.step(request.lr)
+                    return self._step(request.lr)
                 case Sampling():
-                    return self._sample(request, seed, is_given_up)
+                    return self._sample(request, seed)
                 case Save():
                     return self._save(request.name)
                 case Load():
@@ -352,34 +317,58 @@ class Desk:
                 case _:
                     raise TypeError(f"{type(request).__name__} is no request")
 
+    @together
+    def take(self, number: int) -> dict[str, Any]:
+        """What comes of lesson ``number`` of the job that sits here; of one too many, its end."""
+        assert self.job is not None  # who takes lessons sits
+        lessons = self.lessons[self.job]
+        with self._request(number):
+            if number == lessons.total_steps:
+                self.engine.save_peft(self.folder / "adapter")
+                return {}
+            batches, lr = lessons.batches(number), lessons.lr(number)
+            tokens = sum(batch.num_tokens for batch in batches)
+            row = self._learn(batches, lessons.objective, sum(gather(self.world, tokens)))
+            return {"step": number + 1, **row, **self._step(lr), "lr": lr}
+
     @contextmanager
-    def request(self, number: int) -> Iterator[int]:
+    def _request(self, number: int) -> Iterator[int]:
         """Meanwhile request ``number`` is served; gives what seeds its random numbers."""
         seed = zlib.crc32(f"{self.seed}.{number}".encode())
         torch.manual_seed(seed)  # dropout's
         yield seed
-        self.pass_over(number)
+        self.progress = self.progress._replace(seen=number + 1)
 
+    @together
+    def forget_step(self) -> None:
+        """Forget the gradients of the step so far."""
+        self.engine.forget()
+
+    @together
     def pass_over(self, number: int) -> None:
         """Request ``number`` is one that the state has seen now."""
         self.progress = self.progress._replace(seen=number + 1)
 
     def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
-        policy, arch = request.policy(), self.engine.arch
-        objective: Objective[Any] = Pretraining.of(self.config, arch)
-        if policy is not None:
-            objective = PolicyObjective(policy, RouterLosses.of(self.config, arch))
-        return self.learn(self._packed(request.samples()), objective)
+        policy = request.policy()
+        if policy is not None and policy not in self._objectives:
+            routers = RouterLosses.of(self.config, self.engine.arch)
+            self._objectives[policy] = PolicyObjective(policy, routers)
+        objective = self._objectives[policy]
+        samples = request.samples()
+        tokens = sum(len(sample.tokens) - 1 for sample in samples)
+        return self._learn(self._packed(samples), objective, tokens)
 
-    def learn(self, batches: Sequence[Any], objective: Objective[Any]) -> dict[str, Any]:
-        """Add the gradients of ``objective`` over ``batches``; its terms."""
+    def _learn(
+        self, batches: Sequence[Any], objective: Objective[Any], tokens: int
+    ) -> dict[str, Any]:
+        """Add the gradients of ``objective`` over ``batches``, this rank's; its terms."""
         totals = self.engine.forward_backward(batches, objective)
-        tokens = sum(batch.num_tokens for batch in batches)
         self.progress = self.progress._replace(tokens=self.progress.tokens + tokens)
         terms = {name: finite(value.item()) for name, value in totals.terms.items()}
         return {"loss": finite(totals.total.item()), "terms": terms}
 
-    def step(self, lr: float) -> dict[str, Any]:
+    def _step(self, lr: float) -> dict[str, Any]:
         """Update by the gradients there are, unless they are not finite."""
         if self.engine.is_between_steps:
             raise BadRequest("there was no forward_backward since the last step")
@@ -389,47 +378,63 @@ class Desk:
         self.progress = self.progress._replace(steps=steps)
         return {"grad_norm": finite(outcome.grad_norm.item()), "skipped": skipped, "steps": steps}
 
+    def _mine(self, number: int) -> list[int]:
+        """Which of so many samples are this rank's."""
+        return list(range(number))[self.world.data_rank :: self.world.dims.data_ranks]
+
     def _packed(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
-        config = self.config
+        """This rank's of ``samples``, in as many micro-batches as every rank has."""
+        config, ranks = self.config, self.world.dims.data_ranks
         longest = max(len(sample.tokens) for sample in samples) - 1
         length = min(config.data.seq_len, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
-        rows = min(config.train.micro_batch_size, len(samples))
+        rows = min(config.train.micro_batch_size, -(-len(samples) // ranks))
         if config.compile.enabled:
             length, rows = config.data.seq_len, config.train.micro_batch_size
-        return pack(samples, length, rows)
+        mine = [samples[i] for i in self._mine(len(samples))]
+        batches = pack(mine, length, rows)
+        most = max(gather(self.world, len(batches)))
+        most += -most % self.engine.passes.batch_multiple
+        return batches if len(batches) == most else pack(mine, length, rows, least=most)
 
     def _forward(self, request: Forward) -> dict[str, Any]:
-        batches = self._packed(request.samples())
+        samples = request.samples()
+        batches = self._packed(samples)
         stats = score(self.engine, batches, request.temperature)
-        found = unpack(batches, [one.logprob for one in stats])
-        return {"logprobs": [[finite(x) for x in logprobs.tolist()] for logprobs in found]}
+        mine = [x.tolist() for x in unpack(batches, [one.logprob for one in stats])]
+        pairs = dict(zip(self._mine(len(samples)), mine, strict=True))
+        found = {i: x for part in gather(self.world, pairs) for i, x in part.items()}
+        return {"logprobs": [[finite(x) for x in found[i]] for i in range(len(samples))]}
 
-    def _sample(
-        self, request: Sampling, seed: int, is_given_up: Callable[[], bool]
-    ) -> dict[str, Any]:
-        generator, requests = self.generator, request.requests(seed)
+    def _sample(self, request: Sampling, seed: int) -> dict[str, Any]:
         self.update_weights()  # which forgets the cache, so that it never depends on who was here
+        generator, requests = self.generator, request.requests(seed)
         generator.version = self.progress.steps
         done: dict[tuple[int, int], dict[str, Any]] = {}
+        mine = requests[self.world.rank :: self.world.size]
         try:
-            for one in requests:
+            for one in mine:
                 generator.submit(one)
-            while generator.is_busy:
-                if is_given_up():
-                    raise Cancelled
+            while generator.goes_on(generator.is_busy):  # others may need this rank's experts
                 for c in generator.step():
                     if c.finish_reason is not None:
-                        done[int(c.request_id), c.index] = {
-                            "tokens": c.tokens,
-                            "logprobs": [finite(x) for x in c.logprobs],
-                            "finish_reason": c.finish_reason,
-                            **({"top_logprobs": c.top_logprobs} if request.logprobs else {}),
-                        }
+                        done[int(c.request_id), c.index] = _described(c, request)
+                if self.is_given_up():
+                    self._abort(mine)
         finally:
-            for one in requests:
-                generator.abort(one.id)
-        numbers = range(len(requests))
-        return {"completions": [[done[i, k] for k in range(request.n)] for i in numbers]}
+            self._abort(mine)
+        if self.is_given_up():
+            done.clear()
+        parts = gather(self.world, done)
+        if not all(parts[: len(requests)]):  # of the ranks that had any
+            raise Cancelled
+        found = {key: c for part in parts for key, c in part.items()}
+        return {
+            "completions": [[found[i, k] for k in range(request.n)] for i in range(len(requests))]
+        }
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for one in requests:
+            self.generator.abort(one.id)
 
     def _save(self, name: str) -> dict[str, Any]:
         if not self.engine.is_between_steps:
@@ -443,7 +448,7 @@ class Desk:
         if len(others) >= self.config.jobs.max_saves:
             raise BadRequest(f"this job has {len(others)} saves, as many as jobs.max_saves")
         self.engine.save_peft(root / name / "adapter")
-        self.save(root / name)
+        self._write(root / name)
         return {"name": name, "steps": self.progress.steps}
 
     def _load(self, name: str) -> dict[str, Any]:
@@ -455,25 +460,11 @@ class Desk:
         return {"name": name, "steps": self.progress.steps}
 
 
-@dataclass(frozen=True)
-class _Here:
-    """This rank's part of a tensor, as a region of which nobody asks for another part."""
-
-    part: Part
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.part.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.part.tensor.dtype
-
-    def __getitem__(self, box: Box) -> torch.Tensor:
-        return self.part.tensor
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, pinned if ``tensor`` is on CUDA; it is whole when the device has come so far."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-    return host.copy_(tensor.detach(), non_blocking=True)
+def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
+    """For its client."""
+    row: dict[str, Any] = {
+        "tokens": completion.tokens,
+        "logprobs": [finite(x) for x in completion.logprobs],
+        "finish_reason": completion.finish_reason,
+    }
+    return row | ({"top_logprobs": completion.top_logprobs} if request.logprobs else {})

@@ -15,38 +15,17 @@ What is killed leaves no more than a file under a temporary name; there is nothi
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from moetrain.checkpoint.folder import fsync
 from moetrain.jobs.desk import Desk
-from moetrain.jobs.requests import KINDS, BadRequest, parse
+from moetrain.jobs.durable import read, write_durably
+from moetrain.jobs.requests import KINDS, BadRequest
 
 KEPT_ANSWERS = 100
 """Of each job: a client that asks for older ones has lost its place."""
-
-
-def write_durably(path: Path, value: Mapping[str, Any]) -> None:
-    """Let ``path`` hold ``value`` as JSON: whole and on the disk when this returns.
-
-    Raises:
-        OSError: it cannot be written, and ``path`` is as it was.
-    """
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync(path.parent)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """What :func:`write_durably` wrote."""
-    return json.loads(path.read_text("utf-8"))
 
 
 class Log(Protocol):
@@ -57,7 +36,7 @@ class Log(Protocol):
     done: int
     """... and those that have an answer."""
 
-    def serve(self, number: int, desk: Desk, is_given_up: Callable[[], bool]) -> dict[str, Any]:
+    def serve(self, number: int, desk: Desk) -> dict[str, Any]:
         """What comes of the request, at the desk where its job sits."""
         ...
 
@@ -66,7 +45,7 @@ class Log(Protocol):
         ...
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Keep what came of the next request: ``result``, or ``error``."""
+        """Keep what came of the request that was served last: ``result``, or ``error``."""
         ...
 
     def prune(self, seen: int) -> None:
@@ -84,6 +63,8 @@ class Journal:
         fsync(folder)
         self.done = 1 + max(_numbers(self._answers), default=-1)
         self.accepted = max(self.done, 1 + max(_numbers(self._requests), default=-1))
+        self._entries: dict[int, dict[str, str]] = {}
+        """What answers keep of their requests, of those that came since the service runs."""
 
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request; returns its number.
@@ -108,35 +89,34 @@ class Journal:
             raise BadRequest(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
             raise Full(f"{most} requests of this job wait already (jobs.max_queued)")
-        write_durably(_file(self._requests, self.accepted), {**entry, "body": json.loads(body)})
+        write_durably(_file(self._requests, self.accepted), entry, body=body)
+        self._entries[self.accepted] = entry
         self.accepted += 1
         return self.accepted - 1
 
-    def _known(self, number: int) -> dict[str, Any]:
-        path = _file(self._requests, number)
-        return read(path) if path.exists() else self.answer_of(number)
+    def _known(self, number: int) -> dict[str, str]:
+        """Kind and digest of a request."""
+        if number not in self._entries:
+            path = _file(self._requests, number)
+            entry = read(path) if path.exists() else self.answer_of(number)
+            self._entries[number] = {key: entry[key] for key in ("kind", "digest")}
+        return self._entries[number]
 
-    def serve(self, number: int, desk: Desk, is_given_up: Callable[[], bool]) -> dict[str, Any]:
-        entry = read(_file(self._requests, number))
-        request = parse(entry["kind"], entry["body"], desk.limits)
-        return desk.serve(number, request, is_given_up)
+    def serve(self, number: int, desk: Desk) -> dict[str, Any]:
+        return desk.serve(number, str(_file(self._requests, number)))
 
     def serve_again(self, number: int, desk: Desk) -> None:
         answer = self.answer_of(number)
-        if "error" in answer:
-            if not answer["refused"]:
-                desk.engine.forget()
-            desk.pass_over(number)
-        elif KINDS[answer["kind"]].changes:
-            self.serve(number, desk, lambda: False)
+        if "error" in answer and not answer["refused"]:
+            desk.forget_step()
+        if "result" in answer and KINDS[answer["kind"]].changes:
+            self.serve(number, desk)
         else:
             desk.pass_over(number)
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         assert number == self.done
-        known = self._known(number)
-        entry = {key: known[key] for key in ("kind", "digest")}
-        write_durably(_file(self._answers, number), {**entry, **answer})
+        write_durably(_file(self._answers, number), {**self._known(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
@@ -149,6 +129,7 @@ class Journal:
             ) from None
 
     def prune(self, seen: int) -> None:
+        self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
         for number in _numbers(self._requests):
             if number < min(seen, self.done):
                 _file(self._requests, number).unlink()

@@ -169,7 +169,7 @@ class ForwardBackward(Texts):
 
 
 class Forward(Texts):
-    """The log-probability of every token that would be learned."""
+    """The log-probability of every token that would be learned; of others 0."""
 
     temperature: float = Field(default=1.0, gt=0)
 
@@ -191,7 +191,8 @@ class Sampling(Body):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    """None: one that the job's seed and the request's number decide."""
+    """Of the first prompt, each further one has the next; None: the job's seed and the request's
+    number decide."""
     n: int = 1
     stop_ids: list[int] = []
     logprobs: int = 0

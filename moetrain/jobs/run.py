@@ -3,12 +3,14 @@
 Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: what is in memory is
 saved, who waits is told. Killed, it loses nothing that anybody was told of.
 
-Left out so far: several processes, of which one would be behind the door.
+Of several processes (torchrun, ``launch.nproc``) the main one has the jobs and the door.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import logging
 import os
 import secrets
 import socket
@@ -18,13 +20,18 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config import Config, ConfigError, RunFailed, launched_place
 from moetrain.config_sources import shortened
+from moetrain.jobs.desk import Desk
 from moetrain.jobs.files import Course
+from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
 from moetrain.memory import plan_memory
 from moetrain.models import Architecture
+from moetrain.preflight import resolve_run
 from moetrain.run_control import stop_signals
+
+logger = logging.getLogger("moetrain")
 
 IDLE_SECONDS = 0.1
 """Between looks at stop signals, while nobody has anything to do."""
@@ -45,16 +52,40 @@ class JobRun:
             RunFailed: a job that is a file has failed, or the disk does.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; all there is was saved.
         """
-        jobs = self.config.jobs
+        place = launched_place()
+        if place is not None and place.rank > 0:
+            self._help()
+            return
         with Service(self.config) as service, stop_signals() as stop, serving(service):
-            while not stop and (service.turn() or jobs.port is not None):
+            self.announce(service)
+            service.is_stopping = lambda: bool(stop)
+            while not stop and (service.turn() or self.config.jobs.port is not None):
                 service.wait(IDLE_SECONDS)
+        dismiss(service.desk)
+        service.desk.world.leave()
         if stop:
             raise SystemExit(128 + stop[0])
         files = [job for job in service.jobs.values() if isinstance(job.log, Course)]
         failed = [f"{job.id} ({job.error})" for job in files if job.status == "failed"]
         if failed:
             raise RunFailed(f"{len(failed)} of {len(files)} jobs: {', '.join(failed)}")
+
+    def _help(self) -> None:
+        """Of other ranks than the main one: do as it does."""
+        with stop_signals() as stop:  # it says when to stop
+            desk = Desk(*resolve_run(self.config))
+            follow(desk)
+        desk.world.leave()
+        if stop:
+            raise SystemExit(128 + stop[0])
+
+    def announce(self, service: Service) -> None:
+        """Say what is about to run and write ``config.json``."""
+        settings = json.dumps(service.config.to_dict(), indent=2)
+        (service.folder / "config.json").write_text(settings, "utf-8")
+        logger.info("settings:\n%s", service.config.describe())
+        work = sum(job.has_work for job in service.jobs.values())
+        logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
 
 
 @contextmanager
@@ -157,6 +188,11 @@ def check_settings(config: Config) -> None:
     if jobs.auth == "none" and jobs.token_file is not None:
         problem = f"{jobs.token_file!r} contradicts jobs.auth 'none'; unset one"
         raise ConfigError("jobs.token_file", problem)
+
+
+def inspect(config: Config, arch: Architecture) -> None:
+    """Before several processes are started: :func:`check_settings`."""
+    check_settings(config)
 
 
 def plan(config: Config, arch: Architecture) -> str:

@@ -19,17 +19,20 @@ import re
 import secrets
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.jobs.desk import Cancelled, Desk
-from moetrain.jobs.files import Course, open_courses
-from moetrain.jobs.journal import Full, Journal, Log, read, write_durably
+from moetrain.jobs.durable import read, write_durably
+from moetrain.jobs.files import Course
+from moetrain.jobs.journal import Full, Journal, Log
 from moetrain.jobs.requests import BadRequest, parse
 from moetrain.models import Architecture
 from moetrain.preflight import check_output_folder, resolve_run
@@ -110,8 +113,10 @@ class Service:
             self._check_same_base(arch)
             self._lock = threading.Condition()
             self.jobs = {job.id: job for job in self._find()}
-            self.jobs |= {job.id: job for job in self._find_files(arch)}
+            self.jobs |= {job.id: job for job in self._find_files()}
             self._stack = stack.pop_all()
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Whether the service is to end, asked while text is generated."""
         self._last: str | None = None
         self._removals: list[tuple[Job, Future[None]]] = []
 
@@ -145,25 +150,27 @@ class Service:
         path, lora = self.folder / "base.json", self.config.lora
         mine = {
             "architecture": arch.model_dump(mode="json"),
-            "frozen": self.desk.engine.fingerprint,
-            "lora": lora.model_dump(mode="json", exclude={"path", "save", "layout"}),
+            "frozen": self.desk.fingerprint,
+            "lora": lora.model_dump(mode="json", exclude={"save", "layout"}),
+            "moments": self.config.optim.state_dtype,
         }
         if not path.exists():
             write_durably(path, mine)
         theirs = read(path)
-        for key, field_name in (("architecture", "model"), ("frozen", "model"), ("lora", "lora")):
+        settings = {"architecture": "model", "frozen": "model", "lora": "lora"}
+        settings["moments"] = "optim.state_dtype"
+        for key, setting in settings.items():
             if theirs.get(key) != mine[key]:
-                setting = f"{field_name}.{'rank' if key == 'lora' else 'path'}"
                 raise ConfigError(
                     "output_dir",
                     f"{str(self.folder)!r} has jobs of another base ({key} differs); set {setting} "
-                    "and what belongs to it as it was, or choose another folder",
+                    "as it was, or choose another folder",
                 )
 
     def _find(self) -> list[Job]:
         """The jobs of clients, as they were left."""
         root = self.folder / "jobs"
-        root.mkdir(exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
         found = []
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(REMOVED):
@@ -173,10 +180,11 @@ class Service:
                 found.append(Job(folder.name, folder, log=Journal(folder), **known))
         return found
 
-    def _find_files(self, arch: Architecture) -> list[Job]:
+    def _find_files(self) -> list[Job]:
         """The jobs that are files, begun or not."""
         found = []
-        for name, course in open_courses(self.config, arch, self.folder / "files"):
+        for name, lessons in self.desk.lessons.items():
+            course = Course(lessons, self.folder / "files" / name)
             path, known = course.folder / "job.json", {}
             if path.exists():
                 known = read(path)
@@ -317,11 +325,12 @@ class Service:
         if job is None:
             return False
         try:
-            self.desk.sit(job.id, job.seed, job.folder)
+            self.desk.sit(job.id, job.seed, str(job.folder))
             self._catch_up(job)
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self.desk.probe()
             self.desk.forget(job.id)
             self._fail(job, f"it could not be brought back: {_line_of(error)}")
             return True
@@ -345,12 +354,12 @@ class Service:
     def _serve(self, job: Job) -> None:
         number, desk = job.log.done, self.desk
         try:
-            answer: dict[str, Any] = {
-                "result": job.log.serve(number, desk, lambda: job.status != "open")
-            }
+            desk.is_given_up = partial(self._is_given_up, job)
+            answer: dict[str, Any] = {"result": job.log.serve(number, desk)}
         except (RunFailed, OSError):
             raise
         except Cancelled:
+            desk.forget(job.id)
             return
         except BadRequest as error:
             answer = {"error": str(error), "refused": True}
@@ -362,6 +371,8 @@ class Service:
         with self._lock:
             job.log.answer(number, answer)
             future = job.waiting.pop(number, None)
+        if "error" in answer:
+            desk.probe()
         if desk.job == job.id and self._is_due(job):
             desk.save()
             with self._lock:
@@ -370,6 +381,9 @@ class Service:
             future.set_result(answer)
         if isinstance(job.log, Course) and job.status == "open":
             self._look_at(job, job.log, answer)
+
+    def _is_given_up(self, job: Job) -> bool:
+        return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
         new = self.desk.progress.seen - self.desk.saved

@@ -19,8 +19,8 @@ Results have the same bits as without it. A tensor that is changed in place befo
 error, as in autograd, which does not look where there are hooks.
 
 Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
-two blocks save, which then travel twice. The idea is published (torchtune's and Megatron's
-offloading of activations; arXiv 2406.10707 for link time as the measure).
+two blocks save, which then travel twice. torchtune and Megatron offload activations too; here they
+go by storage, as many as the link has time for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from moetrain.models.layers import Context
 from moetrain.models.parts import Part
 from moetrain.models.transformer import CallBlock, Transformer
+from moetrain.parallel.pinned import HostMemory
 
 PAGE = 2**24
 """Bytes of a copy: long enough for the link's full rate, short enough to waste little."""
@@ -59,7 +60,7 @@ def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
     return 2 * products * tokens * BYTES_PER_FLOP
 
 
-class HostMemory:
+class HostPages:
     """Pinned pages, and the two streams that fill and read them.
 
     On a CPU copies are made at once: streams and events are None.
@@ -73,6 +74,7 @@ class HostMemory:
         """Copied so far."""
         self.free: list[tuple[torch.Tensor, Any]] = []
         """Pages, and what must have passed before they are written to."""
+        self._chunks: list[HostMemory] = []
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
     @property
@@ -84,7 +86,8 @@ class HostMemory:
         """Pages for ``size`` bytes."""
         number = -(-size // PAGE)
         while len(self.free) < number:
-            chunk = torch.empty(PAGES * PAGE, dtype=torch.uint8, pin_memory=self.on_cuda)
+            self._chunks.append(HostMemory(self.device, "activation.offload", "set it lower, or 0"))
+            chunk = self._chunks[-1].reserve(PAGES * PAGE)
             self.free += [(page, None) for page in chunk.split(PAGE)]
             self.num_pages += PAGES
         taken, self.free = self.free[-number:], self.free[:-number]
@@ -104,7 +107,8 @@ class HostMemory:
         return pages, self._copy(self._down, waits, [(page[: len(x)], x) for page, x in pairs])
 
     def copy_up(self, pages: Sequence[torch.Tensor], after: Any, target: torch.Tensor) -> Any:
-        """Let ``target`` have what ``pages`` hold, from the event on that this gives."""
+        """Let ``target``, of the current stream, have what ``pages`` hold since ``after``; from the
+        event on that this gives."""
         pairs = zip(target.split(PAGE), pages, strict=True)
         self.bytes_up += len(target)
         return self._copy(self._up, [after], [(x, page[: len(x)]) for x, page in pairs])
@@ -137,16 +141,15 @@ class Away:
     """On the device, as bytes; None: given up."""
     pages: Sequence[torch.Tensor] = ()
 
-    def __init__(self, host: HostMemory, storage: torch.UntypedStorage) -> None:
+    def __init__(self, host: HostPages, storage: torch.UntypedStorage) -> None:
         self.host, self.size = host, storage.nbytes()
         self.saved: list[tuple[torch.Tensor, int]] = []
         """What autograd saved, and its version; until that memory is given up."""
         self.here = _bytes_of(storage)
         self.stream = host.current()
         """The one that ``here`` is to be used on, and its memory goes back to."""
-        self.pages, self.copied = host.copy_down(self.here, self.size)
-        self.last = self.copied
-        """The last copy, down or up."""
+        self.pages, self.last = host.copy_down(self.here, self.size)
+        """And the last copy, down or up."""
 
     def leave(self) -> None:
         """Give up the memory on the device: what its stream runs from now on may use it."""
@@ -162,7 +165,7 @@ class Away:
         if self.here is None:
             self.here = torch.empty(self.size, dtype=torch.uint8, device=self.host.device)
             self.stream = self.host.current()
-            self.last = self.host.copy_up(self.pages, self.copied, self.here)
+            self.last = self.host.copy_up(self.pages, self.last, self.here)
 
     def storage(self) -> torch.UntypedStorage:
         """It, as what is queued next on this stream may read it."""
@@ -282,7 +285,7 @@ class ActivationOffload:
         self.call, self.numbers, self.stay = call, numbers, stay
         self.share = None if offload == "auto" else offload
         self.allowance = allowance
-        self.host = HostMemory(device)
+        self.host = HostPages(device)
         self._next = -1
         """The block that goes on with the micro-batch of the last one."""
         self._before: Stash | None = None
@@ -330,7 +333,7 @@ class ActivationOffload:
             self._per_block = self.allowance(number, x_BSD)
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
-        while self._leaving and self._leaving[0][0] < self._clock:
+        while self._leaving and self._leaving[0][0] <= self._clock:
             if (away := self._leaving.popleft()[1]()) is not None:
                 away.leave()
         return before
@@ -344,9 +347,10 @@ class ActivationOffload:
             return None
         self._sent += size
         self._room -= size
-        self._busy_until = max(self._busy_until, self._clock) + size / self._per_block
+        # A compiled block saves all at its end; then there is the next one to copy beside.
+        self._busy_until = max(self._busy_until, self._clock + 1) + size / self._per_block
         away = Away(self.host, storage)
-        self._leaving.append((self._busy_until + 1, ref(away)))
+        self._leaving.append((max(self._busy_until, self._clock + 2), ref(away)))
         return away
 
 

@@ -105,6 +105,12 @@ def peak_bytes(device: torch.device) -> int:
     return max(_peaks[number], now)
 
 
+def forget_peak(device: torch.device) -> None:
+    """Let :func:`peak_bytes` begin anew."""
+    _peaks[_number(device)] = 0
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def _change(number: int, num_bytes: int) -> None:
     """Count what is mapped, or (negative) no longer is. Torch's own peak begins anew."""
     _peaks[number] = peak_bytes(torch.device("cuda", number))

@@ -10,14 +10,17 @@ from moetrain.config import ConfigError
 from moetrain.data.chat import BadLineError
 from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
-from moetrain.models import Transformer, load_hf
+from moetrain.models import Transformer, attach_peft, load_hf
 from moetrain.models.hf.files import resolve
 
 
-def load_model(path: str, device: str, dtype: str) -> tuple[Transformer, Tokenizer]:
+def load_model(
+    path: str, device: str, dtype: str, adapter: str | None = None
+) -> tuple[Transformer, Tokenizer]:
     """The model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
 
     Args:
+        adapter: folder of adapters in PEFT's format, used beside the weights.
         device: auto, cpu or cuda.
         dtype: of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
@@ -36,6 +39,11 @@ def load_model(path: str, device: str, dtype: str) -> tuple[Transformer, Tokeniz
         dtype=auto if dtype == "auto" else getattr(torch, dtype),
         device="cuda" if on_gpu else "cpu",
     )
+    if adapter is not None:
+        try:
+            attach_peft(model, adapter)
+        except ConfigError as error:
+            raise ConfigError("adapter", error.problem) from None
     return model, tokenizer
 
 

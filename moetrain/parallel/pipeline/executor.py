@@ -22,13 +22,12 @@ Legend: B batch, S sequence, D model width, E experts, L MoE layers of all stage
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,9 @@ from moetrain.parallel.pipeline.schedules import RECIPES, Action, Schedule, Work
 from moetrain.parallel.pipeline.split import SplitBackward
 from moetrain.parallel.pipeline.stages import PAIRS, SPLIT, Stages, schedule_of
 from moetrain.parallel.pipeline.transfers import Batch, Step, programs
+
+REMEMBERED = 8
+"""Objectives whose terms' names are known everywhere; a run has one or two."""
 
 Finish = Callable[[torch.Tensor, RoutingStats | None, Any], torch.Tensor]
 """``finish(hidden_BSD, routing, batch)``: what is minimised, 0-d; ``batch`` is on the device."""
@@ -66,7 +68,9 @@ class Pipeline:
         self.watch: Callable[[Work], AbstractContextManager[Any]] = lambda _: nullcontext()
         """Entered around each thing that this rank does, once what it needs is there."""
         fsdp.splits = config.parallel.pp_schedule in SPLIT
-        self._names: WeakKeyDictionary[object, list[str]] = WeakKeyDictionary()
+        self._names: OrderedDict[object, list[str]] = OrderedDict()
+        """Of objectives, the latest last. Held here, for all ranks must forget the same ones: when
+        nobody else holds one, each rank's collector finds in its own time."""
 
     @property
     def batch_multiple(self) -> int:
@@ -99,11 +103,15 @@ class Pipeline:
 
         Waits for the device, but only the first time, as an objective's names are always the same.
         """
-        if objective not in self._names:
+        if objective in self._names:
+            self._names.move_to_end(objective)
+        else:
             found: list[Any] = [names]
             last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
             dist.broadcast_object_list(found, group=group, group_src=last)
             self._names[objective] = found[0]
+            while len(self._names) > REMEMBERED:
+                self._names.popitem(last=False)
         return self._names[objective]
 
     def share_sums(

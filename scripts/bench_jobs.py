@@ -1,0 +1,138 @@
+"""Time the job service on one device: what serving costs beside the engine that it serves with.
+
+    python scripts/bench_jobs.py --output_dir OUT [--layers 24] [--section.key value ...]
+
+Random weights of ``qwen3-30b-a3b``, cut to ``--layers``, with adapters of rank 16 on attention and
+experts. A step is a forward_backward of ``--rows`` rows of ``data.seq_len`` random tokens and an
+optim_step. A line each for: the engine by itself; one job of the service; jobs that take turns, so
+that each request has another's state to be copied out and its own copied in; generation; a save;
+memory after the first and the last switch. Every step waits for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_train import device_name
+
+from moetrain.config import JOB_RECIPES, Config
+from moetrain.jobs.requests import ForwardBackward
+from moetrain.jobs.service import Service
+from moetrain.loss import Pretraining
+
+GIB = 2**30
+
+
+class Bench:
+    """A service, and rows for its jobs."""
+
+    def __init__(self, service: Service, rows: int) -> None:
+        self.service, self.desk = service, service.desk
+        arch, length = self.desk.engine.arch, service.config.data.seq_len
+        draws = random.Random(0)
+        texts = [[draws.randrange(arch.vocab_size) for _ in range(length + 1)] for _ in range(rows)]
+        self.body = {"data": [{"tokens": text} for text in texts]}
+        self.tokens = rows * length
+
+    def ask(self, job: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.service.ask(job, kind, body)
+        if "error" in answer:
+            sys.exit(f"{kind}: {answer['error']}")
+        return answer["result"]
+
+    def by_engine(self) -> None:
+        """A step without the service."""
+        desk = self.desk
+        samples = ForwardBackward.model_validate(self.body).samples()
+        batches = desk._packed(samples)
+        desk._learn(batches, Pretraining.of(desk.config, desk.engine.arch), self.tokens)
+        desk._step(1e-5)
+
+    def by_jobs(self, jobs: list[str]) -> None:
+        """A step of every job, request by request in turn."""
+        for job in jobs:
+            self.ask(job, "forward_backward", self.body)
+        for job in jobs:
+            self.ask(job, "optim_step", {"lr": 1e-5})
+
+
+def seconds_of(work: Callable[[], object], times: int) -> float:
+    """Of one ``work()``, after one that does not count."""
+    work()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    return (time.perf_counter() - started) / times
+
+
+def main() -> int:
+    """Run, and print."""
+    parser = argparse.ArgumentParser(description="Time the job service.", allow_abbrev=False)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    args, words = parser.parse_known_args()
+    settings = {
+        "model.preset": "qwen3-30b-a3b",
+        "model.num_layers": args.layers,
+        "data.seq_len": 4096,
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 1,
+        "lora.rank": 16,
+        "rl.max_sequences": 64,
+        "jobs.save_interval": 10**6,
+        "output_dir": args.output_dir,
+    }
+    given = [f"{key}={value}" for key, value in settings.items()]
+    config = Config.load({}, [*given, *words], recipes=JOB_RECIPES)
+    started = time.perf_counter()
+    with Service(config) as service:
+        bench, on_gpu = Bench(service, args.rows), torch.cuda.is_available()
+        device = service.desk.world.device
+
+        def memory() -> str:
+            return f"{torch.cuda.memory_allocated(device) / GIB:.2f} GiB" if on_gpu else "unknown"
+
+        state = service.desk.engine.state()
+        size = sum(part.tensor.nbytes for parts in state.values() for part in parts.values())
+        print(f"{device_name(device)}: {args.layers} layers, {args.rows} rows", flush=True)
+        print(f"built in {time.perf_counter() - started:.1f} s; a job's state {size / GIB:.3f} GiB")
+        jobs = [service.create(seed=seed)["id"] for seed in range(args.jobs)]
+        bench.by_jobs(jobs[:1])
+        alone = seconds_of(bench.by_engine, args.steps)
+        print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)
+        service.desk.forget(jobs[0])  # it has seen steps that nobody asked for
+        one = seconds_of(lambda: bench.by_jobs(jobs[:1]), args.steps)
+        print(f"one job: {one:.3f} s a step, {one / alone - 1:+.1%}", flush=True)
+        bench.by_jobs(jobs)
+        before = memory()
+        several = seconds_of(lambda: bench.by_jobs(jobs), args.steps) / len(jobs)
+        switch = (several - one) / 2
+        rate = 2 * size / GIB / max(1e-9, switch)
+        print(
+            f"{len(jobs)} jobs in turn: {several:.3f} s a step, {several / alone - 1:+.1%}; "
+            f"a switch {switch * 1e3:.0f} ms, {rate:.1f} GiB/s out and in"
+        )
+        switches = 2 * len(jobs) * (args.steps + 1)
+        print(f"memory: {before} before, {memory()} after {switches} switches", flush=True)
+        prompts = [text["tokens"][:64] for text in bench.body["data"]] * (64 // args.rows)
+        sampled = {"prompts": prompts, "max_tokens": 128}
+        took = seconds_of(lambda: bench.ask(jobs[0], "sample", sampled), 2)
+        print(f"sample: {len(prompts) * 128 / took:,.0f} tokens/s, {len(prompts)} at once")
+        started = time.perf_counter()
+        bench.ask(jobs[0], "save", {"name": "bench"})
+        print(f"a save: {time.perf_counter() - started:.2f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
