@@ -1,10 +1,16 @@
 """Measure what offloading costs: state that leaves the GPU, and updates on the host.
 
-    [torchrun --nproc-per-node N] scripts/bench_offload.py [--part cycle|update|all]
+    [torchrun --nproc-per-node N] scripts/bench_offload.py [--part cycle|update|losses|all]
         [--preset qwen3-30b-a3b] [--layers N] [--cycles 50] [--section.key value ...]
 
 ``cycle`` times ``Engine.offload`` and ``Engine.reload`` beside one plain copy of pinned memory, and
 says which share of the memory comes free and whether repeated cycles keep it and every address.
+
+``update`` trains with ``optim.offload_fraction`` 0, 0.5 and 1: tokens/s, memory, how long updates
+on the host take, and which share of that training did not wait for. Threads of an update are
+torch's: torchrun gives one to each rank, so set OMP_NUM_THREADS to the cores a rank may have.
+
+``losses`` trains a small model 200 steps with each, and compares the losses.
 
 A line a measurement, of the slowest rank, by rank 0. A part that fails prints why, and the next one
 is measured all the same; exit code 1. On one H200 all takes about three minutes.
@@ -27,6 +33,7 @@ from moetrain.config import Config, launched_place
 from moetrain.data import Batch
 from moetrain.engine import Engine
 from moetrain.loss import CrossEntropy
+from moetrain.metrics import peak_memory_gib
 from moetrain.optim import MOMENTS
 from moetrain.parallel.pinned import HostMemory
 from moetrain.parallel.world import World, join_world
@@ -34,6 +41,7 @@ from moetrain.preflight import resolve_run
 
 GIB = 2**30
 REPEATS = 5
+WARMUP_STEPS, STEPS = 3, 6
 
 
 def main() -> int:
@@ -42,6 +50,7 @@ def main() -> int:
     parser.add_argument("--part", choices=["all", *PARTS], default="all")
     parser.add_argument("--preset", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=4, help="of 4,096 tokens, a rank and step")
     parser.add_argument("--cycles", type=int, default=50)
     args, settings = parser.parse_known_args()
     failed = 0
@@ -74,7 +83,8 @@ def make_engine(args: argparse.Namespace, settings: list[str], *words: str) -> E
     ranks = 1 if place is None else place.world_size
     common = [f"model.preset={args.preset}", f"model.num_layers={args.layers}"]
     common += [f"parallel.ep={ranks}", "data.source=synthetic", "data.seq_len=4096"]
-    common += ["train.micro_batch_size=1", f"train.global_batch_size={ranks}"]
+    common += [f"train.micro_batch_size={args.rows}"]
+    common += [f"train.global_batch_size={args.rows * ranks}"]
     config, arch = resolve_run(Config.load(None, [*common, *words, *settings]))
     return Engine(config, arch, join_world(config, arch))
 
@@ -83,8 +93,9 @@ def batch_of(engine: Engine, step: int) -> Batch:
     """Random tokens, this rank's."""
     seq_len = engine.config.data.seq_len
     generator = torch.Generator().manual_seed(1000 * step + engine.world.data_rank)
-    tokens_BS = torch.randint(0, engine.arch.vocab_size, (1, seq_len), generator=generator)
-    ends = torch.arange(0, seq_len + 1, seq_len, dtype=torch.int32)
+    rows = engine.config.train.micro_batch_size
+    tokens_BS = torch.randint(0, engine.arch.vocab_size, (rows, seq_len), generator=generator)
+    ends = torch.arange(0, rows * seq_len + 1, seq_len, dtype=torch.int32)
     return Batch(tokens_BS, tokens_BS.roll(-1, 1), None, ends)
 
 
@@ -132,6 +143,73 @@ def describe(engine: Engine) -> str:
         f", {engine.config.model.preset}, {arch.num_layers} layers, "
         f"{arch.num_params() / 1e9:.2f} B parameters"
     )
+
+
+# ---- update and losses --------------------------------------------------------------------------
+
+FRACTIONS = (0.0, 0.5, 1.0)
+
+
+def update(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
+    """Tokens a second and memory."""
+    for fraction in FRACTIONS:
+        try:
+            yield measured(args, settings, fraction)
+        except torch.OutOfMemoryError as error:
+            yield f"offload_fraction {fraction}: does not fit, {str(error)[:100]}"
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> str:
+    """One line about ``fraction``."""
+    words = (f"optim.offload_fraction={fraction}", "activation.policy=selective")
+    engine = make_engine(args, settings, *words)
+    world = engine.world
+    links = {b.host.link for b in engine.fsdp.buckets if b.host is not None}
+    for step in range(WARMUP_STEPS):
+        learn(engine, step)
+    engine.fsdp.settle()
+    for link in links:
+        link.busy_seconds = link.waited_seconds = 0.0
+
+    def steps() -> None:
+        for step in range(STEPS):
+            learn(engine, step)
+        engine.fsdp.settle()  # what the last one left to the host is part of it
+
+    seconds = timed(world, steps) / STEPS
+    held = torch.cuda.mem_get_info()
+    rate = batch_of(engine, 0).tokens_BS.numel() / seconds
+    words = [
+        f"offload_fraction {fraction}: {rate:,.0f} tokens/s a rank",
+        f"{seconds * 1e3:.0f} ms a step",
+    ]
+    words += [f"peak {peak_memory_gib(world.device):.1f} GiB"]
+    words += [f"in use with caches {(held[1] - held[0]) / GIB:.1f} GiB"]
+    for link in links:
+        busy, waited = (
+            slowest(world, total / STEPS) for total in (link.busy_seconds, link.waited_seconds)
+        )
+        words += [f"host busy {busy * 1e3:.0f} ms a step, waited for {waited * 1e3:.0f} ms"]
+        words += [f"hidden {max(0.0, 1 - waited / max(busy, 1e-9)):.0%}"]
+        words += [f"{torch.get_num_threads()} threads"]
+    return ", ".join(words)
+
+
+def losses(args: argparse.Namespace, settings: list[str]) -> Iterator[str]:
+    """How far losses of 200 steps are apart."""
+    found = []
+    small = argparse.Namespace(**{**vars(args), "preset": "debug", "layers": 4, "rows": 4})
+    for fraction in FRACTIONS:
+        words = (f"optim.offload_fraction={fraction}", "data.seq_len=256", "compile.enabled=no")
+        engine = make_engine(small, settings, *words)
+        found.append(torch.stack([learn(engine, step % 8) for step in range(200)]).cpu())
+        yield f"offload_fraction {fraction}: from {found[-1][0]:.4f} to {found[-1][-1]:.4f}"
+    for fraction, series in zip(FRACTIONS[1:], found[1:], strict=True):
+        apart = (series - found[0]).abs()
+        most, mean = apart.max().item(), apart.mean().item()
+        yield f"offload_fraction {fraction}: at most {most:.1e} from those of 0, mean {mean:.1e}"
 
 
 # ---- cycle -------------------------------------------------------------------------------------
@@ -232,7 +310,7 @@ def link_speed(world: World) -> tuple[float, float]:
     return found[0], found[1]
 
 
-PARTS = {"cycle": cycle}
+PARTS = {"cycle": cycle, "losses": losses, "update": update}
 
 if __name__ == "__main__":
     sys.exit(main())
