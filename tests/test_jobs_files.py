@@ -200,6 +200,7 @@ def test_another_job_of_the_same_name_is_refused(config, write):
         ("--jobs.port none --jobs.files x --jobs.host ::1", "error: jobs.host: '::1' contradicts"),
         ("--jobs.auth none --jobs.token_file x", "error: jobs.token_file: 'x' contradicts"),
         ("--lora.rank 0", "error: lora.rank: 0, but jobs train adapters"),
+        ("--optim.offload_fraction 1", "error: optim.offload_fraction: 1.0, but jobs take turns"),
         ("--jobs.max_jobs 0", "error: jobs.max_jobs: "),
         ("--rl.policy clip", "error: rl.policy: set (command line), but python -m moetrain.jobs"),
         ("--checkpoint.interval 3", "error: checkpoint.interval: set (command line), but"),

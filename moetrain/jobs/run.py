@@ -172,6 +172,9 @@ def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that a service cannot have."""
     if not config.lora.rank:
         raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
+    if config.optim.offload_fraction:
+        problem = f"{config.optim.offload_fraction}, but jobs take turns at one optimizer's state"
+        raise ConfigError("optim.offload_fraction", f"{problem}, on the device; leave it 0")
     jobs = config.jobs
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if jobs.port is not None and missing:
