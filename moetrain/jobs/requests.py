@@ -51,6 +51,8 @@ class Limits:
     longest_text: int
     """... and of one of generation, prompt and completion."""
     max_completions: int
+    max_logprobs: int
+    """Likeliest tokens in one answer."""
 
 
 class Body(BaseModel):
@@ -232,7 +234,12 @@ class Sampling(Body):
                     f"than the {limits.longest_text} that one text may have"
                 )
         if self.logprobs > limits.vocab_size:
-            raise BadRequest(f"logprobs {self.logprobs} are more than there are tokens")
+            raise BadRequest(f"logprobs {shortened(self.logprobs)} are more than there are tokens")
+        if self.logprobs * self.max_tokens * len(self.prompts) * self.n > limits.max_logprobs:
+            raise BadRequest(
+                f"logprobs {self.logprobs} of every token are more than an answer of "
+                "jobs.max_request_mib holds; ask in parts"
+            )
 
 
 class Save(Body):
@@ -275,7 +282,8 @@ def _first(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return shortened(str(error)) if isinstance(error, RecursionError) else str(error)
     first = error.errors()[0]
-    name = ".".join(map(str, first["loc"])) or "the body"
+    # A key that nobody knows may be any text.
+    name = shortened(".".join(map(str, first["loc"])))[1:-1] or "the body"
     return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shortened(first['input'])}"
 
 
