@@ -10,12 +10,14 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 from test_jobs import asker, config_of, text_of
 from test_jobs_server import Process, send
 
+from moetrain.jobs import journal
 from moetrain.jobs import service as service_module
 from moetrain.jobs.journal import Full
-from moetrain.jobs.requests import BadRequest
+from moetrain.jobs.requests import KINDS, BadRequest
 from moetrain.jobs.service import Service, Unknown
 
 LEARN = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
@@ -81,6 +83,49 @@ def test_a_refusal_is_a_line(service, kind, body, says):
         service.submit(name, kind, body)
     assert "\n" not in str(found.value)
     assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("forward_backward", {"data": [{"tokens": ["a"] * 1000}]}),
+        ("forward_backward", {"data": ["a"] * 1000}),
+        ("forward", {"data": [{"tokens": [1, 2], "mask": [7] * 1000}]}),
+        ("forward_backward", {"data": [{"tokens": [1, 2], "advantages": ["a"] * 1000}]}),
+        ("forward_backward", {"data": [{"tokens": [1, 2], "logprobs": ["a"] * 1000}]}),
+        ("forward", {"data": [{"tokens": [1, 2]}] * 65_537}),
+        ("sample", {"prompts": [["a"] * 1000], "max_tokens": 1}),
+        ("sample", {"prompts": ["a"] * 1000, "max_tokens": 1}),
+        ("sample", {"prompts": [[1]], "max_tokens": 1, "stop_ids": ["a"] * 1000}),
+    ],
+)
+def test_a_bad_body_takes_no_more_memory_than_a_good_one(kind, body):
+    with pytest.raises(ValidationError) as found:
+        KINDS[kind].model_validate(body)
+    assert found.value.error_count() <= 2
+
+
+def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
+    service = Service(config_of(tmp_path))
+    name = service.create()["id"]
+    for _ in range(10):
+        asker(service, name)(*LEARN)
+    service._stack.close()  # as the kernel ends a claim
+    with Service(config_of(tmp_path)) as service:
+        waiting = service.answer(name, service.submit(name, *STEP))
+        again, served = journal.Journal.serve_again, []
+
+        def cancel(self, number, desk):
+            served.append(number)
+            if number == 3:
+                service.cancel(name)
+            again(self, number, desk)
+
+        monkeypatch.setattr(journal.Journal, "serve_again", cancel)
+        assert service.turn()
+        assert waiting.result(0) == {"error": "cancelled"}
+        assert served == [0, 1, 2, 3]
+        assert not service.turn()
 
 
 def test_an_id_is_taken_until_its_job_is_gone(service):

@@ -335,7 +335,8 @@ class Service:
             return False
         try:
             self.desk.sit(job.id, job.seed, str(job.folder))
-            self._catch_up(job)
+            if not self._catch_up(job):
+                return True
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -360,10 +361,13 @@ class Service:
         self._last = job.id if job else self._last
         return job
 
-    def _catch_up(self, job: Job) -> None:
-        """Do again what was done and is in no checkpoint."""
+    def _catch_up(self, job: Job) -> bool:
+        """Do again what was done and is in no checkpoint. Not: the job was given up meanwhile."""
         while self.desk.progress.seen < job.log.done:
+            if self._is_given_up(job):
+                return False
             job.log.serve_again(self.desk.progress.seen, self.desk)
+        return True
 
     def _serve(self, job: Job) -> None:
         number, desk = job.log.done, self.desk
