@@ -44,7 +44,8 @@ MOST_TEXTS = 65_536
 class _First(FailFast):
     """Of a list: one complaint is told, and a million would take gigabytes."""
 
-    __hash__ = object.__hash__  # unions want one, which pydantic's does not have
+    # Unions want one, which pydantic's does not have.
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
 FIRST = _First()
