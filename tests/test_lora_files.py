@@ -130,6 +130,12 @@ def without(tensors, part):
     return {name: x for name, x in tensors.items() if part not in name}
 
 
+def narrowed(tensors, part):
+    """A row is as good as any number of them, for who broadcasts."""
+    name = next(n for n in tensors if part in n)
+    return {**tensors, name: tensors[name][:1].clone()}
+
+
 def unshared(tensors):
     name = next(n for n in tensors if ".up_proj.lora_A" in n)
     return {**tensors, name: tensors[name] + 1}
@@ -145,9 +151,16 @@ def unshared(tensors):
         ([], {"use_dora": True}, "use_dora is True, not supported"),
         ([], {"r": "8"}, "is of no LoRA adapter"),
         ([], {"lora_alpha": None}, "lora_alpha is None, not a number"),
+        ([], {"lora_alpha": float("nan")}, "lora_alpha is nan, not a number"),
+        ([], {"r": 16}, r"rank 16|is \[8, "),
+        ([], partial(narrowed, part="q_proj.lora_A"), r"q_proj.lora_A.weight is \[1, "),
+        ([], partial(narrowed, part="experts.1.gate_proj.lora_B"), r"lora_B.weight is \[1, "),
     ],
 )
-def test_what_cannot_be_read_is_one_line(words, change, problem, tmp_path):
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_cannot_be_read_is_one_line(words, change, problem, attached, tmp_path):
+    if attached and (words or "no lora.targets" in problem):
+        pytest.skip("has no settings of its own")
     adapted().save_peft(tmp_path)
     if isinstance(change, dict):
         file = tmp_path / "adapter_config.json"
@@ -155,6 +168,12 @@ def test_what_cannot_be_read_is_one_line(words, change, problem, tmp_path):
     elif change is not None:
         file = tmp_path / "adapter_model.safetensors"
         save_file(change(load_file(file)), file)
+    if attached:
+        save_base(BASE, tmp_path / "hf")
+        model = load_hf(tmp_path / "hf", dtype=torch.float32)
+        with pytest.raises(ConfigError, match=problem):
+            attach_peft(model, tmp_path)
+        return
     with pytest.raises(ConfigError, match=problem):
         make_engine(f"lora.path={tmp_path}", *words, base=BASE, micro=MICRO)
 
@@ -182,3 +201,25 @@ def test_merged_equals_unmerged(dtype, tmp_path):
     torch.testing.assert_close(model(TOKENS_BS), apart, rtol=0, atol=tolerance)
     for name, x in plain.items():
         torch.testing.assert_close(model.state_dict()[name], x, rtol=tolerance, atol=0.01)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_a_wider_model_are_refused(layout, tmp_path):
+    save_base(BASE, tmp_path / "hf")
+    wider = ["model.hidden_size=48", EVERYTHING, f"lora.layout={layout}"]
+    make_engine(*wider, base=BASE, micro=MICRO).save_peft(tmp_path / "adapter")
+    model = load_hf(tmp_path / "hf", dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"lora_[AB].weight is \[.*\], and this model's \["):
+        attach_peft(model, tmp_path / "adapter")
+
+
+def test_adapters_that_do_nothing_are_adapters(tmp_path):
+    """Scaled by 0, as who compares with the base model may write it."""
+    save_base(BASE, tmp_path / "hf")
+    adapted().save_peft(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 0}))
+    model = load_hf(tmp_path / "hf", dtype=torch.float32)
+    expected = model(TOKENS_BS)
+    attach_peft(model, tmp_path)
+    assert torch.equal(model(TOKENS_BS), expected)

@@ -136,4 +136,8 @@ class RemoteJob:
 
     def delete(self) -> None:
         """Remove it, and all that it has."""
-        self.client.call("DELETE", f"/v1/jobs/{self.id}")
+        try:
+            self.client.call("DELETE", f"/v1/jobs/{self.id}")
+        except RequestFailed as failure:
+            if failure.status != 404:  # it is gone: a reply got lost, and this was sent again
+                raise

@@ -63,6 +63,8 @@ from moetrain.run_control import make_deterministic
 from moetrain.run_folder import CHECKPOINTS
 from moetrain.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
+LOGPROB_BYTES = 32
+"""That one of the likeliest tokens takes in an answer, as JSON."""
 ROW_MULTIPLE = 64
 """Of which rows are, where nothing is compiled for one length: pads are computed too."""
 
@@ -134,6 +136,7 @@ class Desk:
             config.data.seq_len,
             self.generator.longest,
             config.jobs.max_completions,
+            (config.jobs.max_request_mib << 20) // LOGPROB_BYTES,
         )
         # An adapter from files is where every job begins; else each one's is drawn.
         is_drawn = is_adapter if config.lora.path is None else lambda _: False
@@ -408,6 +411,7 @@ class Desk:
     def _sample(self, request: Sampling, seed: int) -> dict[str, Any]:
         self.update_weights()  # which forgets the cache, so that it never depends on who was here
         generator, requests = self.generator, request.requests(seed)
+        generator.wipe()  # a job whose weights have blown up leaves NaN there
         generator.version = self.progress.steps
         done: dict[tuple[int, int], dict[str, Any]] = {}
         mine = requests[self.world.rank :: self.world.size]
@@ -467,4 +471,7 @@ def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
         "logprobs": [finite(x) for x in completion.logprobs],
         "finish_reason": completion.finish_reason,
     }
-    return row | ({"top_logprobs": completion.top_logprobs} if request.logprobs else {})
+    if request.logprobs:  # the keys as JSON has them
+        tops = completion.top_logprobs
+        row["top_logprobs"] = [{str(k): finite(x) for k, x in top.items()} for top in tops]
+    return row

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from moetrain.config import ConfigError
 from moetrain.config_rl import PolicyName, RlSection
@@ -37,6 +37,23 @@ LOSS_SETTINGS = (
 """Those of ``rl`` that make sense of one request: it brings advantages, and no reference."""
 
 
+MOST_TEXTS = 65_536
+"""Of one request: each takes some hundred times the bytes of a short one's JSON."""
+
+
+class _First(FailFast):
+    """Of a list: one complaint is told, and a million would take gigabytes."""
+
+    # Unions want one, which pydantic's does not have.
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+
+FIRST = _First()
+Ints = Annotated[list[int], FIRST]
+Floats = Annotated[list[float], FIRST]
+Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
+
+
 class BadRequest(ValueError):
     """A request that is refused; the message is one line for the client."""
 
@@ -51,6 +68,8 @@ class Limits:
     longest_text: int
     """... and of one of generation, prompt and completion."""
     max_completions: int
+    max_logprobs: int
+    """Likeliest tokens in one answer."""
 
 
 class Body(BaseModel):
@@ -67,12 +86,12 @@ class Body(BaseModel):
 class Datum(Body):
     """One text to learn from, or to look at."""
 
-    tokens: list[int]
-    mask: list[Annotated[int, Field(ge=0, le=1)]] | None = None
+    tokens: Ints
+    mask: Flags | None = None
     """1: this token is learned; None: all but the first, which nothing predicts."""
-    logprobs: list[float] | None = None
+    logprobs: Floats | None = None
     """Of each token when it was sampled; of those that are not learned any number."""
-    advantages: float | list[float] | None = None
+    advantages: float | Floats | None = None
     """Of all tokens, or of each."""
 
     def sample(self, number: int) -> Sample:
@@ -93,7 +112,7 @@ class Datum(Body):
 class Texts(Body):
     """What a forward pass takes."""
 
-    data: list[Datum] = Field(min_length=1)
+    data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=MOST_TEXTS)
 
     def samples(self) -> list[Sample]:
         """Of :attr:`data`."""
@@ -184,7 +203,7 @@ class OptimStep(Body):
 class Sampling(Body):
     """Continue prompts with the adapter as it is."""
 
-    prompts: list[list[int]] = Field(min_length=1)
+    prompts: Annotated[list[Ints], FIRST] = Field(min_length=1)
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
@@ -194,7 +213,7 @@ class Sampling(Body):
     """Of the first prompt, each further one has the next; None: the job's seed and the request's
     number decide."""
     n: int = 1
-    stop_ids: list[int] = []
+    stop_ids: Ints = []
     logprobs: int = 0
     tempered: bool = False
 
@@ -213,17 +232,17 @@ class Sampling(Body):
         ]
 
     def check(self, limits: Limits) -> None:
+        if len(self.prompts) * self.n > limits.max_completions:
+            raise BadRequest(
+                f"{len(self.prompts)} prompts x n {shortened(self.n)} are more than "
+                f"jobs.max_completions {limits.max_completions}; ask in parts"
+            )
         try:
             self.requests(0)
         except ValueError as error:
             raise BadRequest(str(error)) from None
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise BadRequest(f"seed {shortened(self.seed)} is out of range")
-        if len(self.prompts) * self.n > limits.max_completions:
-            raise BadRequest(
-                f"{len(self.prompts)} prompts x n {shortened(self.n)} are more than "
-                f"jobs.max_completions {limits.max_completions}; ask in parts"
-            )
         for i, prompt in enumerate(self.prompts):
             _check_tokens(f"prompts[{i}]", prompt, limits)
             if len(prompt) + self.max_tokens > limits.longest_text:
@@ -232,7 +251,12 @@ class Sampling(Body):
                     f"than the {limits.longest_text} that one text may have"
                 )
         if self.logprobs > limits.vocab_size:
-            raise BadRequest(f"logprobs {self.logprobs} are more than there are tokens")
+            raise BadRequest(f"logprobs {shortened(self.logprobs)} are more than there are tokens")
+        if self.logprobs * self.max_tokens * len(self.prompts) * self.n > limits.max_logprobs:
+            raise BadRequest(
+                f"logprobs {self.logprobs} of every token are more than an answer of "
+                "jobs.max_request_mib holds; ask in parts"
+            )
 
 
 class Save(Body):
@@ -275,7 +299,8 @@ def _first(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return shortened(str(error)) if isinstance(error, RecursionError) else str(error)
     first = error.errors()[0]
-    name = ".".join(map(str, first["loc"])) or "the body"
+    # A key that nobody knows may be any text.
+    name = shortened(".".join(map(str, first["loc"])))[1:-1] or "the body"
     return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shortened(first['input'])}"
 
 

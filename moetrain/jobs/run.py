@@ -8,10 +8,12 @@ Of several processes (torchrun, ``launch.nproc``) the main one has the jobs and 
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from moetrain.config import Config, ConfigError, RunFailed, launched_place
 from moetrain.config_sources import shortened
@@ -33,6 +36,8 @@ from moetrain.run_control import stop_signals
 
 logger = logging.getLogger("moetrain")
 
+CONNECTIONS = 1024
+"""At once, or half as many as this process may have files open; further ones are closed."""
 IDLE_SECONDS = 0.1
 """Between looks at stop signals, while nobody has anything to do."""
 
@@ -102,7 +107,8 @@ def serving(service: Service) -> Iterator[None]:
     token = token_of(service.config)
     listener = _listen(jobs.host, jobs.port)
     # Who waits for an answer has been told that it will not come.
-    settings = {"log_level": "warning", "timeout_graceful_shutdown": 2}
+    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2}
+    settings["http"] = _bounded()
     server = uvicorn.Server(uvicorn.Config(make_app(service, token), **settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -113,6 +119,23 @@ def serving(service: Service) -> Iterator[None]:
         service.tell_stopped()
         server.should_exit = True
         thread.join()
+
+
+def _bounded() -> type[asyncio.Protocol]:
+    """HTTP of a number of connections: each takes a file of this process, as what jobs write does,
+    and anybody who can connect makes them."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.abort()
+
+    return Bounded
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -61,7 +61,7 @@ class _Door:
             (job, "DELETE", self.delete),
             (job + "/cancel", "POST", self.cancel),
             (job + "/requests/{kind}", "POST", self.ask),
-            (job + "/answers/{number:int}", "GET", self.answer),
+            (job + "/answers/{number}", "GET", self.answer),
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
         self.app = Starlette(routes=[Route(p, self._guarded(f), methods=[m]) for p, m, f in table])
@@ -101,8 +101,10 @@ class _Door:
 
     async def _body(self, request: HTTPRequest) -> Any:
         """The JSON that was sent; nothing is an empty object."""
-        # A page in somebody's browser can send anything else to a server on the same machine.
-        if "json" not in request.headers.get("content-type", "json"):
+        # A page in somebody's browser can send anything else to a server on the same machine, and
+        # what has no type too.
+        kind = request.headers.get("content-type", "").partition(";")[0]
+        if kind.strip().lower() != "application/json":
             raise BadRequest("the body is not application/json")
         data = bytearray()
         async for chunk in request.stream():
@@ -143,15 +145,13 @@ class _Door:
     async def ask(self, request: HTTPRequest) -> Response:
         name, kind = request.path_params["job"], request.path_params["kind"]
         wait, number = _wait_of(request), request.query_params.get("number")
-        if number is not None and not (number.isdecimal() and len(number) < 9):
-            raise BadRequest(f"number {shortened(number)} is no number of a request")
+        given = None if number is None else _number_of(number)
         body, service = await self._body(request), self.service
-        given = None if number is None else int(number)
         taken = await asyncio.to_thread(service.submit, name, kind, body, given)
         return await self._answer(name, taken, wait)
 
     async def answer(self, request: HTTPRequest) -> Response:
-        number = request.path_params["number"]
+        number = _number_of(request.path_params["number"])
         return await self._answer(request.path_params["job"], number, _wait_of(request))
 
     async def _answer(self, name: str, number: int, wait: float) -> Response:
@@ -180,6 +180,12 @@ def _parsed(data: bytes) -> Any:
         return json.loads(data or b"{}")
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {shortened(str(error))}") from None
+
+
+def _number_of(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 9):
+        raise BadRequest(f"number {shortened(text)} is no number of a request")
+    return int(text)
 
 
 def _wait_of(request: HTTPRequest) -> float:

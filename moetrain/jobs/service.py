@@ -69,10 +69,11 @@ class Job:
         """Whether a turn would do something."""
         return self.status == "open" and self.log.done < self.log.accepted
 
-    def note(self) -> None:
-        """Keep on the disk what is no request."""
-        value = {"seed": self.seed, "status": self.status, "error": self.error}
+    def note(self, status: Status, error: str | None = None) -> None:
+        """Be so, on the disk first; OSError: it is as it was."""
+        value = {"seed": self.seed, "status": status, "error": error}
         write_durably(self.folder / "job.json", value)
+        self.status, self.error = status, error
 
     def describe(self) -> dict[str, Any]:
         """For its client."""
@@ -135,6 +136,7 @@ class Service:
         """Save what is in memory, and let the folder go."""
         try:
             self.tell_stopped()
+            self._remove()
             self.desk.put_all_away()
         finally:
             self._stack.close()
@@ -189,8 +191,7 @@ class Service:
             if path.exists():
                 known = read(path)
             job = Job(name, course.folder, course.seed, course)
-            job.status, job.error = known.get("status", "open"), known.get("error")
-            job.note()
+            job.note(known.get("status", "open"), known.get("error"))
             found.append(job)
         return found
 
@@ -201,7 +202,8 @@ class Service:
 
         Raises:
             BadRequest: no such name, or a job of that name has another seed.
-            Full: there are as many jobs as may be.
+            Full: there are as many jobs as may be, or one of that name is being deleted.
+            OSError: the disk does not take it, and there is no such job.
         """
         name = secrets.token_hex(16) if name is None else name
         if not ID.fullmatch(name):
@@ -220,10 +222,13 @@ class Service:
         most = self.config.jobs.max_jobs
         if sum(isinstance(job.log, Journal) for job in self.jobs.values()) >= most:
             raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
+        if any(job.id == name for job, _ in self._removals):  # whose folder is still there
+            raise Full("the job of this id is being deleted; ask again when it is")
         folder = self.folder / "jobs" / name
         folder.mkdir(exist_ok=True)
-        job = self.jobs[name] = Job(name, folder, seed, Journal(folder))
-        job.note()
+        job = Job(name, folder, seed, Journal(folder))
+        job.note("open")
+        self.jobs[name] = job
         return job
 
     def _of(self, name: str) -> Job:
@@ -289,9 +294,14 @@ class Service:
         with self._lock:
             job = self.jobs[name] = self._of(name)
             if job.status == "open":
-                self._end(job, "cancelled")
+                try:
+                    self._end(job, "cancelled")
+                except OSError:  # a full disk keeps nobody from making room
+                    job.status = "cancelled"
+                    job.tell_waiting(job.status)
             del self.jobs[name]
             future: Future[None] = Future()
+            future.set_running_or_notify_cancel()  # who does not wait any more cannot stop it
             self._removals.append((job, future))
             self._lock.notify()
             return future
@@ -307,8 +317,7 @@ class Service:
 
     def _end(self, job: Job, status: Status, error: str | None = None) -> None:
         """Let ``job`` be over; with the lock."""
-        job.status, job.error = status, error
-        job.note()
+        job.note(status, error)
         job.tell_waiting(error or status)
 
     # ---- the worker's thread -------------------------------------------------------------------
@@ -326,13 +335,19 @@ class Service:
             return False
         try:
             self.desk.sit(job.id, job.seed, str(job.folder))
-            self._catch_up(job)
+            if not self._catch_up(job):
+                return True
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self.desk.probe()
             self.desk.forget(job.id)
-            self._fail(job, f"it could not be brought back: {_line_of(error)}")
+            # Not on the disk: the next start, with other settings or a folder put right, may do it.
+            with self._lock:
+                job.status = "failed"
+                job.error = f"it could not be brought back: {_line_of(error)}"
+                job.tell_waiting(job.error)
+            logger.warning("job %s: %s", job.id[:8], job.error)
             return True
         self._serve(job)
         return True
@@ -346,10 +361,13 @@ class Service:
         self._last = job.id if job else self._last
         return job
 
-    def _catch_up(self, job: Job) -> None:
-        """Do again what was done and is in no checkpoint."""
+    def _catch_up(self, job: Job) -> bool:
+        """Do again what was done and is in no checkpoint. Not: the job was given up meanwhile."""
         while self.desk.progress.seen < job.log.done:
+            if self._is_given_up(job):
+                return False
             job.log.serve_again(self.desk.progress.seen, self.desk)
+        return True
 
     def _serve(self, job: Job) -> None:
         number, desk = job.log.done, self.desk
@@ -416,13 +434,14 @@ class Service:
 
     def _remove(self) -> None:
         """Remove those that are to be."""
-        with self._lock:
-            removals, self._removals = self._removals, []
-        for job, future in removals:
+        while self._removals:
+            job, future = self._removals[0]
             self.desk.forget(job.id)
             gone = job.folder.with_name(f"{REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)
+            with self._lock:  # until now its name is taken
+                del self._removals[0]
             future.set_result(None)
 
     def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:

@@ -51,6 +51,12 @@ class PagedAttention:
         """Give the memory back; what it held is gone."""
         self.keys_PZGd = self.values_PZGd = None
 
+    def wipe(self) -> None:
+        """Let pages hold zeros again, where they are."""
+        for pages in (self.keys_PZGd, self.values_PZGd):
+            if pages is not None:
+                pages.zero_()
+
     def __call__(
         self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
     ) -> torch.Tensor:

@@ -252,6 +252,13 @@ class Generator:
         self.pages.forget()
         self.version += 1
 
+    def wipe(self) -> None:
+        """Let the cache hold zeros again, while nothing is served: pages are read as a whole, and
+        what weights that have blown up left in them, NaN, would be no better for a weight of 0."""
+        assert not self.is_busy
+        for cache in self.steps.caches:
+            cache.wipe()
+
     def sleep(self, *, weights: bool = False) -> None:
         """Give the cache's memory back; completions under way go on after :meth:`wake`.
 

@@ -15,8 +15,9 @@ Left out on purpose: biases, DoRA, and ranks that differ between modules.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ def load_peft(
     ``B`` takes up what the file's scale is more than that of ``lora``.
 
     Raises:
-        ConfigError: other adapters than these, or of another rank; what is not supported.
+        ConfigError: other adapters than these, or of other shapes; what is not supported.
     """
     folder, hf = Path(folder).expanduser(), find_family(arch).hf
     rank, scale = _rank_and_scale(folder, read_json(folder / SETTINGS))
@@ -158,7 +159,7 @@ def load_peft(
         for name, shape in shapes.items():
             where = found[name]
             if isinstance(where, str):
-                a, b = _read_fused(file, where, shape, lora.rank)
+                a, b = _read_fused(file, folder, where, shape, lora.rank)
             else:
                 a, b = _read_sites(file, folder, where, shape, lora.rank)
             yield name + ADAPTER[0], a
@@ -186,7 +187,8 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
         if any(module + _HALVES[0] in stored for module in sites):
             targets.append(name)
             shapes |= own
-    lora = LoraSection(rank=rank, alpha=scale * rank, targets=tuple(targets) or ("nothing",))
+    alpha = abs(scale) * rank or rank  # a setting is positive; B takes up what it is not
+    lora = LoraSection(rank=rank, alpha=alpha, targets=tuple(targets) or ("nothing",))
     halves = list(load_peft(folder, model.arch, lora, shapes))  # before the model is changed
     add_adapters(model.layers, lora)
     with torch.no_grad():
@@ -195,10 +197,14 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
 
 
 def _read_fused(
-    file: safe_open, module: str, shape: torch.Size, rank: int
+    file: safe_open, folder: Path, module: str, shape: torch.Size, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = (file.get_tensor(module + half).float() for half in _HALVES)
     experts, out_dim, in_dim = shape
+    shapes = (experts * rank, in_dim), (out_dim, rank * experts)
+    a, b = (
+        _read(file, folder, module + half, wanted)
+        for half, wanted in zip(_HALVES, shapes, strict=True)
+    )
     return a.view(experts, rank, in_dim), b.view(out_dim, rank, experts).permute(2, 0, 1)
 
 
@@ -209,13 +215,23 @@ def _read_sites(
     a, b = torch.empty(*stack, rank, in_dim), torch.empty(*stack, out_dim, rank)
     seen: set[Place] = set()
     for site in sites:
-        own = file.get_tensor(site.module + _HALVES[0]).float()
+        own = _read(file, folder, site.module + _HALVES[0], a[site.a].shape)
         if site.a in seen and not torch.equal(a[site.a], own):
             problem = f"{site.module} has another A than the expert's gate; here they share one"
             raise _error(folder, f"{problem}, so such adapters cannot be read")
-        a[site.a], b[site.b] = own, file.get_tensor(site.module + _HALVES[1]).float()
+        a[site.a] = own
+        b[site.b] = _read(file, folder, site.module + _HALVES[1], b[site.b].shape)
         seen.add(site.a)
     return a, b
+
+
+def _read(file: safe_open, folder: Path, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """fp32, of the very shape: a single row would do for any number of them."""
+    found = file.get_tensor(name)
+    if tuple(found.shape) != tuple(shape):
+        problem = f"{name} is {list(found.shape)}, and this model's {list(shape)}"
+        raise _error(folder, problem)
+    return found.float()
 
 
 def _rank_and_scale(folder: Path, settings: Mapping[str, Any]) -> tuple[int, float]:
@@ -223,7 +239,7 @@ def _rank_and_scale(folder: Path, settings: Mapping[str, Any]) -> tuple[int, flo
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if settings.get("peft_type") != "LORA" or type(rank) is not int or rank < 1:
         raise _error(folder, f"{SETTINGS} is of no LoRA adapter with a rank")
-    if not isinstance(alpha, int | float):
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise _error(folder, f"{SETTINGS}: lora_alpha is {alpha!r:.80}, not a number")
     for key in _REFUSED:
         if settings.get(key):
