@@ -422,7 +422,11 @@ class FSDP:
                     bucket.clear_gradient(free=True)
 
     def settle(self) -> None:
-        """Let masters be as the last step left them: the host's are updated meanwhile."""
+        """Let masters be as the last step left them: the host's are updated meanwhile.
+
+        For whoever reads them. Raises :class:`~moetrain.parallel.arena.Away`: they are offloaded.
+        """
+        self.weights.need()
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.wait()
