@@ -215,7 +215,8 @@ class Engine:
         if odd := set(what) - set(OFFLOADED):
             raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
         self.fsdp.check_idle()
-        self.fsdp.settle()
+        if not self.fsdp.weights.is_away:  # else no step has been since
+            self.fsdp.settle()
         self.before_change()
         what = what or OFFLOADED
         if "workspaces" in what:

@@ -18,6 +18,7 @@ from moetrain.memory import estimate_memory
 from moetrain.optim import MOMENTS
 from moetrain.optim.host import HostUpdates
 from moetrain.parallel.arena import Arena, Away
+from moetrain.parallel.bucket import Bucket
 from moetrain.parallel.shard import _chosen
 from moetrain.parallel.world import plan_world
 from moetrain.preflight import resolve_run
@@ -120,7 +121,7 @@ def test_offloaded_on_ranks(words):
     assert spawn(2, on_ranks, ["train.dtype=bfloat16", *words], timeout=120) == [True, True]
 
 
-def test_what_needs_something_that_is_away_says_so():
+def test_what_needs_something_that_is_away_says_so(tmp_path):
     engine = make_engine("train.dtype=bfloat16")
     train(engine, range(1))
     batches, objective = make_batches(0), objective_of(engine)
@@ -131,8 +132,10 @@ def test_what_needs_something_that_is_away_says_so():
     def weights():
         return next(engine.weights())
 
+    files = (partial(engine.save_hf, tmp_path), partial(engine.save_hf, tmp_path, dtype="bfloat16"))
+    reads = (engine.state, load, weights, *files, engine.work().__enter__)
     needed_by = {
-        "weights": (learn, forward, step, engine.state, load, weights, engine.work().__enter__),
+        "weights": (learn, forward, step, *reads),
         "gradients": (learn, step, load),
         "moments": (step, engine.state, load),
     }
@@ -338,6 +341,7 @@ def each_fraction(words, tolerance, fractions=(0.3, 0.5, 1.0), **kwargs):
         ["train.dtype=float32"],
         ["train.dtype=bfloat16"],
         ["train.dtype=bfloat16", "parallel.reshard_after_forward=yes"],
+        ["train.dtype=bfloat16", "parallel.reshard_after_forward=yes", "model.num_layers=5"],
         ["train.dtype=float32", "activation.policy=full", "optim.max_grad_norm=0.01"],
         [*LORA, "train.dtype=float32"],
     ],
@@ -373,6 +377,28 @@ def on_meshes(names):
 @pytest.mark.parametrize("names", [list(MESHES)[:5], list(MESHES)[5:]], ids=", ".join)
 def test_updates_on_the_host_on_any_mesh(names):
     assert spawn(2, on_meshes, names, timeout=240) == [True, True]
+
+
+def test_what_the_host_sent_is_not_copied_again(monkeypatch):
+    stale, start_gather = [], Bucket.start_gather
+
+    def watched(bucket, staging):
+        if bucket.host is not None:
+            bucket.host.wait()
+            stale.append(not bucket.is_fresh)
+        return start_gather(bucket, staging)
+
+    turns = ["model.num_layers=5", "parallel.reshard_after_forward=yes"]
+    for words in ([], turns):
+        engine = make_engine("optim.offload_fraction=1", "train.dtype=bfloat16", *words)
+        train(engine, range(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, "start_gather", watched)
+            train(engine, range(1, 3))
+        engine.offload("workspaces")
+        train(engine, range(3, 4))
+        assert stale
+        assert not any(stale)
 
 
 def test_a_slow_host_is_waited_for(monkeypatch):

@@ -200,13 +200,13 @@ class Bucket:
         self._version = self._changes()
 
     def leave(self) -> None:
-        """Where members lie gathered something else may lie from now on."""
-        if not self.needs_copies:
+        """Where members lie gathered something else may lie from now on; no host's copy does."""
+        if self.host is None and not self.needs_copies:
             self._version = None
 
     def release(self) -> None:
         """Give the memory of :attr:`cast_N` back, where it has some of its own."""
-        if self.needs_copies:
+        if self.host is None and self.needs_copies:
             self._cast_N, self._version = torch.empty(0), None
 
     # ---- gathering -----------------------------------------------------------------------------

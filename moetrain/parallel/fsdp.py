@@ -229,7 +229,8 @@ class FSDP:
             self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
             self.finish_reductions()
         finally:
-            self._is_working, self._is_last, self._reducing = False, False, []
+            self._is_working, self._is_last = False, False
+            self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
             for unit in self.units:
                 unit.graphs = 0
@@ -422,7 +423,11 @@ class FSDP:
                     bucket.clear_gradient(free=True)
 
     def settle(self) -> None:
-        """Let masters be as the last step left them: the host's are updated meanwhile."""
+        """Let masters be as the last step left them: the host's are updated meanwhile.
+
+        For whoever reads them. Raises :class:`~moetrain.parallel.arena.Away`: they are offloaded.
+        """
+        self.weights.need()
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.wait()
