@@ -186,6 +186,7 @@ def sample():
         peak = max(peak, anonymous())
 
 torch.zeros(1000).bfloat16().float().sum()
+torch.empty_like(torch.empty(2, device="meta"), device="cpu")  # imports sympy
 done, start = threading.Event(), anonymous()
 peak = start
 thread = threading.Thread(target=sample)

@@ -242,7 +242,7 @@ SPECS = (
         make_inputs=_make_inputs,
         cases=(
             {"counts": (7, 0, 20, 1, 3), "D": 16, "F": 24, "r": 8},
-            {"counts": (1,), "D": 64, "F": 32, "r": 8},
+            {"counts": (33,), "D": 8, "F": 8, "r": 8},
             {"counts": (0, 100, 0, 0, 0), "D": 32, "F": 16, "r": 16, "unused": 6},
             {"counts": (0, 0), "D": 16, "F": 8, "r": 8, "unused": 5},
         ),
