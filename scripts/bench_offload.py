@@ -167,6 +167,7 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
     engine = make_engine(args, settings, *words)
     world = engine.world
     links = {b.host.link for b in engine.fsdp.buckets if b.host is not None}
+    torch.cuda.reset_peak_memory_stats()  # which an engine before this one may have left
     for step in range(WARMUP_STEPS):
         learn(engine, step)
     engine.fsdp.settle()

@@ -1,6 +1,7 @@
 """Rows whose bits do not depend on what is beside them: attention, few-row products, the choice."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -163,6 +164,10 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
             assert torch.equal(logprobs[rows], -losses[rows])
             losses = linear_cross_entropy(*plain[:2], tokens, **how, backend="reference").loss_T
             assert torch.equal(plain_logprobs[rows], -losses[rows])
+        for choice in (partial(choose_next, backend="triton"), choose_next_reference):
+            tokens, logprobs = choice(h * torch.nan, w, keys, inverse, scales, known)
+            assert not tokens.any()  # a token that there is
+            assert logprobs.isnan().all()
 
 
 @pytest.mark.gpu

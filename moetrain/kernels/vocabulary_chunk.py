@@ -304,7 +304,8 @@ def _product_kernel(
         noise = gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
         # An inverse temperature of 0 stands for the likeliest token.
         score = tl.where(inverse > 0, products * inverse + noise, products)
-        score = tl.where((col < known)[None, :], score, float("-inf"))
+        # Nothing is above NaN, nor below: of a row of them the first is chosen, as a token that is.
+        score = tl.where((col < known)[None, :] & (score == score), score, float("-inf"))
         best = tl.argmax(score, axis=1)
         tl.store(score_ptr + tile_row, tl.max(score, axis=1), mask=in_chunk)
         tl.store(chosen_ptr + tile_row, tile * BV + best, mask=in_chunk)
