@@ -35,6 +35,7 @@ from moetrain.engine import Engine
 from moetrain.loss import CrossEntropy
 from moetrain.metrics import peak_memory_gib
 from moetrain.optim import MOMENTS
+from moetrain.parallel.mapped import forget_peak
 from moetrain.parallel.pinned import HostMemory
 from moetrain.parallel.world import World, join_world
 from moetrain.preflight import resolve_run
@@ -167,7 +168,7 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
     engine = make_engine(args, settings, *words)
     world = engine.world
     links = {b.host.link for b in engine.fsdp.buckets if b.host is not None}
-    torch.cuda.reset_peak_memory_stats()  # which an engine before this one may have left
+    forget_peak(world.device)  # an engine may have been here before
     for step in range(WARMUP_STEPS):
         learn(engine, step)
     engine.fsdp.settle()
