@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from typing import Any
 
 import torch
+from bench_train import wait
 
 from moetrain.config import Config, launched_place
 from moetrain.launch import start_ranks
@@ -67,11 +69,10 @@ def compare(trainer: Trainer, steps: int) -> dict[str, float]:
     """All losses, and checksums of the last gradients and of what they left for parameters."""
     members, world = trainer.engine.fsdp.members, trainer.world
     losses = [trainer.train_step().loss for _ in range(steps // 2)]
-    torch.cuda.synchronize()
-    world.wait()
+    wait(trainer)
     start, before = time.perf_counter(), trainer.tokens
     losses += [trainer.train_step().loss for _ in range(len(losses), steps - 1)]
-    torch.cuda.synchronize()
+    wait(trainer)
     rate = (trainer.tokens - before) / (time.perf_counter() - start) / world.size
     gradients: dict[str, float] = {}
 
@@ -111,8 +112,8 @@ def watch(trainer: Trainer, steps: int) -> bool:
     for step in range(steps):
         trainer.train_step()
         if step + 1 in (SETTLED, steps):
-            torch.cuda.synchronize()
-            free.append(torch.cuda.mem_get_info()[0])
+            wait(trainer)
+            free.append(free_bytes(trainer.device))
     lost = free[0] - free[-1]
     print(
         f"rank {trainer.world.rank}: {free[0] / 2**30:.2f} GiB free after {SETTLED} more steps, "
@@ -120,6 +121,13 @@ def watch(trainer: Trainer, steps: int) -> bool:
         flush=True,
     )
     return lost <= SLACK
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory; of a CPU's, what the machine has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
