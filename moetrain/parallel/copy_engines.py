@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 from moetrain.annotate import annotated
-from moetrain.config import ConfigError, ParallelSection
+from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.models.rules import Rule
 from moetrain.parallel.bucket import Bucket
 from moetrain.parallel.collectives import ReduceMode
+from moetrain.parallel.layout import STYLES
+from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.peers import Lanes, Peers
 
 logger = logging.getLogger("moetrain")
@@ -117,6 +121,39 @@ def connect(
             engines.carry(bucket, setting.reduce)
 
 
+def peer_bytes(
+    config: Config,
+    numels: Mapping[str, int],
+    rules: Mapping[str, Rule],
+    here: Iterable[str],
+    dims: ParallelDims,
+    dtype: torch.dtype,
+) -> float:
+    """About what a rank's :class:`Peers` take, were all ranks on one machine; before it is built.
+
+    Args:
+        numels, rules: of every parameter, by name.
+        here: those of this rank's stages.
+        dtype: what parameters are gathered in where their rule does not say.
+    """
+    on_cpu = config.train.device == "cpu"
+    if not is_wanted(config.parallel, "cpu" if on_cpu else "cuda"):
+        return 0.0
+    shards, inbox = 0.0, 0.0
+    for name in here:
+        rule, cut = rules[name], 1
+        if isinstance(STYLES[rule.style], Shard):
+            cut = dims.ep if rule.style == "expert" else dims.tp
+        if dims.sharding_ranks == cut:  # nobody has another part
+            continue
+        size = numels[name] * (rule.gather or dtype).itemsize / cut
+        on_device = 1 - config.optim.offload_fraction * rule.trainable
+        shards += on_device * size * cut / dims.sharding_ranks
+        if rule.trainable and on_device and config.parallel.reduce == "fp32_accum":
+            inbox = max(inbox, size)
+    return shards + inbox
+
+
 def why_not(places: Sequence[Place]) -> str | None:
     """Why the ranks at ``places`` do not reach one another's memory; None: they do.
 
@@ -128,7 +165,7 @@ def why_not(places: Sequence[Place]) -> str | None:
     if gpus[0] is None:
         return None
     if len(set(gpus)) < len(gpus):
-        return f"ranks call their GPUs {', '.join(map(str, gpus))}, and each must see all of them"
+        return f"ranks call their GPUs {', '.join(map(str, gpus))}, and each must see all"
     for a in gpus:
         for b in gpus:
             if a != b and not torch.cuda.can_device_access_peer(a, b):
