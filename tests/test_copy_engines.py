@@ -72,8 +72,7 @@ def tell(words, steps=2):
         found[f"{len(found)}: {name}"] = copies
 
     def batches(number):
-        of_rank = make_batches(number, MICRO, world.data_rank, world.dims.data_ranks)
-        return [on_device(batch, world.device) for batch in of_rank]
+        return make_batches(number, MICRO, world.data_rank, world.dims.data_ranks)
 
     def learn(number):
         keep("loss", {"": engine.forward_backward(batches(number), objective_of(engine)).total})
@@ -122,10 +121,6 @@ def tell(words, steps=2):
     learn(70)
     step("loaded")
     return engine, found
-
-
-def on_device(batch, device):
-    return type(batch)(*(x if x is None else x.to(device) for x in batch))
 
 
 def locals_of(engine):
@@ -289,7 +284,7 @@ def dies_in_the_middle(words):
     """Rank 1 is killed while it copies; the other has to find out."""
     engine = make_engine(*COPY, *words, micro=1)
     world = engine.world
-    batches = [on_device(b, world.device) for b in make_batches(0, 1, world.rank, 2)]
+    batches = make_batches(0, 1, world.rank, 2)
     engine.forward_backward(batches, objective_of(engine))
     reduce = FSDP.reduce
 
@@ -360,7 +355,7 @@ def released_bytes(words):
     """What each of several releases gave back to the driver, of what ranks share."""
     engine = make_engine(*COPY, *words, micro=1)
     (shared,) = engine.fsdp.engines.peers.values()
-    batches = [on_device(b, engine.world.device) for b in make_batches(0, 1, engine.world.rank, 2)]
+    batches = make_batches(0, 1, engine.world.rank, 2)
     found = []
     for _ in range(5):
         engine.forward(batches, objective_of(engine))

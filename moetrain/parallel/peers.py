@@ -229,10 +229,11 @@ class Peers:
         with lanes.on(lanes.push):
             with annotate("copy_engines"):
                 memory.barrier(_GRADIENTS)
-                for rank in self._order:
+                for rank in self._order[:-1]:  # the last one is this
                     target_N = inboxes[rank][me * numel :][:numel]
                     target_N.copy_(chunks_WN[rank], non_blocking=True)
                 memory.barrier(_GRADIENTS)
             inbox_WN = inboxes[me].view(ranks, numel)
-            sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, squares_B=squares_B)
+            own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
+            sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
         return lanes.copied(lanes.push, chunks_WN)
