@@ -54,6 +54,14 @@ class ParallelSection(Section):
     backward runs; last: once a step, added up before in fp32 on the rank that made them, at 4 bytes
     for every parameter that it gathers."""
 
+    fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
+    """How FSDP's parameters and gradients travel. nccl: by torch's collectives (gloo's on CPUs);
+    copy: within one machine copy engines read other ranks' shards and write gradients into their
+    memory, which leaves all SMs to computing; the same bits, for 2 bytes more of each number that a
+    rank holds and a bucket of gradients. What optim.offload_fraction keeps on the host, and sums of
+    another parallel.reduce than fp32_accum, go by collectives all the same. auto: copy between GPUs
+    of one machine that reach one another's memory."""
+
     @field_validator("pp_split", mode="before")
     @classmethod
     def _split_sizes(cls, value: Any) -> Any:

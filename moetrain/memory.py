@@ -34,6 +34,7 @@ from moetrain.models.parts import FP32, Part, Share
 from moetrain.models.rules import Rule
 from moetrain.parallel.activation_offload import link_bytes
 from moetrain.parallel.apply import reshards
+from moetrain.parallel.copy_engines import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import (
     activations_in_flight,
@@ -65,6 +66,8 @@ class MemoryEstimate:
     """A chunk of logits, and the gradients that the loss makes in its forward."""
     working_set: float
     """What the largest block's backward holds while it runs."""
+    peers: float = 0.0
+    """What ranks of one machine read and write of one another's (``parallel.fsdp_transport``)."""
     generator: float = 0.0
     """Weights of generation's own, in the compute dtype."""
     cache: float = 0.0
@@ -131,11 +134,15 @@ def estimate_ranks(
         sizes = _Sizes(
             config, arch, dims, share, layers, passes, is_first, is_last, *kept, generator
         )
-        moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
+        there = {"peers": peer_bytes(config, numels, rules, mine, dims, dtype)}
         if sleep is not None:
-            there = {"generator": generator * (sleep != "all")}
+            there |= {"generator": generator * (sleep != "all")}
             there |= {"cache": sizes.cache() * (sleep == "never")}
-            moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
+        working = (_start_of_backward(sizes), _end_of_backward(sizes))
+        moments = [replace(moment, **there) for moment in working]
+        if sleep is not None:
+            peers = there["peers"] * (not config.rl.offload)
+            moments.append(replace(_generating(sizes), peers=peers))
         found.append(max(moments, key=lambda estimate: estimate.total))
     return found
 

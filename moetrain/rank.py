@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
     if is_module:
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
         runpy.run_path(command[0], run_name="__main__")
 
 

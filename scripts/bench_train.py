@@ -41,7 +41,7 @@ WARMUP_STEPS = 4
 
 # What a kernel is for: the first pattern found in "<launching scopes> / <kernel name>".
 PARTS = (
-    ("FSDP", r"fsdp_.*nccl"),
+    ("FSDP", r"fsdp_.*(nccl|copy_engines)"),
     ("FSDP casts + copies", r"fsdp_"),
     ("dispatch + combine", r"exchange_|deep_?ep"),
     ("tensor parallel", r"(gather|scatter)_tokens"),

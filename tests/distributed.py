@@ -66,7 +66,7 @@ def spawn(
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(rank, world, device_type, folder, timeout, call, theirs)
+                target=rank_main, args=(rank, world, device_type, folder, timeout, call, theirs)
             )
             process.start()
             theirs.close()
@@ -101,7 +101,7 @@ def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank_main(
+def rank_main(
     rank: int,
     world: int,
     device_type: str,
@@ -110,6 +110,7 @@ def _rank_main(
     call: bytes,
     pipe: Connection,
 ) -> None:
+    """One rank's process: what ``call`` answers, or how it failed, goes to ``pipe``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a test machine's host name may not resolve
     torch.set_num_threads(1)
     if device_type == "cuda":

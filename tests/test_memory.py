@@ -14,7 +14,7 @@ from moetrain.train import main
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
-# tokens as it comes; rank 0's where there are several.
+# tokens as it comes; rank 0's where there are several, between which collectives carried.
 MEASURED = [
     ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 69.616),
     ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=none", 66.82),
@@ -54,6 +54,7 @@ MEASURED = [
 def estimate(recipe, world, micro_batch, accumulated, words, dtype=torch.bfloat16):
     sizes = [f"train.micro_batch_size={micro_batch}"]
     sizes += [f"train.global_batch_size={micro_batch * accumulated * world}"]
+    sizes += ["parallel.fsdp_transport=nccl"]
     config = Config.load(recipe, [*sizes, *words.split()], environ={})
     arch = resolve_architecture(config.model)
     dims = ParallelDims.resolve(config.parallel, world, arch)

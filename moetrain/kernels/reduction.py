@@ -35,6 +35,8 @@ def sum_chunks(
     accumulate: bool = False,
     backend: Backend = "auto",
     squares_B: torch.Tensor | None = None,
+    own_N: torch.Tensor | None = None,
+    own: int = -1,
 ) -> torch.Tensor:
     """The fp32 sum over R, in ``out_N`` (None: a new tensor), which is returned.
 
@@ -46,6 +48,8 @@ def sum_chunks(
         accumulate: add to what ``out_N`` (fp32) holds instead of overwriting it.
         squares_B: fp32, contiguous: gets each block's sum of squares of what ``out_N`` (fp32) is
             then.
+        own_N, own: the chunk ``own``, contiguous, which is read from here, not from ``chunks_RN``:
+            a rank's own did not travel.
 
     Raises:
         ValueError: shapes, dtypes or strides other than these, or ``accumulate`` without ``out_N``.
@@ -73,12 +77,21 @@ def sum_chunks(
                 f"sum_chunks: squares were given as {squares_B.dtype} {tuple(squares_B.shape)}; "
                 f"{out_N.numel()} elements take float32 {list(blocks)}"
             )
+    if own_N is not None:
+        fits = own_N.shape == out_N.shape and own_N.is_contiguous()
+        if not fits or own_N.dtype != chunks_RN.dtype or not 0 <= own < chunks_RN.shape[0]:
+            raise ValueError(
+                f"sum_chunks: chunk {own} was given as {own_N.dtype} {tuple(own_N.shape)} with "
+                f"strides {own_N.stride()}; it is one of {chunks_RN.dtype} "
+                f"{tuple(chunks_RN.shape)}, contiguous"
+            )
     if use_fast(backend, chunks_RN):
         # torch 2.11 takes nothing but tensors where an op writes.
         none = out_N.new_empty(0, dtype=torch.float32)
-        _sum_chunks(out_N, chunks_RN, accumulate, none if squares_B is None else squares_B)
+        squares_B = none if squares_B is None else squares_B
+        _sum_chunks(out_N, chunks_RN, accumulate, squares_B, own_N, own)
         return out_N
-    out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate))
+    out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own))
     if squares_B is not None:
         squares_B.copy_(block_squares(out_N))
     return out_N
@@ -96,13 +109,17 @@ def block_squares(x_N: torch.Tensor) -> torch.Tensor:
 
 
 def sum_chunks_reference(
-    chunks_RN: torch.Tensor, out_N: torch.Tensor | None = None, accumulate: bool = False
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None = None,
+    accumulate: bool = False,
+    own_N: torch.Tensor | None = None,
+    own: int = -1,
 ) -> torch.Tensor:
     """:func:`sum_chunks` in plain torch; leaves ``out_N`` as it is."""
     wide = torch.promote_types(chunks_RN.dtype, torch.float32)
     sum_N = torch.zeros(chunks_RN.shape[1], dtype=wide, device=chunks_RN.device)
-    for chunk_N in chunks_RN:
-        sum_N = sum_N + chunk_N
+    for i, chunk_N in enumerate(chunks_RN):
+        sum_N = sum_N + (chunk_N if own_N is None or i != own else own_N)
     return sum_N + out_N if accumulate and out_N is not None else sum_N
 
 
@@ -112,12 +129,15 @@ def _sum_chunks(
     chunks_RN: torch.Tensor,
     accumulate: bool,
     squares_B: torch.Tensor,
+    own_N: torch.Tensor | None,
+    own: int,
 ) -> None:
     """``squares_B``: of no elements where nobody wants them."""
     chunks, size = chunks_RN.shape
     grid = (num_blocks(size),)
-    tensors = (out_N, chunks_RN, squares_B if squares_B.numel() else None)
-    _sum_kernel[grid](*tensors, size, chunks, accumulate, BLOCK, num_warps=WARPS)
+    tensors = (out_N, chunks_RN, squares_B if squares_B.numel() else None, own_N)
+    own = -1 if own_N is None else own
+    _sum_kernel[grid](*tensors, size, chunks, own, accumulate, BLOCK, num_warps=WARPS)
 
 
 @_sum_chunks.register_fake
@@ -127,15 +147,26 @@ def _(*arguments) -> None:
 
 @triton.jit
 def _sum_kernel(
-    out, chunks, squares, size, CHUNKS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    chunks,
+    squares,
+    own,
+    size,
+    CHUNKS: tl.constexpr,
+    OWN: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     chunk = chunks + at
     total = tl.zeros([BLOCK], tl.float32)
     # Unrolled, so that the loads of several chunks are in flight together.
-    for _ in tl.static_range(CHUNKS):
-        total += tl.load(chunk, mask, 0.0).to(tl.float32)
+    for i in tl.static_range(CHUNKS):
+        if i == OWN:
+            total += tl.load(own + at, mask, 0.0).to(tl.float32)
+        else:
+            total += tl.load(chunk, mask, 0.0).to(tl.float32)
         chunk += size
     if ACCUMULATE:
         total += tl.load(out + at, mask, 0.0)
@@ -151,6 +182,8 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
         "out_N": normal(generator, size) if accumulate else None,
         "accumulate": accumulate,
         "squares_B": normal(generator, num_blocks(size)) if case.get("squares") else None,
+        "own_N": normal(generator, size).to(dtype) if "own" in case else None,
+        "own": case.get("own", -1),
     }
 
 
@@ -159,10 +192,12 @@ def _fast(
     out_N: torch.Tensor | None,
     accumulate: bool,
     squares_B: torch.Tensor | None,
+    own_N: torch.Tensor | None,
+    own: int,
 ) -> tuple[torch.Tensor, ...]:
     """Without touching its inputs, so that it can run twice on them."""
     out_N, squares_B = (None if x is None else x.clone() for x in (out_N, squares_B))
-    out_N = sum_chunks(chunks_RN, out_N, accumulate, backend="triton", squares_B=squares_B)
+    out_N = sum_chunks(chunks_RN, out_N, accumulate, "triton", squares_B, own_N, own)
     return (out_N,) if squares_B is None else (out_N, squares_B)
 
 
@@ -171,9 +206,11 @@ def _reference(
     out_N: torch.Tensor | None,
     accumulate: bool,
     squares_B: torch.Tensor | None,
+    own_N: torch.Tensor | None,
+    own: int,
 ) -> tuple[torch.Tensor, ...]:
     """As :func:`_fast`, as wide as the inputs."""
-    sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate)
+    sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own)
     return (sum_N,) if squares_B is None else (sum_N, block_squares(sum_N))
 
 
@@ -193,6 +230,8 @@ SPECS = (
         cases=(
             {"R": 4, "N": 100, "squares": True},
             {"R": 1, "N": 1},
+            {"R": 3, "N": 1100, "own": 2, "squares": True},
+            {"R": 4, "N": 17, "own": 0, "accumulate": True},
             {"R": 8, "N": 2049, "accumulate": True, "squares": True},
             {"R": 64, "N": 7},
             {"R": 2, "N": 0},
@@ -205,6 +244,8 @@ SPECS = (
             r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
             "without out_N": lambda i: i | {"accumulate": True},
             r"out was given as torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
+            "chunk 4 was given": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
+            "chunk 0 was given": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
             r"elements take float32 \[1\]": lambda i: i | {"squares_B": torch.zeros(2)},
         },
     ),

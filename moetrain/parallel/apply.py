@@ -35,6 +35,7 @@ from moetrain.models.init import draw
 from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
 from moetrain.parallel.activation_offload import offload_activations
 from moetrain.parallel.bucket import Twin
+from moetrain.parallel.copy_engines import connect
 from moetrain.parallel.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp import FSDP
@@ -82,6 +83,7 @@ def parallelize(
         twin = Twin(stages.group, stages.twin)
         (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
         bucket.twin = twin
+    connect(fsdp.engines, fsdp.buckets, parallel, meshes.everyone)
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,11 @@ from moetrain.parallel.collectives import (
 )
 from moetrain.parallel.host import HostShard
 from moetrain.parallel.layout import Layout
+from moetrain.parallel.peers import Copied, Peers
+
+Gathering = dist.Work | Copied
+Reducing = PendingReduce | Copied
+"""What is under way: :meth:`wait` and :meth:`finish` let the current stream go on afterwards."""
 
 
 class Region:
@@ -129,9 +134,13 @@ class Bucket:
     """fp32: gradients of earlier micro-batches that are still to travel."""
     twin: Twin | None = None
     """The pipeline rank with the same shard, whose gradient is of another use of it; None: none."""
+    peers: Peers | None = None
+    """The group's ranks, if they copy from one another; None: it travels by collectives."""
+    peers_start: int = 0
+    """Where in what they share the shard lies."""
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """Where the shard lies in the dtype it is gathered in, if that is another."""
+    """Where the shard lies as it is gathered, if that is another dtype, or for peers to read."""
     _version: int | None = None
     """Of the shard, when it was last written there; None: something else may lie there since."""
     _rows: list[torch.Tensor] = field(default_factory=list)
@@ -199,14 +208,42 @@ class Bucket:
         """Say that :attr:`cast_N`, or the copy of a host's shard, was written."""
         self._version = self._changes()
 
+    @property
+    def update_N(self) -> torch.Tensor | None:
+        """Where peers read what an update changes, if the update is to write it; None: they do not,
+        or as it is in the master."""
+        return self._cast_N if self.is_cast and self._cast_N.numel() and self.peers else None
+
+    def share(self) -> None:
+        """Let peers, who share memory and do not read it meanwhile, read the shard as it is now."""
+        assert self.peers is not None
+        if not self._cast_N.numel():
+            self._cast_N = self.peers.own(self.peers_start, self.shard_N.numel(), self.dtype)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.is_fresh:
+            return
+        if self.is_cast:
+            # Torch's own cast takes 1.5 times as long.
+            sum_chunks(self.shard_N.detach()[None], out_N=self.cast_N)
+        else:
+            self._cast_N.copy_(self.shard_N)
+        self.mark_fresh()
+
+    @property
+    def _lies_apart(self) -> bool:
+        """Whether :attr:`cast_N` is no part of where members lie gathered."""
+        return self.needs_copies or self.peers is not None
+
     def leave(self) -> None:
         """Where members lie gathered something else may lie from now on; no host's copy does."""
-        if self.host is None and not self.needs_copies:
+        if self.host is None and not self._lies_apart:
             self._version = None
 
     def release(self) -> None:
         """Give the memory of :attr:`cast_N` back, where it has some of its own."""
-        if self.host is None and self.needs_copies:
+        if self.host is None and self._lies_apart:
             self._cast_N, self._version = torch.empty(0), None
 
     # ---- gathering -----------------------------------------------------------------------------
@@ -240,12 +277,12 @@ class Bucket:
             first = start if self.needs_copies else member.start
             self._rows.append(whole_N[first : first + shape.numel()].view(shape))
             start += aligned(shape.numel() * self.dtype.itemsize) // self.dtype.itemsize
-        if self.is_cast and not self.needs_copies:
+        if self.is_cast and not self._lies_apart:
             numbers = self.shard_N.numel()
             # As in start_gather: what writes here changes nothing that autograd saved.
             self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
 
-    def start_gather(self, staging: torch.Tensor) -> dist.Work | None:
+    def start_gather(self, staging: torch.Tensor) -> Gathering | None:
         """Begin to gather, where members lie or, if they are to be copied out, to ``staging``."""
         if self.host is not None:
             self.host.wait()
@@ -258,14 +295,16 @@ class Bucket:
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
         target_N = target_N[: self.group.size() * self.shard_N.numel()].data
-        if self.is_cast and not self.is_fresh:
-            # Torch's own cast takes 1.5 times as long.
-            sum_chunks(self.shard_N.detach()[None], out_N=self.cast_N)
-            self.mark_fresh()
+        target_WN = target_N.view(self.group.size(), -1)
+        if self.peers is not None:
+            assert self.is_fresh  # since the work began
+            return self.peers.gather(self.peers_start, target_WN)
+        if self.is_cast:
+            self._refresh()
         if self.group.size() == 1:
             return None
         sent_N = self.cast_N if self.is_cast else self.source_N
-        return all_gather_start(sent_N, self.group, target_N.view(self.group.size(), -1))[1]
+        return all_gather_start(sent_N, self.group, target_WN)[1]
 
     def copy_out(self, staging: torch.Tensor) -> None:
         """Copy members from ``staging`` to where they lie, if they are to be copied."""
@@ -294,7 +333,7 @@ class Bucket:
 
     def start_reduce(
         self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode, *, now: bool
-    ) -> PendingReduce | None:
+    ) -> Reducing | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         ``now``: else they are added up in fp32 here, until a later call or :meth:`flush` sends all.
@@ -308,12 +347,12 @@ class Bucket:
         self.unreduced_WN = None
         return self._send(chunks_WN, mode)
 
-    def flush(self, mode: ReduceMode) -> PendingReduce | None:
+    def flush(self, mode: ReduceMode) -> Reducing | None:
         """Begin to sum what :meth:`start_reduce` has kept back."""
         chunks_WN, self.unreduced_WN = self.unreduced_WN, None
         return None if chunks_WN is None else self._send(chunks_WN, mode)
 
-    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> PendingReduce | None:
+    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Reducing | None:
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
@@ -322,15 +361,11 @@ class Bucket:
                 self.host.give_back(self.gradient_N)
         if self.squares_B is None:
             self.squares_B = self.gradient_N.new_empty(num_blocks(self.shard_N.numel()))
-        pending = reduce_scatter_start(
-            chunks_WN,
-            self.group,
-            out_N=self.gradient_N,
-            accumulate=self.has_gradient,
-            mode=mode,
-            squares_B=self.squares_B,
-        )
-        self.has_gradient = True
+        into: Any = {"out_N": self.gradient_N, "squares_B": self.squares_B}
+        into["accumulate"], self.has_gradient = self.has_gradient, True
+        if self.peers is not None and mode == "fp32_accum":
+            return self.peers.reduce(chunks_WN, **into)
+        pending = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
         if self.group.size() > 1:
             return pending
         pending.finish()  # nothing is under way, and what it holds is large

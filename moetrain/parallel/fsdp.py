@@ -47,8 +47,9 @@ from torch.utils import _pytree as pytree
 
 from moetrain.annotate import annotate
 from moetrain.parallel.arena import Arena
-from moetrain.parallel.bucket import Bucket, Member, Region
-from moetrain.parallel.collectives import PendingReduce, ReduceMode
+from moetrain.parallel.bucket import Bucket, Gathering, Member, Reducing, Region
+from moetrain.parallel.collectives import ReduceMode
+from moetrain.parallel.copy_engines import CopyEngines
 from moetrain.parallel.layout import Sliced
 
 
@@ -70,7 +71,7 @@ class Unit:
     ) -> None:
         self.index, self.buckets = index, buckets
         self.region, self.staging, self.takes_turns = region, staging, takes_turns
-        self.works: list[dist.Work | None] | None = None
+        self.works: list[Gathering | None] | None = None
         """The gathers under way; None: there are none."""
         self.graphs = 0
         """Forwards whose backwards are still to come."""
@@ -183,7 +184,8 @@ class FSDP:
         self._unit_of: dict[nn.Module, Unit] = {}
         self._turns = (Region(device), Region(device))
         self._staging = (Region(device), Region(device))
-        self._reducing: list[PendingReduce] = []
+        self.engines = CopyEngines(device)
+        self._reducing: list[Reducing] = []
         self._reduced: list[Bucket] = []
         """Those whose gradient goes to the host once the reductions under way are finished."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -224,11 +226,13 @@ class FSDP:
         self.weights.need()
         self._is_working = True
         try:
+            self.engines.begin()
             yield
             self.finish_reductions()
             self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
             self.finish_reductions()
         finally:
+            self.engines.end()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -245,6 +249,7 @@ class FSDP:
             unit.staging.free()
             for bucket in unit.buckets:
                 bucket.release()
+        self.engines.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
@@ -413,11 +418,12 @@ class FSDP:
             for bucket in unit.buckets:
                 if not bucket.is_trained or bucket.host is not None:
                     continue
-                has_place = bucket.is_cast and not unit.takes_turns
-                if has_place:
+                place_N = bucket.update_N
+                if bucket.peers is None and bucket.is_cast and not unit.takes_turns:
                     unit.move_in()
-                yield bucket, bucket.cast_N if has_place else None
-                if has_place:
+                    place_N = bucket.cast_N
+                yield bucket, place_N
+                if place_N is not None:
                     bucket.mark_fresh()
                 if self.is_alone:
                     bucket.clear_gradient(free=True)
@@ -443,7 +449,7 @@ class FSDP:
             bucket.clear_gradient(free=self.is_alone)
 
 
-def _under_way(pending: Iterable[PendingReduce | None]) -> list[PendingReduce]:
+def _under_way(pending: Iterable[Reducing | None]) -> list[Reducing]:
     return [one for one in pending if one is not None]
 
 

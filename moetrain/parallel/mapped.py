@@ -105,6 +105,11 @@ def peak_bytes(device: torch.device) -> int:
     return max(_peaks[number], now)
 
 
+def count_bytes(device: torch.device, num_bytes: int) -> None:
+    """Let :func:`peak_bytes` count what others got from the driver, or (negative) gave back."""
+    _change(_number(device), num_bytes)
+
+
 def forget_peak(device: torch.device) -> None:
     """Let :func:`peak_bytes` begin anew."""
     _peaks[_number(device)] = 0

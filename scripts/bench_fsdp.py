@@ -1,0 +1,134 @@
+"""FSDP over copy engines beside FSDP over collectives: the same bits? flat memory? how fast?
+
+    python scripts/bench_fsdp.py RECIPE [--section.key value ...] [--compare-steps 20]
+        [--memory-steps 200]
+
+Both transports train from the same start in one process a rank, one after the other. Compared are
+every parameter and every gradient of the last of ``--compare-steps`` steps, as checksums of their
+bits on every rank; for that, give ``--train.deterministic yes``. The copies go on to
+``--memory-steps``, while what the driver has free is watched. Exit code 1 where bits differ or
+memory does not stay where it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from bench_train import wait
+
+from moetrain.config import Config, launched_place
+from moetrain.launch import start_ranks
+from moetrain.metrics import peak_memory_gib
+from moetrain.parallel.world import num_processes
+from moetrain.trainer import Trainer
+
+SETTLED = 50
+"""Steps after which nothing new should be allocated."""
+SLACK = 64 << 20
+"""Bytes by which what is free may differ: other processes' are in it too."""
+NUMBERS = 2**24
+"""Of a tensor, summed up at a time."""
+
+
+def main() -> int:
+    """Start the ranks, or be one; exit code 1 where something is not as it should be."""
+    parser = argparse.ArgumentParser(description="Compare FSDP's transports.", allow_abbrev=False)
+    parser.add_argument("recipe")
+    parser.add_argument("--compare-steps", type=int, default=20)
+    parser.add_argument("--memory-steps", type=int, default=200)
+    args, settings = parser.parse_known_args()
+    nproc = num_processes(Config.load(args.recipe, settings))
+    if launched_place() is None and nproc > 1:
+        return start_ranks([__file__, *sys.argv[1:]], nproc)
+    config = [
+        Config.load(args.recipe, [*settings, "--parallel.fsdp_transport", transport])
+        for transport in ("nccl", "copy")
+    ]
+    expected = compare(Trainer(config[0]), args.compare_steps)
+    gc.collect()
+    torch.cuda.empty_cache()
+    trainer = Trainer(config[1])
+    found = compare(trainer, args.compare_steps)
+    odd = [name for name, value in expected.items() if found[name] != value]
+    is_flat = watch(trainer, args.memory_steps - args.compare_steps)
+    problem = f"rank {trainer.world.rank}: {', '.join(odd[:5])} differ" if odd else ""
+    problem = trainer.world.any(problem)
+    if trainer.world.is_main:
+        print(f"bits of {len(found)} numbers and tensors a rank: {problem or 'all the same'}")
+    trainer.world.leave()
+    return int(bool(problem) or not is_flat)
+
+
+def compare(trainer: Trainer, steps: int) -> dict[str, float]:
+    """All losses, and checksums of the last gradients and of what they left for parameters."""
+    members, world = trainer.engine.fsdp.members, trainer.world
+    losses = [trainer.train_step().loss for _ in range(steps // 2)]
+    wait(trainer)
+    start, before = time.perf_counter(), trainer.tokens
+    losses += [trainer.train_step().loss for _ in range(len(losses), steps - 1)]
+    wait(trainer)
+    rate = (trainer.tokens - before) / (time.perf_counter() - start) / world.size
+    gradients: dict[str, float] = {}
+
+    def look(*_: Any) -> None:
+        for name, member in members.items():
+            if member.local.grad is not None:
+                gradients[f"gradient of {name}"] = checksum(member.local.grad)
+
+    hook = trainer.optimizer.register_step_pre_hook(look)
+    losses.append(trainer.train_step().loss)
+    hook.remove()
+    if world.is_main:
+        print(
+            f"{trainer.config.parallel.fsdp_transport}: {rate:,.0f} tokens/s/GPU, "
+            f"{peak_memory_gib(trainer.device):.1f} GiB, "
+            f"loss {losses[0].item():.4f} -> {losses[-1].item():.4f}",
+            flush=True,
+        )
+    parameters = {name: checksum(member.local) for name, member in members.items()}
+    numbers = {f"loss {step}": loss.item() for step, loss in enumerate(losses)}
+    return gradients | parameters | numbers
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of bits and their places."""
+    kind = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, bits in enumerate(tensor.detach().contiguous().view(-1).view(kind).split(NUMBERS)):
+        places = torch.arange(1, len(bits) + 1, device=bits.device)
+        total += (bits.long() * places).sum() * (2 * number + 1)
+    return int(total.item())
+
+
+def watch(trainer: Trainer, steps: int) -> bool:
+    """Whether as much memory is free after ``steps`` more as was after the first of them."""
+    free = []
+    for step in range(steps):
+        trainer.train_step()
+        if step + 1 in (SETTLED, steps):
+            wait(trainer)
+            free.append(free_bytes(trainer.device))
+    lost = free[0] - free[-1]
+    print(
+        f"rank {trainer.world.rank}: {free[0] / 2**30:.2f} GiB free after {SETTLED} more steps, "
+        f"{free[-1] / 2**30:.2f} after {steps}",
+        flush=True,
+    )
+    return lost <= SLACK
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory; of a CPU's, what the machine has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
