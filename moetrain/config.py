@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import PrivateAttr, ValidationError, field_validator
 
 from moetrain.config_compute import (
+    AUTO,
     ActivationSection,
     CompileSection,
     KernelsSection,
@@ -269,7 +270,7 @@ class Config(Section):
             )
         ep = self.parallel.ep
         how = self.moe.dispatcher
-        if (how == "local") if ep > 1 else (how in ("alltoall", "deepep")):
+        if ep != AUTO and ((how == "local") if ep > 1 else (how in ("alltoall", "deepep"))):
             raise ConfigError("moe.dispatcher", f"{how!r} contradicts parallel.ep {ep}; use auto")
 
 
@@ -294,8 +295,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("parallel.pp_stages", "parallel.pp", _SEVERAL),
     ("parallel.pp_split", "parallel.pp", _SEVERAL),
     ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),
-    ("moe.deepep_num_sms", "parallel.ep", _SEVERAL),
-    ("moe.dispatch_mode", "parallel.ep", _SEVERAL),
+    ("moe.deepep_num_sms", "parallel.ep", (AUTO, *range(2, 2**12))),
+    ("moe.dispatch_mode", "parallel.ep", (AUTO, *range(2, 2**12))),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
     ("log.profile_after", "log.profile", _SOME),
     ("log.profile_as", "log.profile", _SOME),

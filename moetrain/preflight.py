@@ -10,6 +10,7 @@ and batch fit the world (:func:`moetrain.parallel.world.plan_world`).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -20,11 +21,17 @@ from typing import Any
 import torch
 
 from moetrain.config import Config, ConfigError, MoeSection, c_compiler, launched_place
+from moetrain.config_compute import AUTO
 from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
+from moetrain.memory import device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype, resolve_architecture
+from moetrain.parallel.choose_ep import costs, describe
 from moetrain.parallel.deepep import why_not_here
+from moetrain.parallel.world import num_processes, plan_world
+
+logger = logging.getLogger("moetrain")
 
 LONGEST_DEFAULT_ROW = 4096
 """Of a model that takes more: memory grows with the row, and most documents are shorter."""
@@ -77,6 +84,8 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
         _check_no_experts_are_set(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
+    if config.parallel.ep == AUTO:
+        config = _with_expert_ranks(config, arch)
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
     scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
     longest = max(arch.max_positions, scaled)
@@ -88,6 +97,30 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
             f"of model.{name} {getattr(config.model, name)!r}; lower it",
         )
     return config, arch
+
+
+def _with_expert_ranks(config: Config, arch: Architecture) -> Config:
+    """``parallel.ep`` auto: the fastest that the devices, where they are here, have room for."""
+    place = launched_place()
+    here = num_processes(config) if place is None else place.on_machine or place.world_size
+    size = here if place is None else place.world_size
+    p = config.parallel
+    ranks = p.dp_shard * p.cp * p.tp if p.dp_shard > 0 else size // (p.dp_replicate * p.pp)
+    # Experts are gathered, and tokens sent, within a machine: what is further was not measured.
+    found = costs(config, arch, min(max(1, ranks), here))
+    device = torch.device("cuda" if config.train.device != "cpu" else "cpu")
+    chosen = found[0]
+    if torch.cuda.is_available() and device.type == "cuda":
+        capacity, dtype = device_capacity(device), compute_dtype(config, device)
+        for cost in found:
+            tried = config.filled({"parallel.ep": cost.ep}, "auto")
+            dims = plan_world(tried, arch, size)
+            if estimate_memory(tried, arch, dims, dtype).total <= capacity:
+                chosen = cost
+                break
+    if place is None:
+        logger.info("%s", describe(chosen.ep, found))
+    return config.filled({"parallel.ep": chosen.ep}, "auto, by measured rates")
 
 
 def _check_no_experts_are_set(config: Config, arch: Architecture) -> None:
