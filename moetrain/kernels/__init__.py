@@ -12,6 +12,7 @@ from moetrain.kernels.attention import AttentionMask, attention, attention_mask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.expert_indices import ExpertIndices, expert_indices
 from moetrain.kernels.experts import expert_mlp
+from moetrain.kernels.experts_fp8 import expert_mlp_fp8
 from moetrain.kernels.grouped_mm import grouped_mm
 from moetrain.kernels.linear_cross_entropy import (
     SummedLoss,
@@ -45,6 +46,7 @@ __all__ = [
     "attention_packed",
     "expert_indices",
     "expert_mlp",
+    "expert_mlp_fp8",
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",

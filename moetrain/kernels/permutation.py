@@ -136,7 +136,7 @@ def _permute(
     x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
-    _copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
+    copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
     return x_RD, weights_R
 
 
@@ -150,7 +150,7 @@ def _permute_backward(
     d_x_RD: torch.Tensor, d_weights_R: torch.Tensor, slot_row_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     d_x_TD, d_weights_TK = _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK)
-    _sum_rows(d_x_RD, slot_row_TK, d_x_TD, d_weights_R, d_weights_TK)
+    sum_rows(d_x_RD, slot_row_TK, d_x_TD, d_weights_R, d_weights_TK)
     return d_x_TD, d_weights_TK
 
 
@@ -163,7 +163,7 @@ def _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK):
 @torch.library.custom_op("moetrain::unpermute", mutates_args=())
 def _unpermute(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
     y_TD = y_RD.new_empty(slot_row_TK.shape[0], y_RD.shape[1])
-    _sum_rows(y_RD, slot_row_TK, y_TD)
+    sum_rows(y_RD, slot_row_TK, y_TD)
     return y_TD
 
 
@@ -175,7 +175,7 @@ def _(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("moetrain::permute_tokens", mutates_args=())
 def _permute_tokens(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    _copy_to_rows(x_TD, slot_row_TK, x_RD)
+    copy_to_rows(x_TD, slot_row_TK, x_RD)
     return x_RD
 
 
@@ -216,7 +216,7 @@ _permute_tokens.register_autograd(_differentiate_permute_tokens, setup_context=_
 _unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
 
 
-def _copy_to_rows(
+def copy_to_rows(
     x_TD: torch.Tensor,
     slot_row_TK: torch.Tensor,
     x_RD: torch.Tensor,
@@ -231,7 +231,7 @@ def _copy_to_rows(
     )
 
 
-def _sum_rows(
+def sum_rows(
     x_RD: torch.Tensor,
     slot_row_TK: torch.Tensor,
     x_TD: torch.Tensor,
