@@ -20,6 +20,7 @@ from moetrain.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.linear_fp8 import linears_fp8
 from moetrain.kernels.narrow import narrow_products
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
@@ -50,6 +51,7 @@ __all__ = [
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
+    "linears_fp8",
     "narrow_products",
     "permute",
     "permute_tokens",

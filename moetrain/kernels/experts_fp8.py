@@ -7,13 +7,15 @@ or, for gradients, their columns quantised::
 
 and for an upstream ``dy``::
 
-    dh = q(dy)[r] @ q(down)             d_down    = dy[r]^T @ h
-    da, dw = swiglu'(dh)                d_gate_up = da^T @ x[r]
+    dh = q(dy)[r] @ q(down)                       d_down    = q(dy)[r]^T @ h
+    da, dw = swiglu'(dh)                          d_gate_up = da^T @ q(x)[r]
     dx = sum over r of q(da) @ q([gate; up])
 
-The products of the two middle columns, the weights' gradients, are bf16 of bf16 (rounded once, as
-ever): they add up over many rows what a step is made of, and half of what they would read lies the
-wrong way for e4m3. Their gradients are those of the quantised products with the rounding left out.
+The weights' gradients, to the right, are products in bf16: they add up over many rows what a step
+is made of, and their operands lie the wrong way for e4m3. They take what came into e4m3 as
+``x`` and ``dy`` do from outside, since that is all there is of a token that was sent from another
+rank: where experts are, here or there, does not change a gradient. ``h`` and ``da`` they take as
+they are.
 
 Permutation is part of it, because a token is quantised once and then copied in e4m3, which is half
 of the bytes. And nothing by row is kept for the backward but ``a``: the rows of ``x`` are copied
@@ -31,7 +33,6 @@ from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.expert_indices import ExpertIndices, expert_indices_reference
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.permutation import (
-    copy_to_rows,
     permute_reference,
     sum_rows,
     unpermute_reference,
@@ -86,10 +87,25 @@ def expert_mlp_fp8_reference(
     w_down_EDF: torch.Tensor,
 ) -> torch.Tensor:
     """:func:`expert_mlp_fp8` in plain torch."""
-    x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
+    x_RD, weights_R = permute_reference(_Taken.apply(x_TD, True, False), weights_TK, indices)
     a_R2F = _Product.apply(x_RD, w_gate_up_E2FD, indices.offsets_E)
     h_RF = swiglu_reference(a_R2F, weights_R)
-    return unpermute_reference(_Product.apply(h_RF, w_down_EDF, indices.offsets_E), indices)
+    y_TD = unpermute_reference(_Product.apply(h_RF, w_down_EDF, indices.offsets_E), indices)
+    return _Taken.apply(y_TD, False, True)
+
+
+class _Taken(torch.autograd.Function):
+    """``x``, quantised and back on its way in, its gradient on its way back, or both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_value: bool, is_gradient: bool) -> torch.Tensor:
+        ctx.is_gradient = is_gradient
+        return quantise_rows_reference(x).to(x.dtype) if is_value else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (g,) = grads
+        return quantise_rows_reference(g).to(g.dtype) if ctx.is_gradient else g, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -185,16 +201,13 @@ def _expert_mlp_fp8_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x, weights, w_gate_up and w_down (of both [0], unless ``is_trained``)."""
     rows, dtype = a_R2F.shape[0], dy_TD.dtype
-    narrow, weights_R, dy_RD = quantise_to_rows(
-        dy_TD, weights_TK, slot_row_TK, rows, copies=is_trained
-    )
+    tokens = (weights_TK, slot_row_TK, rows)
+    narrow, weights_R, dy_RD = quantise_to_rows(dy_TD, *tokens, wide=is_trained)
     down = quantise_columns(w_down_EDF, "triton")
     dh_RF = scaled_grouped_mm(narrow, down, offsets_E, dtype)
     del narrow, down
     da = swiglu_backward_quantised(dh_RF, a_R2F, weights_R)
-    d_down = dy_TD.new_empty(0)
-    if dy_RD is not None:
-        d_down = grouped_weight_grad(dy_RD, da.y_RF, offsets_E)
+    d_down = grouped_weight_grad(dy_RD, da.y_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
     del dh_RF, dy_RD  # before the products below: the largest rows of the backward are here
     gate_up = quantise_columns(w_gate_up_E2FD, "triton")
     dx_RD = scaled_grouped_mm(da.narrow, gate_up, offsets_E, dtype)
@@ -203,8 +216,8 @@ def _expert_mlp_fp8_backward(
     sum_rows(dx_RD, slot_row_TK, dx_TD, da.weights_R, d_weights_TK)
     if not is_trained:
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
-    x_RD = dx_RD  # its memory
-    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    del dx_RD
+    _, _, x_RD = quantise_to_rows(x_TD, *tokens, narrow=False, wide=True)
     d_gate_up = grouped_weight_grad(da.gate_up_R2F, x_RD, offsets_E)
     return dx_TD, d_weights_TK, d_gate_up, d_down
 
@@ -271,7 +284,7 @@ SPECS = (
         make_inputs=_make_inputs,
         cases=(
             {"T": 13, "K": 2, "E": 3, "D": 32, "F": 16},
-            {"T": 1, "K": 1, "E": 1, "D": 16, "F": 16},
+            {"T": 20, "K": 1, "E": 1, "D": 16, "F": 16},
             {"T": 20, "K": 3, "E": 6, "D": 16, "F": 16, "empty": 0.3},
             {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 0.5, "rows": 15},
             {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
@@ -282,7 +295,7 @@ SPECS = (
             Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768}),
         ),
         # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
-        tolerance={torch.float32: 5e-3, torch.bfloat16: 3e-2},
+        tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
         cpu_dtypes=(torch.float32,),
         cost=_cost,
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),

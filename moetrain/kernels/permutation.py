@@ -136,7 +136,7 @@ def _permute(
     x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
-    copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
+    _copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
     return x_RD, weights_R
 
 
@@ -175,7 +175,7 @@ def _(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("moetrain::permute_tokens", mutates_args=())
 def _permute_tokens(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    _copy_to_rows(x_TD, slot_row_TK, x_RD)
     return x_RD
 
 
@@ -216,7 +216,7 @@ _permute_tokens.register_autograd(_differentiate_permute_tokens, setup_context=_
 _unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
 
 
-def copy_to_rows(
+def _copy_to_rows(
     x_TD: torch.Tensor,
     slot_row_TK: torch.Tensor,
     x_RD: torch.Tensor,

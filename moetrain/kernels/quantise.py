@@ -21,6 +21,7 @@ Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer w
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 MULTIPLE = 16
 """Widths of products in e4m3 are multiples of this: rows are read through vectors of 16 bytes."""
-COLUMN_ROWS, COLUMNS, COLUMN_WARPS = 128, 64, 8  # of a tile that is transposed
+TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # of what is transposed at once
 
 
 class Quantised(NamedTuple):
@@ -96,12 +97,13 @@ def quantise_to_rows(
     slot_row_TK: torch.Tensor,
     num_rows: int,
     *,
-    copies: bool = False,
-) -> tuple[Quantised, torch.Tensor, torch.Tensor | None]:
+    narrow: bool = True,
+    wide: bool = False,
+) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
     """:func:`moetrain.kernels.permutation.permute` with rows in e4m3: a token is quantised once.
 
-    Also the rows' weights and, with ``copies``, the rows as they are. For ops on their fast path:
-    inputs are contiguous.
+    The rows (with ``narrow``), their weights, and (with ``wide``) what the rows stand for, in
+    ``x``'s dtype; what is not wanted is empty. For ops on their fast path: inputs are contiguous.
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -112,9 +114,9 @@ def quantise_to_rows(
             f"and maps of {tuple(slot_row_TK.shape)}; it takes [T, D], [T, K] and [T, K]"
         )
     values_RD, scales_R, weights_R, x_RD = _quantise_to_rows(
-        x_TD, weights_TK, slot_row_TK, num_rows, copies
+        x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide
     )
-    return Quantised(values_RD, scales_R), weights_R, x_RD if copies else None
+    return Quantised(values_RD, scales_R), weights_R, x_RD
 
 
 def _require_contiguous(kernel: str, x: torch.Tensor) -> None:
@@ -138,10 +140,11 @@ def _quantise_rows_fake(x_RM):
 def _quantise_columns(w_ENM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values_EMN, scales_EM = _quantise_columns_fake(w_ENM)
     experts, n, m = w_ENM.shape
-    _columns_kernel[(triton.cdiv(m, COLUMNS), experts)](
-        w_ENM, values_EMN, scales_EM, n, m,
-        BN=COLUMN_ROWS, BM=COLUMNS, BY_HAND=INTERPRETED, num_warps=COLUMN_WARPS,
-    )  # fmt: skip
+    grid = (triton.cdiv(m, TILE["BM"]), experts)
+    is_whole = n <= TILE["BN"]
+    _columns_kernel[grid](
+        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **TILE
+    )
     return values_EMN, scales_EM
 
 
@@ -160,23 +163,26 @@ def _quantise_to_rows(
     weights_TK: torch.Tensor,
     slot_row_TK: torch.Tensor,
     num_rows: int,
-    copies: bool,
+    narrow: bool,
+    wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, copies)
+    found = _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide)
     values_RD, scales_R, weights_R, x_RD = found
-    rows = x_RD if copies else None
-    _launch_rows(x_TD, slot_row_TK, values_RD, scales_R, rows, weights_TK, weights_R)
+    _launch_rows(
+        x_TD, slot_row_TK, values_RD if narrow else None, scales_R, x_RD if wide else None,
+        weights_TK, weights_R,
+    )  # fmt: skip
     return found
 
 
 @_quantise_to_rows.register_fake
-def _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, copies):
+def _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide):
     width = x_TD.shape[1]
     return (
-        x_TD.new_empty(num_rows, width, dtype=E4M3),
+        x_TD.new_empty(num_rows if narrow else 0, width, dtype=E4M3),
         x_TD.new_empty(num_rows, dtype=torch.float32),
         weights_TK.new_empty(num_rows),
-        x_TD.new_empty(num_rows if copies else 0, width),
+        x_TD.new_empty(num_rows if wide else 0, width),
     )
 
 
@@ -189,7 +195,7 @@ def row_launch(width: int) -> dict[str, int]:
 def _launch_rows(
     x_TD: torch.Tensor,
     slot_row_TK: torch.Tensor | None,
-    values_RD: torch.Tensor,
+    values_RD: torch.Tensor | None,
     scales_R: torch.Tensor,
     x_RD: torch.Tensor | None = None,
     weights_TK: torch.Tensor | None = None,
@@ -235,10 +241,9 @@ def _rows_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    given = tl.load(x + token * width + column, column < width, other=0.0)
-    wide = given.to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.abs(wide), axis=0))
-    narrow = to_e4m3(wide * inverse, BY_HAND)
+    given = tl.load(x + token * width + column, column < width, other=0.0).to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.abs(given), axis=0))
+    narrow = to_e4m3(given * inverse, BY_HAND)
     if slot_row is None:
         tl.store(values + token * width + column, narrow, column < width)
         tl.store(scales + token, scale)
@@ -247,9 +252,10 @@ def _rows_kernel(
             row = tl.load(slot_row + token * SLOTS + k).to(tl.int64)
             # An absent row has no columns.
             mask = column < tl.where(row >= 0, width, 0)
-            tl.store(values + row * width + column, narrow, mask)
+            if values is not None:
+                tl.store(values + row * width + column, narrow, mask)
             if rows is not None:
-                tl.store(rows + row * width + column, given, mask)
+                tl.store(rows + row * width + column, narrow.to(tl.float32) * scale, mask)
             if row >= 0:
                 tl.store(scales + row, scale)
                 tl.store(row_weights + row, tl.load(weights + token * SLOTS + k))
@@ -257,33 +263,41 @@ def _rows_kernel(
 
 @triton.jit
 def _columns_kernel(
-    w, values, scales, N, M, BN: tl.constexpr, BM: tl.constexpr, BY_HAND: tl.constexpr
-):
+    w, values, scales, N, M,
+    BN: tl.constexpr, BM: tl.constexpr, IS_WHOLE: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     w += expert * N * M
     values += expert * M * N
-    amax = tl.zeros([BM], tl.float32)
-    for start in range(0, N, BN):
-        n = start + tl.arange(0, BN)
-        mask = (n < N)[:, None] & (m < M)[None, :]
-        x = tl.load(w + n[:, None] * M + m[None, :], mask, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.max(tl.abs(x), axis=0))
-    scale, inverse = scale_of(amax)
+    if IS_WHOLE:
+        x = _load_tile(w, 0, m, N, M, BN)
+        scale, inverse = scale_of(tl.max(tl.abs(x), axis=0))
+        _store_tile(values, x * inverse[None, :], 0, m, N, M, BN, BY_HAND)
+    else:
+        amax = tl.zeros([BM], tl.float32)
+        for start in range(0, N, BN):
+            amax = tl.maximum(amax, tl.max(tl.abs(_load_tile(w, start, m, N, M, BN)), axis=0))
+        scale, inverse = scale_of(amax)
+        # Again, from the cache: few enough programs run at once for their columns to be there.
+        for start in range(0, N, BN):
+            x = _load_tile(w, start, m, N, M, BN)
+            _store_tile(values, x * inverse[None, :], start, m, N, M, BN, BY_HAND)
     tl.store(scales + expert * M + m, scale, m < M)
-    # Again, from the cache: a column of all tiles is too much to hold.
-    for start in range(0, N, BN):
-        n = start + tl.arange(0, BN)
-        mask = (n < N)[:, None] & (m < M)[None, :]
-        x = tl.load(w + n[:, None] * M + m[None, :], mask, other=0.0).to(tl.float32)
-        y = to_e4m3(x * inverse[None, :], BY_HAND)
-        mask = (m < M)[:, None] & (n < N)[None, :]
-        tl.store(values + m[:, None] * N + n[None, :], tl.trans(y), mask)
 
 
-def readable(quantised: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in fp32, for specs: nothing computes in e4m3."""
-    return quantised.values.float(), quantised.scales
+@triton.jit
+def _load_tile(w, start, m, N, M, BN: tl.constexpr):
+    n = start + tl.arange(0, BN)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    return tl.load(w + n[:, None] * M + m[None, :], mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_tile(values, x, start, m, N, M, BN: tl.constexpr, BY_HAND: tl.constexpr):
+    n = start + tl.arange(0, BN)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(values + m[:, None] * N + n[None, :], tl.trans(to_e4m3(x, BY_HAND)), mask)
 
 
 def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -309,18 +323,17 @@ def _to_rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) 
 def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
     rows = indices.row_slot_R.shape[0]
     quantised, weights_R, x_RD = quantise_to_rows(
-        x_TD, weights_TK, indices.slot_row_TK, rows, copies=True
+        x_TD, weights_TK, indices.slot_row_TK, rows, wide=True
     )
-    assert x_RD is not None
-    return *readable(quantised), weights_R, x_RD
+    return *quantised, weights_R, x_RD
 
 
 def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
     slot_R = indices.row_slot_R.clamp(min=0)
     token_R = slot_R // indices.slot_row_TK.shape[1]
     quantised = quantise_rows_reference(x_TD)
-    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], x_TD[token_R]
-    return *(x[token_R] for x in readable(quantised)), weights_R, x_RD
+    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
+    return *(x[token_R] for x in quantised), weights_R, x_RD
 
 
 def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
@@ -332,8 +345,8 @@ _EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
 SPECS = (
     KernelSpec(
         name="quantise_rows",
-        fast=lambda x_XM: readable(quantise_rows(x_XM, "triton")),
-        reference=lambda x_XM: readable(quantise_rows_reference(x_XM)),
+        fast=partial(quantise_rows, backend="triton"),
+        reference=quantise_rows_reference,
         make_inputs=_rows_inputs,
         cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
         benches=(
@@ -348,13 +361,13 @@ SPECS = (
     ),
     KernelSpec(
         name="quantise_columns",
-        fast=lambda w_ENM: readable(quantise_columns(w_ENM, "triton")),
-        reference=lambda w_ENM: readable(quantise_columns_reference(w_ENM)),
+        fast=partial(quantise_columns, backend="triton"),
+        reference=quantise_columns_reference,
         make_inputs=_columns_inputs,
         cases=(
             {"E": 2, "N": 48, "M": 80},
             {"E": 1, "N": 1, "M": 3},
-            {"E": 3, "N": 200, "M": 17},
+            {"E": 3, "N": 600, "M": 17},
         ),
         benches=(
             Bench({"E": 128, "N": 1536, "M": 2048}, {"forward_fraction": 0.6}),

@@ -23,7 +23,7 @@ from moetrain.kernels.quantise import (
     scale_of,
     to_e4m3,
 )
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.spec import Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.swiglu import swiglu_reference
 
 
@@ -208,7 +208,6 @@ _CASES = (
     {"R": 100, "F": 257, "unused": 3},
     {"R": 0, "F": 16},
 )
-_BENCHES = (Bench({"R": 163840, "F": 768}, {"forward_fraction": 0.75}),)
 # Where the dtype's rounding decides between two numbers of e4m3, they are 6% apart.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2.5e-2}
 
@@ -219,7 +218,7 @@ SPECS = (
         reference=_reference,
         make_inputs=_make_inputs,
         cases=_CASES,
-        benches=_BENCHES,
+        benches=(),  # timed as parts of expert_mlp_fp8
         tolerance=_TOLERANCE,
         cost=lambda case: (Cost(bytes=case["R"] * (5 * case["F"] + 8)), Cost()),
         select=_used,
@@ -232,7 +231,7 @@ SPECS = (
         reference=_reference_backward,
         make_inputs=_make_backward_inputs,
         cases=_CASES,
-        benches=_BENCHES,
+        benches=(),  # timed as parts of expert_mlp_fp8
         tolerance=_TOLERANCE,
         cost=lambda case: (Cost(bytes=case["R"] * (14 * case["F"] + 12)), Cost()),
         select=_used,
