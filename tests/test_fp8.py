@@ -188,8 +188,13 @@ def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
         runs["pp plain"] = [*words, *split]
     expected = run([*words, "train.micro_batch_size=8"])
     answers = spawn(world, run_layouts, runs, timeout=300)[0]
-    # A sum in another order rounds otherwise, and what is then quantised is a step apart.
-    compare(answers, expected, 3e-3)
+    for name, answer in answers.items():
+        numbers, gradients, biases = expected
+        if "pp" in name:  # of this stage's blocks
+            assert "layers.0.moe.experts.w_down" in answer[1]
+            gradients = {parameter: gradients[parameter] for parameter in answer[1]}
+        # A sum in another order rounds otherwise, and what is then quantised is a step apart.
+        compare({name: answer}, (numbers, gradients, biases), 3e-3)
 
 
 def test_it_learns_as_bf16_does(tiny):
