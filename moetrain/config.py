@@ -24,11 +24,13 @@ from pydantic import PrivateAttr, ValidationError, field_validator
 from moetrain.config_compute import (
     AUTO,
     ActivationSection,
+    AttentionName,
     CompileSection,
     KernelsSection,
     MoeSection,
     ParallelSection,
 )
+from moetrain.config_compute import Precision as Precision
 from moetrain.config_compute import SavedName as SavedName
 from moetrain.config_jobs import JobsSection
 from moetrain.config_rl import RlSection
@@ -298,6 +300,11 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("moe.deepep_num_sms", "parallel.ep", (AUTO, *range(2, 2**12))),
     ("moe.dispatch_mode", "parallel.ep", (AUTO, *range(2, 2**12))),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
+    # Rows that tensor parallel ranks cut would have other scales; adapters of experts lie between
+    # products; exact promises the bits of generation, which computes in bf16.
+    ("kernels.precision", "parallel.tp", {1}),
+    ("kernels.precision", "lora.rank", {0}),
+    ("kernels.precision", "kernels.attention", set(get_args(AttentionName)) - {"exact"}),
     ("log.profile_after", "log.profile", _SOME),
     ("log.profile_as", "log.profile", _SOME),
     ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),

@@ -14,6 +14,8 @@ from moetrain.config_sections import ModelSection, Section, split_words
 AUTO = -1
 """Of a number that is to be found."""
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
+AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
+Precision = Literal["bf16", "fp8"]
 
 
 class ParallelSection(Section):
@@ -138,13 +140,19 @@ class KernelsSection(Section):
 
     backend: Literal["auto", "triton", "reference"] = "auto"
     """auto: the fast kernels on CUDA, plain torch elsewhere; triton or reference: that one."""
-    attention: Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"] = "auto"
+    attention: AttentionName = "auto"
     """auto: in reinforcement learning exact, where it can run; elsewhere sdpa (cuDNN first) for
     unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
     ragged attention if nvidia-cudnn-frontend is installed and the GPU is Hopper or newer, else
     flex. exact: on Hopper in bfloat16, a forward whose every token has the same bits whatever it is
     computed beside, so that what generation reports is what training computes: attention with
     cudnn's backward, and norms, rotations and SwiGLU as ops that the compiler does not fuse."""
+    precision: Precision = "bf16"
+    """What products multiply. bf16: the compute dtype. fp8: routed experts and dense projections
+    multiply e4m3, with a scale for each row, forward and for the gradients of their inputs; those
+    of weights, the head, the router and attention stay. It takes a Hopper GPU (a CPU computes the
+    same numbers, slower than without), and widths that are multiples of 16. Generation computes in
+    bf16."""
 
     @property
     def exact(self) -> bool:

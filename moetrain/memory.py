@@ -116,7 +116,8 @@ def estimate_ranks(
 ) -> list[MemoryEstimate]:
     """:func:`estimate_memory` of every pipeline rank."""
     tokens = config.train.micro_batch_size * config.data.seq_len
-    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
+    is_fp8 = config.kernels.precision == "fp8"
+    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled, is_fp8)
     plan, found = plan_stages(config, arch), []
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}

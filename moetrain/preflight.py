@@ -25,8 +25,11 @@ from moetrain.config_compute import AUTO
 from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.quantise import MULTIPLE
+from moetrain.kernels.scaled_mm import fp8_problem
 from moetrain.memory import device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype, resolve_architecture
+from moetrain.models.rules import ROUTER
 from moetrain.parallel.choose_ep import costs, describe
 from moetrain.parallel.deepep import why_not_here
 from moetrain.parallel.world import num_processes, plan_world
@@ -82,6 +85,7 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     arch = resolve_architecture(config.model)
     if not arch.num_experts:
         _check_no_experts_are_set(config, arch)
+    _check_widths(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
     if config.parallel.ep == AUTO:
@@ -129,6 +133,20 @@ def _check_no_experts_are_set(config: Config, arch: Architecture) -> None:
         name, value = f"moe.{key}", getattr(config.moe, key)
         if value != default and not config.origins.get(name, "").startswith("recipe "):
             raise ConfigError(name, f"{value!r}, but {arch.family} has no experts; unset it")
+
+
+def _check_widths(config: Config, arch: Architecture) -> None:
+    if config.kernels.precision != "fp8":
+        return
+    for part in arch.parts():
+        for name, weight in part.weights.items():
+            is_product = len(weight.shape) > 1 and weight.rule != ROUTER
+            if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
+                problem = f"takes widths that are multiples of {MULTIPLE}, and {part.name}.{name}"
+                raise ConfigError(
+                    "kernels.precision",
+                    f"'fp8' {problem} is {list(weight.shape[-2:])}; use bf16, or other sizes",
+                )
 
 
 def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
@@ -291,6 +309,10 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
             raise ConfigError("kernels.attention", str(error)) from None
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
+    if config.kernels.precision == "fp8" and device.type == "cuda":
+        problem = fp8_problem(device, compute_dtype(config, device))
+        if problem is not None:
+            raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
     if config.log.profile_as == "nvtx" and device.type == "cpu":
         raise ConfigError("log.profile_as", "'nvtx' takes a CUDA device; leave it out")
     _check_compilers(config, device)

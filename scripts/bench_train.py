@@ -53,7 +53,7 @@ PARTS = (
     ("router", r"router_topk"),
     ("attention", r"attention|sdpa|fmha|flash"),
     ("optimizer", r"adam|Optimizer"),
-    ("projections", r"gemm|nvjet|cutlass|::mm|cublas"),
+    ("projections", r"linears_fp8|gemm|nvjet|cutlass|::mm|cublas"),
 )
 COMMUNICATION = (
     *("FSDP", "dispatch + combine", "tensor parallel", "host copies"),

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moetrain.config import MoeSection
-from moetrain.kernels import Backend, Routed
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.kernels import Backend, Routed, permute, unpermute
 from moetrain.models import make_architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
@@ -86,7 +86,7 @@ def make_dispatcher(backend: Backend = "auto") -> ExpertParallelDispatcher:
 def make_pair(backend: Backend = "auto") -> Pair:
     layers = []
     for _ in range(2):
-        layer = MoE(RoutedExperts.of(ARCH), MoeSection(), "auto")
+        layer = MoE(RoutedExperts.of(ARCH), MoeSection(), KernelsSection())
         generator = torch.Generator().manual_seed(0)
         for parameter in layer.parameters():
             nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -198,8 +198,9 @@ def check_empty_rank_under_inductor() -> None:
 
     @torch.compile(fullgraph=True)
     def round_trip(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor):
-        rows = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-        return dispatcher.combine(rows.x_RD * rows.weights_R[:, None], rows.ctx)
+        sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+        x_RD, weights_R = permute(sent.x_SD, sent.weights_SK, sent.indices)
+        return dispatcher.combine(unpermute(x_RD * weights_R[:, None], sent.indices), sent.ctx)
 
     tokens = 3 * dist.get_rank()
     for shift in range(3):
@@ -217,10 +218,11 @@ def check_interleaved() -> None:
     for x_TD in (first, second):
         ids_TK = torch.randint(0, EXPERTS, (len(x_TD), 1), dtype=torch.int32)
         calls.append(dispatcher.dispatch(x_TD, ids_TK, torch.ones(ids_TK.shape)))
-    assert (calls[0].x_RD.dtype, calls[0].weights_R.dtype) == (torch.bfloat16, torch.float32)
-    for x_TD, rows in zip((first, second), calls, strict=True):
-        assert len(rows.x_RD) == rows.offsets_E[-1]
-        assert torch.equal(dispatcher.combine(rows.x_RD, rows.ctx), x_TD)
+    assert (calls[0].x_SD.dtype, calls[0].weights_SK.dtype) == (torch.bfloat16, torch.float32)
+    for x_TD, sent in zip((first, second), calls, strict=True):
+        x_RD, _ = permute(sent.x_SD, sent.weights_SK, sent.indices)
+        assert len(x_RD) == sent.indices.offsets_E[-1]
+        assert torch.equal(dispatcher.combine(unpermute(x_RD, sent.indices), sent.ctx), x_TD)
 
 
 def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:

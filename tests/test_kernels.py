@@ -43,6 +43,7 @@ NOT_KERNELS = {
     "portable_triton",
     "router_kernels",
     "saving",
+    "scaled_mm",
     "spec",
     "token_choice",
     "vocabulary_chunk",

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
-from moetrain.kernels import router_logits
+from moetrain.kernels import permute, router_logits, unpermute
 from moetrain.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
 from moetrain.models import (
     Architecture,
@@ -45,7 +45,7 @@ def arch_with(**changes) -> Architecture:
 
 
 def random_layer(arch: Architecture = ARCH, **settings) -> MoE:
-    layer = MoE(RoutedExperts.of(arch), MoeSection(**settings), "auto")
+    layer = MoE(RoutedExperts.of(arch), MoeSection(**settings), KernelsSection())
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -241,11 +241,12 @@ def test_dispatch_round_trip():
     ids_TK = torch.tensor([[2, 0], [-1, -1], [4, -1], [0, 2]], dtype=torch.int32)
     weights_TK = torch.tensor([[0.5, 0.25], [9.0, 9.0], [2.0, 9.0], [1.0, 3.0]])
     dispatcher = LocalDispatcher(num_experts=5)
-    rows = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    assert rows.offsets_E.tolist() == [2, 2, 4, 4, 5]
-    assert torch.equal(rows.x_RD[:5], x_TD[[0, 3, 0, 3, 2]])
-    assert rows.weights_R[:5].tolist() == [0.25, 1.0, 0.5, 3.0, 2.0]
-    y_TD = dispatcher.combine(rows.x_RD * rows.weights_R[:, None], rows.ctx)
+    sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    assert sent.indices.offsets_E.tolist() == [2, 2, 4, 4, 5]
+    x_RD, weights_R = permute(sent.x_SD, sent.weights_SK, sent.indices)
+    assert torch.equal(x_RD[:5], x_TD[[0, 3, 0, 3, 2]])
+    assert weights_R[:5].tolist() == [0.25, 1.0, 0.5, 3.0, 2.0]
+    y_TD = dispatcher.combine(unpermute(x_RD * weights_R[:, None], sent.indices), sent.ctx)
     total_T = torch.tensor([0.75, 0.0, 2.0, 4.0])
     torch.testing.assert_close(y_TD, x_TD * total_T[:, None])
 
@@ -256,8 +257,9 @@ def test_interleaved_calls_do_not_disturb_each_other():
     weights = torch.ones(5, 1)
     first = dispatcher.dispatch(x, torch.tensor([[2], [0]]), weights[:2])
     second = dispatcher.dispatch(y, torch.tensor([[1], [2], [0], [1], [1]]), weights)
-    assert torch.equal(dispatcher.combine(first.x_RD, first.ctx), x)
-    assert torch.equal(dispatcher.combine(second.x_RD, second.ctx), y)
+    for sent, tokens in ((first, x), (second, y)):
+        x_RD, _ = permute(sent.x_SD, sent.weights_SK, sent.indices)
+        assert torch.equal(dispatcher.combine(unpermute(x_RD, sent.indices), sent.ctx), tokens)
 
 
 # Balancing.

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moetrain.kernels import expert_mlp
+from moetrain.kernels import expert_mlp, permute, unpermute
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert import ExpertParallelDispatcher
@@ -70,9 +70,10 @@ def make_experts(size: Size, device="cpu", dtype=torch.float32) -> list[torch.Te
 
 
 def run_layer(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down, backend="auto") -> torch.Tensor:
-    rows = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    y_RD = expert_mlp(rows.x_RD, rows.offsets_E, gate_up, down, rows.weights_R, backend)
-    return dispatcher.combine(y_RD, rows.ctx)
+    sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    x_RD, weights_R = permute(sent.x_SD, sent.weights_SK, sent.indices, backend)
+    y_RD = expert_mlp(x_RD, sent.indices.offsets_E, gate_up, down, weights_R, backend)
+    return dispatcher.combine(unpermute(y_RD, sent.indices, backend), sent.ctx)
 
 
 def run_step(run, batch: Batch, experts: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from moetrain.kernels.attention import AttentionMask, attention, attention_mask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.expert_indices import ExpertIndices, expert_indices
 from moetrain.kernels.experts import expert_mlp
+from moetrain.kernels.experts_fp8 import expert_mlp_fp8
 from moetrain.kernels.grouped_mm import grouped_mm
 from moetrain.kernels.linear_cross_entropy import (
     SummedLoss,
@@ -19,6 +20,7 @@ from moetrain.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
+from moetrain.kernels.linear_fp8 import linears_fp8
 from moetrain.kernels.narrow import narrow_products
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
@@ -45,9 +47,11 @@ __all__ = [
     "attention_packed",
     "expert_indices",
     "expert_mlp",
+    "expert_mlp_fp8",
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
+    "linears_fp8",
     "narrow_products",
     "permute",
     "permute_tokens",

@@ -150,7 +150,7 @@ def _permute_backward(
     d_x_RD: torch.Tensor, d_weights_R: torch.Tensor, slot_row_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     d_x_TD, d_weights_TK = _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK)
-    _sum_rows(d_x_RD, slot_row_TK, d_x_TD, d_weights_R, d_weights_TK)
+    sum_rows(d_x_RD, slot_row_TK, d_x_TD, d_weights_R, d_weights_TK)
     return d_x_TD, d_weights_TK
 
 
@@ -163,7 +163,7 @@ def _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK):
 @torch.library.custom_op("moetrain::unpermute", mutates_args=())
 def _unpermute(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
     y_TD = y_RD.new_empty(slot_row_TK.shape[0], y_RD.shape[1])
-    _sum_rows(y_RD, slot_row_TK, y_TD)
+    sum_rows(y_RD, slot_row_TK, y_TD)
     return y_TD
 
 
@@ -231,7 +231,7 @@ def _copy_to_rows(
     )
 
 
-def _sum_rows(
+def sum_rows(
     x_RD: torch.Tensor,
     slot_row_TK: torch.Tensor,
     x_TD: torch.Tensor,

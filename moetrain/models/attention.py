@@ -135,10 +135,10 @@ class Attention(nn.Module):
         self.backend: Backend = kernels.backend
         self.head_dim = sizes.head_dim
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
-        self.wq = Linear(dim, q_dim, bias=sizes.qkv_bias)
-        self.wk = Linear(dim, kv_dim, bias=sizes.qkv_bias)
-        self.wv = Linear(dim, kv_dim, bias=sizes.qkv_bias)
-        self.wo = Linear(q_dim, dim, bias=sizes.out_bias)
+        self.wq = Linear(dim, q_dim, kernels, bias=sizes.qkv_bias)
+        self.wk = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
+        self.wv = Linear(dim, kv_dim, kernels, bias=sizes.qkv_bias)
+        self.wo = Linear(q_dim, dim, kernels, bias=sizes.out_bias)
         self.q_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
 

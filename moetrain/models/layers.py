@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moetrain.config import KernelsSection, MoeSection, SavedName
+from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
 from moetrain.kernels import (
     AttentionMask,
     Backend,
     add_rms_norm,
     few_rows,
+    linears_fp8,
     narrow_products,
     rms_norm,
     swiglu,
@@ -70,8 +71,17 @@ class Linear(Adaptable):
 
     can_drop = True
 
-    def __init__(self, in_dim: int, out_dim: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        kernels: KernelsSection = _KERNELS,
+        *,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
+        self.backend: Backend = kernels.backend
+        self.precision: Precision = kernels.precision
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 
@@ -80,11 +90,15 @@ class Linear(Adaptable):
 
 
 def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
-    """What each of ``modules`` makes of ``x`` [..., in]: [..., out]."""
+    """What each of ``modules``, which are of one kind, makes of ``x`` [..., in]: [..., out]."""
     x_TD, leading = x.flatten(0, -2), x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
-    made = _products(x_TD, weights, biases)
+    if modules[0].precision == "fp8":
+        products = linears_fp8(x_TD, weights, modules[0].backend)
+        made = [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
+    else:
+        made = _products(x_TD, weights, biases)
     return tuple(y.unflatten(0, leading) for y in _adapted(x_TD, made, modules))
 
 
@@ -189,9 +203,9 @@ class DenseMLP(nn.Module):
         self.exact = kernels.exact
         self.backend: Backend = kernels.backend
         dim, width, bias = sizes.hidden_size, sizes.intermediate_size, sizes.mlp_bias
-        self.w_gate = Linear(dim, width, bias=bias)
-        self.w_up = Linear(dim, width, bias=bias)
-        self.w_down = Linear(width, dim, bias=bias)
+        self.w_gate = Linear(dim, width, kernels, bias=bias)
+        self.w_up = Linear(dim, width, kernels, bias=bias)
+        self.w_down = Linear(width, dim, kernels, bias=bias)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, None]:
         """[B, S, D]; None stands for "no routing"."""

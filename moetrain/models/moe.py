@@ -7,7 +7,7 @@ The layer is single-device math. Where tokens travel to experts on other devices
 statistics instead of counting into buffers, since recomputation would count twice.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, F expert width, E experts,
-K experts a token, R routed rows, L MoE layers.
+K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection, SavedName
+from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
 from moetrain.kernels import (
     Backend,
     ExpertIndices,
@@ -26,6 +26,7 @@ from moetrain.kernels import (
     adapted_expert_mlp,
     expert_indices,
     expert_mlp,
+    expert_mlp_fp8,
     permute,
     router_logits,
     router_topk,
@@ -64,7 +65,7 @@ class RoutedExperts(Part):
                 raise ValueError(f"{name} is 0, and num_experts {self.num_experts}")
 
     def build(self, kernels: KernelsSection, moe: MoeSection) -> "MoE":
-        return MoE(self, moe, kernels.backend)
+        return MoE(self, moe, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -83,9 +84,12 @@ class RoutedExperts(Part):
         return self.num_active_params()
 
     def activations(self, share: Share) -> float:
-        """Rows, pre-activations and the routing."""
-        row = share.width * (self.hidden_size + 2 * self.moe_intermediate_size)
-        return share.own_tokens * (self.num_experts_per_token * row + self._routing())
+        """Rows (in fp8 the tokens that they are copies of), pre-activations and the routing."""
+        row = share.width * 2 * self.moe_intermediate_size
+        if not share.is_fp8:
+            row += share.width * self.hidden_size
+        rows = share.own_tokens * (self.num_experts_per_token * row + self._routing())
+        return rows + (self._received(share) if share.is_fp8 else 0.0)
 
     def saved(self, share: Share) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
@@ -167,15 +171,16 @@ class RoutingStats(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """Rows for the experts of this device."""
+    """Tokens for the experts of this device."""
 
-    x_RD: torch.Tensor
-    """Token rows sorted by local expert, in the tokens' dtype."""
-    weights_R: torch.Tensor
-    """fp32 routing weight of each row. It travels with the row, because the experts apply it
-    before their down projection (combining is then a plain sum); its gradient flows back."""
-    offsets_E: torch.Tensor
-    """int32 cumulative end row of each local expert; rows past the last are unspecified."""
+    x_SD: torch.Tensor
+    """Each token once, whoever of the experts here it is for, in the tokens' dtype."""
+    weights_SK: torch.Tensor
+    """fp32 routing weights; unspecified where a slot has no expert here. They travel with the
+    token, because the experts apply them before their down projection (combining is then a plain
+    sum); their gradient flows back."""
+    indices: ExpertIndices
+    """Which rows of which local experts the tokens' slots are."""
     ctx: tuple[torch.Tensor, ...]
     """What ``combine`` needs; opaque to everyone else."""
     typical_rows: int
@@ -194,17 +199,17 @@ class Dispatcher(Protocol):
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
-        """Rows of the experts here, from tokens, int32 global expert ids (-1: none), weights."""
+        """Tokens of the experts here, from tokens, int32 global expert ids (-1: none), weights."""
         ...
 
-    def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """``y_TD``: the sum of each token's rows, in the order the tokens were dispatched."""
+    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``y_TD``: the sum of what was made of each token, in the order of ``dispatch``'s."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """Every expert is on this device: rows are sorted, nothing is sent."""
+    """Every expert is on this device: nothing is sent."""
 
     num_experts: int
     backend: Backend = "auto"
@@ -213,11 +218,10 @@ class LocalDispatcher:
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
-        x_RD, weights_R = permute(x_TD, topk_weights_TK, indices, self.backend)
-        return Dispatched(x_RD, weights_R, indices.offsets_E, indices, topk_ids_TK.numel())
+        return Dispatched(x_TD, topk_weights_TK, indices, (), topk_ids_TK.numel())
 
-    def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return unpermute(y_RD, ExpertIndices(*ctx), self.backend)
+    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return y_SD
 
 
 class Router(Adaptable):
@@ -313,24 +317,40 @@ class Experts(Adaptable):
 
     weights = ("w_gate_up", "w_down")
 
-    def __init__(self, sizes: RoutedExperts, backend: Backend) -> None:
+    def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
         num_experts, dim = sizes.num_experts, sizes.hidden_size
         width = sizes.moe_intermediate_size
-        self.backend: Backend = backend
+        self.backend: Backend = kernels.backend
+        self.precision: Precision = kernels.precision
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, dim))
         self.w_down = nn.Parameter(torch.empty(num_experts, dim, width))
 
     def forward(
         self,
+        x_SD: torch.Tensor,
+        weights_SK: torch.Tensor,
+        indices: ExpertIndices,
+        typical_rows: int | None = None,
+    ) -> torch.Tensor:
+        """``y_SD``: the sum over each token's experts here of what they give, times its weight."""
+        weights = self.w_gate_up.to(x_SD.dtype), self.w_down.to(x_SD.dtype)
+        if self.precision == "fp8":
+            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, self.backend)
+        x_RD, weights_R = permute(x_SD, weights_SK, indices, self.backend)
+        y_RD = self._rows(x_RD, indices.offsets_E, weights, weights_R, typical_rows)
+        return unpermute(y_RD, indices, self.backend)
+
+    def _rows(
+        self,
         x_RD: torch.Tensor,
         offsets_E: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
         weights_R: torch.Tensor,
-        typical_rows: int | None = None,
+        typical_rows: int | None,
     ) -> torch.Tensor:
         """``y_RD``: each row through its expert, times its routing weight."""
         gate_up, down = (self.adapter(name, x_RD.dtype) for name in self.weights)
-        weights = self.w_gate_up.to(x_RD.dtype), self.w_down.to(x_RD.dtype)
         if gate_up is None or down is None:
             return expert_mlp(
                 x_RD, offsets_E, *weights, weights_R, self.backend, typical_rows=typical_rows
@@ -346,11 +366,11 @@ class MoE(nn.Module):
     ``dispatcher`` is a plain attribute: expert parallelism replaces it.
     """
 
-    def __init__(self, sizes: RoutedExperts, moe: MoeSection, backend: Backend) -> None:
+    def __init__(self, sizes: RoutedExperts, moe: MoeSection, kernels: KernelsSection) -> None:
         super().__init__()
-        self.router = Router(sizes, moe, backend)
-        self.experts = Experts(sizes, backend)
-        self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts, backend)
+        self.router = Router(sizes, moe, kernels.backend)
+        self.experts = Experts(sizes, kernels)
+        self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""
@@ -361,11 +381,11 @@ class MoE(nn.Module):
             None if is_pad_BS is None else is_pad_BS.flatten(),
             None if routes_BSK is None else routes_BSK.reshape(-1, routes_BSK.shape[-1]),
         )
-        rows = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
-        y_RD = self.experts(rows.x_RD, rows.offsets_E, rows.weights_R, rows.typical_rows)
-        y_TD = self.dispatcher.combine(y_RD, rows.ctx)
+        sent = self.dispatcher.dispatch(x_TD, routed.ids_TK, routed.weights_TK)
+        y_SD = self.experts(sent.x_SD, sent.weights_SK, sent.indices, sent.typical_rows)
+        y_TD = self.dispatcher.combine(y_SD, sent.ctx)
         stats = RouterStats(
-            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, rows.dropped
+            routed.counts_E, routed.prob_sum_E, routed.z_sum, routed.entropy_sum, sent.dropped
         )
         return y_TD.view_as(x_BSD), stats
 

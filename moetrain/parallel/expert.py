@@ -2,8 +2,8 @@
 
 Rank r of W holds experts ``[r * E/W, (r+1) * E/W)``. There are two halves. A :class:`Transport`
 brings each token to every rank where it chose an expert, once, and brings the sum of what these
-ranks made of it back. :class:`ExpertParallelDispatcher` does what is local to a rank: it copies a
-token that arrived to a row for each of its experts here, and sums these rows afterwards. Worked
+ranks made of it back. :class:`ExpertParallelDispatcher` does what is local to a rank: it counts the
+rows of the experts here. They copy a token that arrived to a row each, and sum these rows. Worked
 example with W=2, E=4, K=2 (-: no expert)::
 
                         rank 0                 rank 1
@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from moetrain.kernels import Backend, ExpertIndices, expert_indices, permute, unpermute
+from moetrain.kernels import Backend, expert_indices
 from moetrain.models import Dispatched
 
 
@@ -71,7 +71,7 @@ class Transport(Protocol):
 class ExpertParallelDispatcher:
     """A :class:`moetrain.models.Dispatcher` over the ranks that ``transport`` connects.
 
-    Collective like its transport. What the experts get has exactly the rows that they take.
+    Collective like its transport. What the experts get makes exactly the rows that they take.
 
     Raises:
         ValueError: a number of experts that the ranks cannot share equally.
@@ -85,22 +85,20 @@ class ExpertParallelDispatcher:
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
-        """Rows of the local experts from all ranks' tokens; ids are those of all E experts."""
+        """All ranks' tokens for the local experts; ids are those of all E experts."""
         arrived = self.transport.dispatch(x_TD, topk_ids_TK, topk_weights_TK)
         local = expert_indices(
             arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
         )
-        x_RD, weights_R = permute(arrived.x_SD, arrived.weights_SK, local, self.backend)
         dropped = None
         if arrived.may_drop:
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
-        ctx, typical_rows = (*local, *arrived.handle), topk_ids_TK.numel()
-        return Dispatched(x_RD, weights_R, local.offsets_E, ctx, typical_rows, dropped)
+        tokens, handle = (arrived.x_SD, arrived.weights_SK), arrived.handle
+        return Dispatched(*tokens, local, handle, topk_ids_TK.numel(), dropped)
 
-    def combine(self, y_RD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """``y_TD``: the sum of each token's rows, wherever their experts are."""
-        y_SD = unpermute(y_RD, ExpertIndices(*ctx[:4]), self.backend)
-        return self.transport.combine(y_SD, ctx[4:])
+    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``y_TD``: the sum of what all ranks' experts made of each token."""
+        return self.transport.combine(y_SD, ctx)
 
 
 def count_local_experts(num_experts: int, num_ranks: int) -> int:

@@ -78,6 +78,9 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
     if device_type == "cuda" and config.kernels.backend == "reference":
         problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
         raise ConfigError("kernels.backend", problem)
+    if config.kernels.precision != "bf16":
+        problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
+        raise ConfigError("kernels.precision", f"{problem}; unset it")
     if rl.routing_replay and not arch.num_experts:
         problem = f"true, but {arch.family} has no experts; unset it"
         raise ConfigError("rl.routing_replay", problem)

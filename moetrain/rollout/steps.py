@@ -76,10 +76,11 @@ class Steps:
             assert isinstance(attention, Attention)
             attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
             self.caches.append(attention.core)
-        if self.device.type == "cuda":
-            for module in model.modules():
-                if hasattr(module, "exact"):
-                    setattr(module, "exact", True)  # noqa: B010
+        for module in model.modules():
+            if hasattr(module, "precision"):  # a step of few rows waits for weights, not products
+                setattr(module, "precision", "bf16")  # noqa: B010
+            if hasattr(module, "exact") and self.device.type == "cuda":
+                setattr(module, "exact", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _Graph] = {}
         self._no_pages = np.zeros(self.pages_per_sequence, np.int32)

@@ -1,0 +1,318 @@
+"""The expert MLP in e4m3, from tokens to tokens: :mod:`moetrain.kernels.experts` in half the bits.
+
+With q() for quantised by rows, r(t) for the rows that token t is copied to, and the weights' rows
+or, for gradients, their columns quantised::
+
+    a = q(x)[r] @ q([gate; up])^T       h = swiglu(a, w)        y = sum over r of q(h) @ q(down)^T
+
+and for an upstream ``dy``::
+
+    dh = q(dy)[r] @ q(down)                       d_down    = q(dy)[r]^T @ h
+    da, dw = swiglu'(dh)                          d_gate_up = da^T @ q(x)[r]
+    dx = sum over r of q(da) @ q([gate; up])
+
+The weights' gradients, to the right, are products in bf16: they add up over many rows what a step
+is made of, and their operands lie the wrong way for e4m3. They take what came into e4m3 as
+``x`` and ``dy`` do from outside, since that is all there is of a token that was sent from another
+rank: where experts are, here or there, does not change a gradient. ``h`` and ``da`` they take as
+they are.
+
+Permutation is part of it, because a token is quantised once and then copied in e4m3, which is half
+of the bytes. And nothing by row is kept for the backward but ``a``: the rows of ``x`` are copied
+again from the tokens, of which there are K times fewer.
+
+Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
+width.
+"""
+
+from typing import Any
+
+import torch
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.expert_indices import ExpertIndices, expert_indices_reference
+from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.permutation import (
+    permute_reference,
+    sum_rows,
+    unpermute_reference,
+)
+from moetrain.kernels.quantise import (
+    MULTIPLE,
+    quantise_columns,
+    quantise_columns_reference,
+    quantise_rows,
+    quantise_rows_reference,
+    quantise_to_rows,
+)
+from moetrain.kernels.saving import worth_saving
+from moetrain.kernels.scaled_mm import scaled_grouped_mm
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.swiglu import swiglu_reference
+from moetrain.kernels.swiglu_fp8 import swiglu_backward_quantised, swiglu_quantised
+
+
+def expert_mlp_fp8(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
+
+    Args:
+        x_TD: bf16 on CUDA; the reference path takes any floating dtype.
+        weights_TK: routing weights, fp32, differentiable too.
+        indices: of the tokens' experts.
+        w_gate_up_E2FD: gate's F rows, then up's; in ``x``'s dtype, contiguous.
+        w_down_EDF: in ``x``'s dtype, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes other than these, or widths that are no multiples of 16.
+    """
+    _check(x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    if not use_fast(backend, x_TD):
+        return expert_mlp_fp8_reference(x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, w_gate_up_E2FD, w_down_EDF)
+    return _expert_mlp_fp8(*(x.contiguous() for x in tensors), indices.row_slot_R.shape[0])[0]
+
+
+def expert_mlp_fp8_reference(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`expert_mlp_fp8` in plain torch."""
+    x_RD, weights_R = permute_reference(_Taken.apply(x_TD, True, False), weights_TK, indices)
+    a_R2F = _Product.apply(x_RD, w_gate_up_E2FD, indices.offsets_E)
+    h_RF = swiglu_reference(a_R2F, weights_R)
+    y_TD = unpermute_reference(_Product.apply(h_RF, w_down_EDF, indices.offsets_E), indices)
+    return _Taken.apply(y_TD, False, True)
+
+
+class _Taken(torch.autograd.Function):
+    """``x``, quantised and back on its way in, its gradient on its way back, or both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_value: bool, is_gradient: bool) -> torch.Tensor:
+        ctx.is_gradient = is_gradient
+        return quantise_rows_reference(x).to(x.dtype) if is_value else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (g,) = grads
+        return quantise_rows_reference(g).to(g.dtype) if ctx.is_gradient else g, None, None
+
+
+class _Product(torch.autograd.Function):
+    """``q(x) @ q(w)^T`` by groups, multiplied in ``x``'s dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RM: torch.Tensor, w_ENM: torch.Tensor, offsets_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_RM, w_ENM, offsets_E)
+        x, w = (quantise_rows_reference(x).to(x_RM.dtype) for x in (x_RM, w_ENM))
+        return grouped_mm(x, w.transpose(1, 2), offsets_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (g_RN,), (x_RM, w_ENM, offsets_E) = grads, ctx.saved_tensors
+        g = quantise_rows_reference(g_RN).to(g_RN.dtype)
+        w = quantise_columns_reference(w_ENM).to(g_RN.dtype)
+        grad_x = grouped_mm(g, w.transpose(1, 2), offsets_E)
+        return grad_x, grouped_weight_grad(g_RN.contiguous(), x_RM, offsets_E), None
+
+
+def _check(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+) -> None:
+    experts, dim, width = w_down_EDF.shape
+    if w_gate_up_E2FD.shape != (experts, 2 * width, dim) or x_TD.shape[1:] != (dim,):
+        raise ValueError(
+            f"expert_mlp_fp8: x, w_gate_up and w_down were given as {tuple(x_TD.shape)}, "
+            f"{tuple(w_gate_up_E2FD.shape)} and {tuple(w_down_EDF.shape)}; it takes [T, D], "
+            "[E, 2F, D] and [E, D, F]"
+        )
+    if dim % MULTIPLE or width % MULTIPLE:
+        raise ValueError(
+            f"expert_mlp_fp8: the widths are {dim} and {width}; it takes multiples of {MULTIPLE}"
+        )
+    if not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
+        raise ValueError(
+            f"expert_mlp_fp8: x, w_gate_up and w_down were given in {x_TD.dtype}, "
+            f"{w_gate_up_E2FD.dtype} and {w_down_EDF.dtype}; it takes one dtype"
+        )
+    if weights_TK.shape != indices.slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
+        raise ValueError(
+            f"expert_mlp_fp8: x, weights and indices were given as {tuple(x_TD.shape)}, "
+            f"{tuple(weights_TK.shape)} and {tuple(indices.slot_row_TK.shape)}; it takes [T, D], "
+            "[T, K] and [T, K]"
+        )
+
+
+@torch.library.custom_op("moetrain::expert_mlp_fp8", mutates_args=())
+def _expert_mlp_fp8(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y_TD``, and ``a_R2F`` for the backward."""
+    dtype = x_TD.dtype
+    x_RD, weights_R, _ = quantise_to_rows(x_TD, weights_TK, slot_row_TK, num_rows)
+    gate_up = quantise_rows(w_gate_up_E2FD, "triton")
+    a_R2F = scaled_grouped_mm(x_RD, gate_up, offsets_E, dtype)
+    del x_RD, gate_up
+    h_RF = swiglu_quantised(a_R2F, weights_R)
+    y_RD = scaled_grouped_mm(h_RF, quantise_rows(w_down_EDF, "triton"), offsets_E, dtype)
+    y_TD = torch.empty_like(x_TD)
+    sum_rows(y_RD, slot_row_TK, y_TD)
+    return y_TD, a_R2F
+
+
+@_expert_mlp_fp8.register_fake
+def _(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, num_rows):
+    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
+
+
+@torch.library.custom_op("moetrain::expert_mlp_fp8_backward", mutates_args=())
+def _expert_mlp_fp8_backward(
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_R2F: torch.Tensor,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x, weights, w_gate_up and w_down (of both [0], unless ``is_trained``)."""
+    rows, dtype = a_R2F.shape[0], dy_TD.dtype
+    tokens = (weights_TK, slot_row_TK, rows)
+    narrow, weights_R, dy_RD = quantise_to_rows(dy_TD, *tokens, wide=is_trained)
+    down = quantise_columns(w_down_EDF, "triton")
+    dh_RF = scaled_grouped_mm(narrow, down, offsets_E, dtype)
+    del narrow, down
+    da = swiglu_backward_quantised(dh_RF, a_R2F, weights_R)
+    d_down = grouped_weight_grad(dy_RD, da.y_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
+    del dh_RF, dy_RD  # before the products below: the largest rows of the backward are here
+    gate_up = quantise_columns(w_gate_up_E2FD, "triton")
+    dx_RD = scaled_grouped_mm(da.narrow, gate_up, offsets_E, dtype)
+    del gate_up
+    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    sum_rows(dx_RD, slot_row_TK, dx_TD, da.weights_R, d_weights_TK)
+    if not is_trained:
+        return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
+    del dx_RD
+    _, _, x_RD = quantise_to_rows(x_TD, *tokens, narrow=False, wide=True)
+    d_gate_up = grouped_weight_grad(da.gate_up_R2F, x_RD, offsets_E)
+    return dx_TD, d_weights_TK, d_gate_up, d_down
+
+
+@_expert_mlp_fp8_backward.register_fake
+def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F, is_trained):
+    matrices = (torch.empty_like(w) if is_trained else w.new_empty(0) for w in (w_gate_up, w_down))
+    return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx: Any, dy_TD: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
+    is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+    dx_TD, d_weights_TK, *matrices = _expert_mlp_fp8_backward(
+        dy_TD.contiguous(), *ctx.saved_tensors, is_trained
+    )
+    return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None, None)), None
+
+
+_expert_mlp_fp8.register_autograd(_differentiate, setup_context=_save)
+worth_saving("experts", torch.ops.moetrain.expert_mlp_fp8.default)
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    tokens, slots, experts = case["T"], case["K"], case["E"]
+    dim, width = case["D"], case["F"]
+    ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
+    ids_TK[uniform(generator, tokens, slots) < case.get("empty", 0.0)] = -1
+    return {
+        "x_TD": normal(generator, tokens, dim).to(dtype),
+        "weights_TK": uniform(generator, tokens, slots),
+        "indices": expert_indices_reference(ids_TK, experts, case.get("rows")),
+        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
+        "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
+    }
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    tokens, dim, width = case["T"], case["D"], case["F"]
+    rows = tokens * case["K"]
+    # At bf16's rate, which the weights' gradients have; the others' is twice that.
+    flops = 3.0 * rows * dim * width
+    weight_bytes = 6.0 * case["E"] * dim * width
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * width
+    return (
+        Cost(2 * token_bytes + weight_bytes + saved_bytes, flops),
+        Cost(3 * token_bytes + 2 * weight_bytes + saved_bytes, 3 * flops),
+    )
+
+
+def _chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[inputs["indices"].slot_row_TK >= 0]
+
+
+SPECS = (
+    KernelSpec(
+        name="expert_mlp_fp8",
+        fast=lambda **inputs: expert_mlp_fp8(**inputs, backend="triton"),
+        reference=expert_mlp_fp8_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"T": 13, "K": 2, "E": 3, "D": 32, "F": 16},
+            {"T": 20, "K": 1, "E": 1, "D": 16, "F": 16},
+            {"T": 20, "K": 3, "E": 6, "D": 16, "F": 16, "empty": 0.3},
+            {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 0.5, "rows": 15},
+            {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
+        ),
+        benches=(
+            Bench({"T": 16384, "K": 8, "E": 16, "D": 2048, "F": 768}),
+            Bench({"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}),
+            Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768}),
+        ),
+        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
+        tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
+        cpu_dtypes=(torch.float32,),
+        cost=_cost,
+        differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
+        select_grads={"weights_TK": _chosen},
+        ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),
+        bad_inputs={
+            r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
+            "it takes one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
+            r"\[T, K\] and \[T, K\]": lambda x: x | {"weights_TK": x["weights_TK"][1:]},
+            "takes multiples of 16": lambda x: (
+                x
+                | {
+                    "x_TD": x["x_TD"][:, 1:],
+                    "w_gate_up_E2FD": x["w_gate_up_E2FD"][..., 1:],
+                    "w_down_EDF": x["w_down_EDF"][:, 1:],
+                }
+            ),
+        },
+    ),
+)

@@ -1,0 +1,243 @@
+"""kernels.precision fp8: how near its gradients are, that no mesh or policy changes them, what it
+refuses. Its kernels keep their specs in tests/test_kernels.py.
+"""
+
+import pytest
+import torch
+from distributed import spawn
+from test_compile import batch, compile_counting
+from test_parallel import LAYOUTS, compare, run, run_layouts, words_of
+
+from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
+from moetrain.kernels import (
+    expert_indices,
+    expert_mlp,
+    expert_mlp_fp8,
+    linears_fp8,
+    permute,
+    unpermute,
+)
+from moetrain.kernels.quantise import LARGEST, quantise_columns, quantise_rows
+from moetrain.metrics import read_metrics
+from moetrain.models import build_model, init_weights, make_architecture, set_recomputation
+from moetrain.preflight import resolve_run
+from moetrain.rollout.engine import Generator
+from moetrain.trainer import Trainer
+
+HALF_STEP = 2.0**-4
+"""Of a number of e4m3, relative to it; and 2^-10 of the scale for those below its least power."""
+NEAR = 0.08
+"""A gradient's error, relative to its norm: sqrt(2 or 3) operands of 2.6% each, and some more."""
+
+ARCH = make_architecture(
+    family="qwen3_moe",
+    vocab_size=40,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    qk_norm=True,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=16,
+    moe_layers=(True, False),
+)
+SIZES = ["model.hidden_size=32", "model.head_dim=16", "model.moe_intermediate_size=16"]
+FP8 = "kernels.precision=fp8"
+
+
+def rows_of_all_sizes() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x_RM = torch.randn(60, 80, generator=generator)
+    return x_RM * torch.logspace(-36, 36, 60)[:, None]
+
+
+# Quantisation.
+def test_every_number_is_within_half_a_step():
+    x_RM = rows_of_all_sizes()
+    quantised = quantise_rows(x_RM)
+    values, scales = quantised.values.float(), quantised.scales[:, None]
+    assert values.abs().max() <= LARGEST
+    mantissa, _ = torch.frexp(scales)
+    assert (mantissa == 0.5).all()  # powers of two
+    assert (values.abs().amax(1) > LARGEST / 2 * (1 - HALF_STEP)).all()
+    half_step = torch.maximum(HALF_STEP * x_RM.abs(), 2.0**-10 * scales)
+    assert ((values * scales - x_RM).abs() <= half_step).all()
+
+
+def test_what_was_quantised_stays_as_it_is():
+    for dtype in (torch.float32, torch.bfloat16):
+        once = quantise_rows(rows_of_all_sizes().to(dtype)).to(dtype)
+        assert torch.equal(quantise_rows(once).to(dtype), once)
+
+
+def test_zeros_stay_zeros_and_nothing_becomes_infinite():
+    x_RM = torch.zeros(3, 16)
+    x_RM[1], x_RM[2] = 2.0**127, 2.0**-126  # the powers that fp32 ends at
+    back = quantise_rows(x_RM).to(torch.float32)
+    assert (back[0] == 0).all()
+    assert back.isfinite().all()
+
+
+def test_columns_are_rows_of_the_transposed():
+    w_ENM = rows_of_all_sizes().view(2, 30, 80)
+    columns, rows = quantise_columns(w_ENM), quantise_rows(w_ENM.transpose(1, 2).contiguous())
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(columns, rows, strict=True))
+
+
+# Products.
+def make_experts(tokens=64, experts=5, slots=2, dim=64, width=48):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    ids_TK = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :slots].int()
+    leaves = {
+        "x_TD": normal(tokens, dim),
+        "weights_TK": torch.rand(tokens, slots, generator=generator),
+        "w_gate_up": normal(experts, 2 * width, dim) * dim**-0.5,
+        "w_down": normal(experts, dim, width) * width**-0.5,
+    }
+    return {name: x.requires_grad_() for name, x in leaves.items()}, ids_TK, normal(tokens, dim)
+
+
+def test_gradients_of_experts_are_near_those_in_fp64():
+    leaves, ids_TK, slope_TD = make_experts()
+    indices = expert_indices(ids_TK, 5)
+    x, weights, *matrices = leaves.values()
+    y_TD = expert_mlp_fp8(x, weights, indices, *matrices)
+    found = [y_TD, *torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)]
+
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves.values()]
+    x_RD, weights_R = permute(wide[0], wide[1], indices)
+    y_RD = expert_mlp(x_RD, indices.offsets_E, wide[2], wide[3], weights_R)
+    y_TD = unpermute(y_RD, indices)
+    exact = [y_TD, *torch.autograd.grad(y_TD, wide, slope_TD.double())]
+    for name, got, want in zip(("y", *leaves), found, exact, strict=True):
+        error = ((got - want).norm() / want.norm()).item()
+        assert 1e-3 < error < NEAR, f"{name}: {error}"  # it is quantised, and not more than that
+
+
+def test_gradients_of_projections_are_near_those_in_fp64():
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(40, 64, generator=generator, requires_grad=True)
+    weights = [torch.randn(n, 64, generator=generator, requires_grad=True) for n in (32, 16)]
+    slopes = [torch.randn(40, n, generator=generator) for n in (32, 16)]
+    leaves = [x_TD, *weights]
+    found = torch.autograd.grad(linears_fp8(x_TD, weights), leaves, slopes)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    products = [wide[0] @ w.t() for w in wide[1:]]
+    exact = torch.autograd.grad(products, wide, [s.double() for s in slopes])
+    assert 1e-3 < (found[0] - exact[0]).norm() / exact[0].norm() < NEAR
+    for got, want in zip(found[1:], exact[1:], strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)  # not quantised
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_tokens_without_experts_are_not_read(backend):
+    leaves, ids_TK, slope_TD = make_experts(tokens=9, experts=2, slots=1, dim=16, width=16)
+    ids_TK[5:] = -1  # as behind the tokens that have arrived in buffers of fixed sizes
+    indices = expert_indices(ids_TK, 2, num_rows=7)
+    x, weights, *matrices = leaves.values()
+    with torch.no_grad():
+        x[5:], slope_TD[5:] = float("nan"), float("nan")
+    y_TD = expert_mlp_fp8(x, weights, indices, *matrices, backend)
+    assert (y_TD[5:] == 0).all()
+    grads = torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)
+    assert all(g.isfinite().all() for g in (grads[0][:5], grads[1][:5], *grads[2:]))
+    assert (grads[0][5:] == 0).all()
+
+
+# In a model.
+def fresh_model():
+    model = build_model(ARCH, kernels=KernelsSection(precision="fp8"), moe=MoeSection())
+    init_weights(model, std=0.3, seed=0)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputation_changes_no_gradient(compiled):
+    answers = {}
+    for policy in ("none", "selective") if compiled else ("none", "selective", "full"):
+        torch.compiler.reset()
+        model = fresh_model()
+        set_recomputation(model, ActivationSection(policy=policy))
+        if compiled:
+            compile_counting(model)
+        for step in range(2):
+            hidden_BSD, _ = model.backbone(*batch(step))
+            hidden_BSD.pow(3).mean().backward()
+        answers[policy] = {n: p.grad for n, p in model.layers.named_parameters()}
+    for policy, gradients in answers.items():
+        for name, want in answers["none"].items():
+            error = (gradients[name] - want).norm() / want.norm()
+            assert error < 1e-3, f"{policy} {name}: {error}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
+    words = words_of(tiny_words, *SIZES, FP8)
+    names = {2: ("dp", "ep"), 4: ("ep", "ep+efsdp")}[world]
+    runs = {f"{name} plain": [*words, *LAYOUTS[world][name]] for name in names}
+    if world == 2:
+        runs["ep compile"] = [*runs["ep plain"], "compile.enabled=yes"]
+        split = ["parallel.pp=2", "parallel.pp_schedule=zero_bubble", "train.micro_batch_size=4"]
+        runs["pp plain"] = [*words, *split]
+    expected = run([*words, "train.micro_batch_size=8"])
+    answers = spawn(world, run_layouts, runs, timeout=300)[0]
+    for name, answer in answers.items():
+        numbers, gradients, biases = expected
+        if "pp" in name:  # of this stage's blocks
+            assert "layers.0.moe.experts.w_down" in answer[1]
+            gradients = {parameter: gradients[parameter] for parameter in answer[1]}
+        # A sum in another order rounds otherwise, and what is then quantised is a step apart.
+        compare({name: answer}, (numbers, gradients, biases), 3e-3)
+
+
+def test_it_learns_as_bf16_does(tiny):
+    last = {}
+    for precision in ("bf16", "fp8"):
+        words = [*SIZES, "train.steps=40", "optim.lr=3e-3", f"kernels.precision={precision}"]
+        trainer = Trainer(tiny(*words, "checkpoint.resume=never", "train.sample_tokens=0"))
+        trainer.fit()
+        losses = [row["loss"] for row in read_metrics(trainer.log.path) if "loss" in row]
+        last[precision] = sum(losses[-5:]) / 5
+    assert last["bf16"] < 0.8 * losses[0]
+    assert last["fp8"] == pytest.approx(last["bf16"], rel=0.03)
+    assert last["fp8"] != last["bf16"]
+
+
+def test_generation_computes_in_bf16(tiny):
+    model = fresh_model()
+    Generator(model, None, num_pages=2)
+    found = {module.precision for module in model.modules() if hasattr(module, "precision")}
+    assert found == {"bf16"}
+
+
+# What it refuses.
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("model.hidden_size=40", r"multiples of 16, and attn.wq.weight is \[.*, 40\]; use bf16"),
+        ("model.moe_intermediate_size=24", r"multiples of 16, and moe.experts.w_down is"),
+        ("parallel.tp=2", "'fp8' contradicts parallel.tp 2"),
+        ("lora.rank=8", "'fp8' contradicts lora.rank 8"),
+        ("kernels.attention=exact", "'fp8' contradicts kernels.attention 'exact'"),
+    ],
+)
+def test_what_it_refuses(words, problem):
+    with pytest.raises(ConfigError, match=f"kernels.precision: .*{problem}"):
+        resolve_run(Config.load(None, [FP8, words], environ={}))
+
+
+def test_reinforcement_learning_refuses_it(tmp_path):
+    from moetrain.config import RL_RECIPES
+    from moetrain.rl.setup import set_up
+
+    config = Config.load(None, [FP8, f"output_dir={tmp_path}"], environ={}, recipes=RL_RECIPES)
+    config, arch = resolve_run(config)
+    with pytest.raises(ConfigError, match=r"kernels.precision: 'fp8', but .* generated in bf16"):
+        set_up(config, arch, "cpu")
