@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -40,7 +40,7 @@ from moetrain.parallel.pipeline.stages import (
     describe_pipeline,
     plan_stages,
 )
-from moetrain.parallel.world import num_processes, plan_world
+from moetrain.parallel.world import planned_dims
 
 MARGIN = 0.1
 """Relative error of the estimate, as measured: a run is refused only if it cannot fit even so."""
@@ -112,9 +112,24 @@ def estimate_ranks(
     sleep: SleepName | None = None,
 ) -> list[MemoryEstimate]:
     """:func:`estimate_memory` of every pipeline rank."""
+    found = []
+    for sizes in sizes_of_ranks(config, arch, dims, dtype):
+        moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
+        if sleep is not None:
+            there = {"generator": sizes.generator * (sleep != "all")}
+            there |= {"cache": sizes.cache() * (sleep == "never")}
+            moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
+        found.append(max(moments, key=lambda estimate: estimate.total))
+    return found
+
+
+def sizes_of_ranks(
+    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+) -> Iterator[Sizes]:
+    """The numbers of every pipeline rank; arguments as those of :func:`estimate_memory`."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
-    plan, found = plan_stages(config, arch), []
+    plan = plan_stages(config, arch)
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for rank, in_flight in enumerate(activations_in_flight(config, dims)):
@@ -126,18 +141,10 @@ def estimate_ranks(
         mine = [n for n in numels if rank in plan.holders(n, is_tied=tied)]
         stored = sum(numels[name] * rules[name].storage.itemsize for name in mine)
         trained = sum(numels[name] for name in mine if rules[name].trainable)
+        place = (layers, passes, is_first, is_last)
         kept = (stored, trained, stages, trained / sum(numels[name] for name in mine))
         generator = _generator_bytes(numels, rules, set(mine), dims, dtype)
-        sizes = _Sizes(
-            config, arch, dims, share, layers, passes, is_first, is_last, *kept, generator
-        )
-        moments = [_start_of_backward(sizes), _end_of_backward(sizes)]
-        if sleep is not None:
-            there = {"generator": generator * (sleep != "all")}
-            there |= {"cache": sizes.cache() * (sleep == "never")}
-            moments = [*(replace(moment, **there) for moment in moments), _generating(sizes)]
-        found.append(max(moments, key=lambda estimate: estimate.total))
-    return found
+        yield Sizes(config, arch, dims, share, *place, *kept, generator)
 
 
 def _generator_bytes(
@@ -208,22 +215,20 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         ConfigError: the degrees do not fit the model or the number of processes; what generates
             does not fit into the devices that are here.
     """
-    p, nproc = config.parallel, config.launch.nproc
-    named = p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp
-    size = max(num_processes(config) if nproc == "auto" else nproc, named, p.ep)
-    dims = plan_world(config, arch, size)
-    on_cpu = config.train.device == "cpu"
-    dtype = compute_dtype(config, torch.device("cpu" if on_cpu else "cuda"))
+    dims, on_cpu = planned_dims(config, arch), config.train.device == "cpu"
+    device = torch.device("cpu" if on_cpu else "cuda")
+    dtype = compute_dtype(config, device)
     sleep: SleepName | None = None
     if generates:
-        device = torch.device("cpu" if on_cpu else "cuda")
-        is_here = on_cpu or torch.cuda.is_available()
-        capacity = device_capacity(device) if is_here else math.inf
+        capacity = math.inf
+        if on_cpu or torch.cuda.is_available():
+            capacity = device_capacity(device)
         sleep = least_sleep(config, arch, dims, dtype, capacity)
         check_memory(estimate_memory(config, arch, dims, dtype, sleep), config, capacity)
     ranks = estimate_ranks(config, arch, dims, dtype, sleep)
     found = max(ranks, key=lambda estimate: estimate.total)
-    words = f"memory on {size} x {'cpu' if on_cpu else 'GPU'}, estimated: {found.describe()}"
+    kind = "cpu" if on_cpu else "GPU"
+    words = f"memory on {dims.world_size} x {kind}, estimated: {found.describe()}"
     if dims.pp == 1:
         return words
     by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
@@ -241,8 +246,8 @@ Layer = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """The numbers that both moments are made of."""
+class Sizes:
+    """The numbers that an estimate is made of, of one pipeline rank."""
 
     config: Config
     arch: Architecture
@@ -429,7 +434,7 @@ class _Sizes:
         return self.is_last * self.width * min(numbers, CHUNK_ELEMENTS)
 
 
-def _start_of_backward(s: _Sizes) -> MemoryEstimate:
+def _start_of_backward(s: Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
     trained = s.local_trained()
     head = FP32 * s.share_updated * s.share_trained * s.vocabulary_numbers()
@@ -447,7 +452,7 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     )
 
 
-def _generating(s: _Sizes) -> MemoryEstimate:
+def _generating(s: Sizes) -> MemoryEstimate:
     """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
     trained, is_offloaded = s.local_trained(), s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
@@ -464,7 +469,7 @@ def _generating(s: _Sizes) -> MemoryEstimate:
     )
 
 
-def _end_of_backward(s: _Sizes) -> MemoryEstimate:
+def _end_of_backward(s: Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
     trained, first = s.local_trained(), next(iter(s.layers))
     still_to_come = 0.0

@@ -27,6 +27,7 @@ import torch
 from moetrain.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config, RunFailed
 from moetrain.config_rl import RlSection
+from moetrain.host_memory import check_host
 from moetrain.jobs.durable import read
 from moetrain.jobs.lessons import open_lessons
 from moetrain.jobs.ranks import together
@@ -122,6 +123,7 @@ class Desk:
         dtype = compute_dtype(config, device)
         estimate = estimate_memory(config, arch, self.world.dims, dtype, "never")
         check_memory(estimate, config, device_capacity(device))
+        check_host(config, arch, self.world)
         if config.train.deterministic:
             make_deterministic()
         self.config = config = with_training_bits(config, device)

@@ -199,6 +199,15 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     return dims
 
 
+def planned_dims(config: Config, arch: Architecture) -> ParallelDims:
+    """:func:`plan_world` of as many ranks as the settings speak of, or as this machine has GPUs."""
+    p, nproc = config.parallel, config.launch.nproc
+    named = p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp
+    return plan_world(
+        config, arch, max(num_processes(config) if nproc == "auto" else nproc, named, p.ep)
+    )
+
+
 def num_processes(config: Config) -> int:
     """How many processes ``launch.nproc`` means on this machine.
 
