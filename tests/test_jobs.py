@@ -3,11 +3,13 @@
 import hashlib
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from deaths import dying
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
 from moetrain.engine import Engine
@@ -18,6 +20,7 @@ from moetrain.jobs.requests import BadRequest
 from moetrain.jobs.service import Service, Unknown
 from moetrain.loss import Pretraining
 from moetrain.optim import AdamW
+from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.preflight import resolve_run
 from moetrain.rl.rows import pack
@@ -184,6 +187,37 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
         for name, local in frozen.items():
             assert model.get_parameter(name).data_ptr() == local.data_ptr()
     assert built == {"AdamW": 1, "Engine": 1, "Generator": 1}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What blocks are compiled with: it is cheap, and counts what it compiles."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(apply, "compile_blocks", partial(apply.compile_blocks, backend=counter))
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
+    words = ["compile.enabled=yes", "jobs.max_loaded=1"]
+    with Service(config_of(tmp_path, *words)) as service:
+        names, courses, counts = {}, {}, []
+        for seed in (0, 1, 2, 5):
+            names[seed] = service.create(seed=seed)["id"]
+            courses[seed] = Course(seed, asker(service, names[seed]))
+        for pair in ((0, 1), (2, 5)):  # of both kinds each
+            live = [courses[seed] for seed in pair]
+            while live:
+                live = [course for course in live if course.go_on()]
+            counts.append(compiled.frame_count)
+    assert counts[0] == counts[1] > 0
+    for seed, course in courses.items():
+        (results, adapter), mine = run_alone(tmp_path / f"{seed}", seed, *words), course.results
+        assert (mine, adapter_of(tmp_path, names[seed])) == (results, adapter)
+        for one, plain in zip(mine, alone(seed)[0], strict=True):
+            for key in set(one) & {"loss", "grad_norm"}:
+                assert one[key] == pytest.approx(plain[key], rel=1e-4)
 
 
 def test_a_job_is_an_engine_of_its_own(tmp_path):
