@@ -19,7 +19,6 @@ parallel rank, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -40,7 +39,7 @@ from moetrain.parallel.pipeline.stages import (
     describe_pipeline,
     plan_stages,
 )
-from moetrain.parallel.world import planned_dims
+from moetrain.parallel.world import device_capacity, planned_dims
 
 MARGIN = 0.1
 """Relative error of the estimate, as measured: a run is refused only if it cannot fit even so."""
@@ -233,13 +232,6 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         return words
     by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
     return f"{words}\n{describe_pipeline(config, arch, dims)}, GiB {by_rank}"
-
-
-def device_capacity(device: torch.device) -> float:
-    """Bytes of memory that ``device`` has in all; a CPU's is the machine's."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 Layer = tuple[Part, ...]

@@ -8,6 +8,7 @@ Left out on purpose: starting processes (:mod:`moetrain.launch`).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -206,6 +207,13 @@ def planned_dims(config: Config, arch: Architecture) -> ParallelDims:
     return plan_world(
         config, arch, max(num_processes(config) if nproc == "auto" else nproc, named, p.ep)
     )
+
+
+def device_capacity(device: torch.device) -> float:
+    """Bytes of memory that ``device`` has in all; a CPU's is the machine's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def num_processes(config: Config) -> int:
