@@ -138,7 +138,7 @@ def sizes_of_ranks(
         is_first, is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         tied = arch.tie_embeddings
         mine = [n for n in numels if rank in plan.holders(n, is_tied=tied)]
-        stored = sum(numels[name] * rules[name].storage.itemsize for name in mine)
+        stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
         trained = sum(numels[name] for name in mine if rules[name].trainable)
         place = (layers, passes, is_first, is_last)
         kept = (stored, trained, stages, trained / sum(numels[name] for name in mine))
@@ -158,7 +158,7 @@ def _generator_bytes(
     for name, rule in rules.items():
         used, is_expert = rule.gather or dtype, rule.style == "expert"
         is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
-        if rule.trainable or is_cut or rule.storage != used or name not in here:
+        if rule.trainable or is_cut or rule.storage != used or rule.is_narrow or name not in here:
             total += numels[name] // (dims.ep if is_expert else 1) * used.itemsize
     return total
 
@@ -319,7 +319,9 @@ class Sizes:
 
     def unsharded(self, layer: Layer) -> float:
         """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
-        return 0.0 if self.uses_masters else self.unlike_kept * self.width * self.numbers(layer)
+        is_narrow = self.config.lora.base_dtype == "float8"
+        used = 1.0 if is_narrow else 0.0 if self.uses_masters else self.unlike_kept
+        return used * self.width * self.numbers(layer)
 
     @property
     def uses_masters(self) -> bool:

@@ -385,7 +385,7 @@ class FSDP:
         """
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
-            member.layout.write(member.local, place, tensor)
+            member.write(place, tensor)
 
     # ---- the step ------------------------------------------------------------------------------
 
