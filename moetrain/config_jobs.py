@@ -41,7 +41,7 @@ class JobsSection(Section):
     """Named saves of one job."""
     max_loaded: int = Field(default=8, gt=0)
     """Jobs whose adapters and moments stay in host memory between their turns, 12 bytes a trained
-    parameter each; others are read from the disk at each turn."""
+    parameter each, and 16 in the middle of a step; others are read from the disk at each turn."""
     save_interval: int = Field(default=20, gt=0)
     """Requests of a job, and steps of one that is a file, between its checkpoints. What came after
     the last one is in its log of requests, and is computed again after a restart."""

@@ -341,7 +341,7 @@ class Engine:
         if member is None:
             return self.model.get_buffer(name)
         self.fsdp.settle()
-        return member.layout.whole(member.local.to(self.world.device))
+        return member.layout.whole(member.read().to(self.world.device))
 
     @torch.no_grad()
     def save_peft(self, folder: Path) -> None:
@@ -367,7 +367,7 @@ class Engine:
             whole = build_model(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
-        here = {name: member.local for name, member in self.fsdp.members.items()}
+        here = {name: member.read for name, member in self.fsdp.members.items()}
         if unfit := world.any(what_does_not_fit(whole, here, dtype)):
             raise ConfigError("checkpoint.hf_dtype", unfit)
         if world.is_main:

@@ -19,9 +19,8 @@ parallel rank, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -41,7 +40,7 @@ from moetrain.parallel.pipeline.stages import (
     describe_pipeline,
     plan_stages,
 )
-from moetrain.parallel.world import num_processes, plan_world
+from moetrain.parallel.world import device_capacity, planned_dims
 
 MARGIN = 0.1
 """Relative error of the estimate, as measured: a run is refused only if it cannot fit even so."""
@@ -115,10 +114,29 @@ def estimate_ranks(
     sleep: SleepName | None = None,
 ) -> list[MemoryEstimate]:
     """:func:`estimate_memory` of every pipeline rank."""
+    found = []
+    for sizes in sizes_of_ranks(config, arch, dims, dtype):
+        there = {"peers": sizes.peers}
+        if sleep is not None:
+            there |= {"generator": sizes.generator * (sleep != "all")}
+            there |= {"cache": sizes.cache() * (sleep == "never")}
+        working = (_start_of_backward(sizes), _end_of_backward(sizes))
+        moments = [replace(moment, **there) for moment in working]
+        if sleep is not None:
+            peers = sizes.peers * (not config.rl.offload)
+            moments.append(replace(_generating(sizes), peers=peers))
+        found.append(max(moments, key=lambda estimate: estimate.total))
+    return found
+
+
+def sizes_of_ranks(
+    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+) -> Iterator[Sizes]:
+    """The numbers of every pipeline rank; arguments as those of :func:`estimate_memory`."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     is_fp8 = config.kernels.precision == "fp8"
     share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled, is_fp8)
-    plan, found = plan_stages(config, arch), []
+    plan = plan_stages(config, arch)
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for rank, in_flight in enumerate(activations_in_flight(config, dims)):
@@ -128,24 +146,13 @@ def estimate_ranks(
         is_first, is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
         tied = arch.tie_embeddings
         mine = [n for n in numels if rank in plan.holders(n, is_tied=tied)]
-        stored = sum(numels[name] * rules[name].storage.itemsize for name in mine)
+        stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
         trained = sum(numels[name] for name in mine if rules[name].trainable)
+        place = (layers, passes, is_first, is_last)
         kept = (stored, trained, stages, trained / sum(numels[name] for name in mine))
         generator = _generator_bytes(numels, rules, set(mine), dims, dtype)
-        sizes = _Sizes(
-            config, arch, dims, share, layers, passes, is_first, is_last, *kept, generator
-        )
-        there = {"peers": peer_bytes(config, numels, rules, mine, dims, dtype)}
-        if sleep is not None:
-            there |= {"generator": generator * (sleep != "all")}
-            there |= {"cache": sizes.cache() * (sleep == "never")}
-        working = (_start_of_backward(sizes), _end_of_backward(sizes))
-        moments = [replace(moment, **there) for moment in working]
-        if sleep is not None:
-            peers = there["peers"] * (not config.rl.offload)
-            moments.append(replace(_generating(sizes), peers=peers))
-        found.append(max(moments, key=lambda estimate: estimate.total))
-    return found
+        peers = peer_bytes(config, numels, rules, mine, dims, dtype)
+        yield Sizes(config, arch, dims, share, *place, *kept, generator, peers)
 
 
 def _generator_bytes(
@@ -160,7 +167,7 @@ def _generator_bytes(
     for name, rule in rules.items():
         used, is_expert = rule.gather or dtype, rule.style == "expert"
         is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
-        if rule.trainable or is_cut or rule.storage != used or name not in here:
+        if rule.trainable or is_cut or rule.storage != used or rule.is_narrow or name not in here:
             total += numels[name] // (dims.ep if is_expert else 1) * used.itemsize
     return total
 
@@ -216,41 +223,32 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         ConfigError: the degrees do not fit the model or the number of processes; what generates
             does not fit into the devices that are here.
     """
-    p, nproc = config.parallel, config.launch.nproc
-    named = p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp
-    size = max(num_processes(config) if nproc == "auto" else nproc, named, p.ep)
-    dims = plan_world(config, arch, size)
-    on_cpu = config.train.device == "cpu"
-    dtype = compute_dtype(config, torch.device("cpu" if on_cpu else "cuda"))
+    dims, on_cpu = planned_dims(config, arch), config.train.device == "cpu"
+    device = torch.device("cpu" if on_cpu else "cuda")
+    dtype = compute_dtype(config, device)
     sleep: SleepName | None = None
     if generates:
-        device = torch.device("cpu" if on_cpu else "cuda")
-        is_here = on_cpu or torch.cuda.is_available()
-        capacity = device_capacity(device) if is_here else math.inf
+        capacity = math.inf
+        if on_cpu or torch.cuda.is_available():
+            capacity = device_capacity(device)
         sleep = least_sleep(config, arch, dims, dtype, capacity)
         check_memory(estimate_memory(config, arch, dims, dtype, sleep), config, capacity)
     ranks = estimate_ranks(config, arch, dims, dtype, sleep)
     found = max(ranks, key=lambda estimate: estimate.total)
-    words = f"memory on {size} x {'cpu' if on_cpu else 'GPU'}, estimated: {found.describe()}"
+    kind = "cpu" if on_cpu else "GPU"
+    words = f"memory on {dims.world_size} x {kind}, estimated: {found.describe()}"
     if dims.pp == 1:
         return words
     by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
     return f"{words}\n{describe_pipeline(config, arch, dims)}, GiB {by_rank}"
 
 
-def device_capacity(device: torch.device) -> float:
-    """Bytes of memory that ``device`` has in all; a CPU's is the machine's."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
 Layer = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """The numbers that both moments are made of."""
+class Sizes:
+    """The numbers that an estimate is made of, of one pipeline rank."""
 
     config: Config
     arch: Architecture
@@ -274,6 +272,8 @@ class _Sizes:
     """How many of them that are; wherever parts have to be told apart, all are taken for alike."""
     generator: float
     """Bytes of generation's weights, of every stage, that are not training's own."""
+    peers: float
+    """Bytes that other ranks copy from and to."""
 
     @property
     def is_alone(self) -> bool:
@@ -330,7 +330,9 @@ class _Sizes:
 
     def unsharded(self, layer: Layer) -> float:
         """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
-        return 0.0 if self.uses_masters else self.unlike_kept * self.width * self.numbers(layer)
+        is_narrow = self.config.lora.base_dtype == "float8"
+        used = 1.0 if is_narrow else 0.0 if self.uses_masters else self.unlike_kept
+        return used * self.width * self.numbers(layer)
 
     @property
     def uses_masters(self) -> bool:
@@ -437,7 +439,7 @@ class _Sizes:
         return self.is_last * self.width * min(numbers, CHUNK_ELEMENTS)
 
 
-def _start_of_backward(s: _Sizes) -> MemoryEstimate:
+def _start_of_backward(s: Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
     trained = s.local_trained()
     head = FP32 * s.share_updated * s.share_trained * s.vocabulary_numbers()
@@ -455,7 +457,7 @@ def _start_of_backward(s: _Sizes) -> MemoryEstimate:
     )
 
 
-def _generating(s: _Sizes) -> MemoryEstimate:
+def _generating(s: Sizes) -> MemoryEstimate:
     """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
     trained, is_offloaded = s.local_trained(), s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
@@ -472,7 +474,7 @@ def _generating(s: _Sizes) -> MemoryEstimate:
     )
 
 
-def _end_of_backward(s: _Sizes) -> MemoryEstimate:
+def _end_of_backward(s: Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
     trained, first = s.local_trained(), next(iter(s.layers))
     still_to_come = 0.0

@@ -25,6 +25,7 @@ from moetrain.config import Config, ConfigError, RunFailed, launched_place
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.engine import Engine
+from moetrain.host_memory import check_host
 from moetrain.memory import MemoryEstimate, check_memory, device_capacity, estimate_memory
 from moetrain.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
 from moetrain.models import Architecture, compute_dtype
@@ -70,6 +71,7 @@ class Run(ABC, Generic[S]):
         self.device = self.world.device
         check_what_can_run(config, arch, self.device)
         check_memory(self.estimate(arch), config, device_capacity(self.device))
+        check_host(config, arch, self.world)
         if config.train.deterministic:
             make_deterministic()
         self.folder = Path(config.output_dir)

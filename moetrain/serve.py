@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
+from typing import get_args
 
-from moetrain.config import ConfigError
+from moetrain.access import Access, Auth
+from moetrain.config import ConfigError, user_cache_dir
 from moetrain.generate import Parser, run_command
 
 
@@ -25,6 +26,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_model()
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--auth",
+        choices=get_args(Auth),
+        default="auto",
+        help="token: whoever sends the bearer token is served; none: everybody who can connect; "
+        "auto: none where --host is a loopback address, else token",
+    )
+    parser.add_argument("--token_file", help="that holds the token; else one is made and named")
     parser.add_argument("--name", help="of the model, in replies; default PATH")
     parser.add_argument("--cache_tokens", type=int, default=2**16, help="that the cache holds")
     parser.add_argument("--max_sequences", type=int, default=64, help="that run at once")
@@ -38,15 +47,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(argv: Sequence[str] | None) -> None:
     args = _parse(argv)
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        problem = f"{' and '.join(missing)} is not installed; pip install 'moetrain[serve]'"
-        raise ConfigError("serve", problem)
-    import uvicorn
-
+    own_file = user_cache_dir() / "serve.token"
+    access = Access(args.host, args.port, args.auth, args.token_file, own_file)
+    access.check()
     from moetrain.rollout import Generator
     from moetrain.rollout.pages import PAGE_SIZE
-    from moetrain.rollout.server import make_app
+    from moetrain.rollout.server import error_body, make_app
     from moetrain.rollout.text import load_model
 
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
@@ -58,8 +64,10 @@ def _run(argv: Sequence[str] | None) -> None:
         max_tokens=args.max_step_tokens,
     )
     generator.warm_up()
-    app = make_app(generator, args.name or args.path)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    name = args.name or args.path
+    server, listener = access.server(make_app(generator, name), error_body)
+    print(f"serving {name} at http://{args.host}:{args.port}", flush=True)
+    server.run(sockets=[listener])
 
 
 if __name__ == "__main__":

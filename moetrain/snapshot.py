@@ -209,7 +209,8 @@ def check_same_frozen(found: Checkpoint, engine: Engine) -> None:
         "checkpoint.resume",
         f"{str(found.folder)!r} was trained beside other frozen weights than this run has, of "
         + (f"train.seed {seed}" if model.path is None else f"model.path {shortened(model.path)}")
-        + "; set that, lora.rank and train.freeze as they were, or checkpoint.resume never",
+        + "; set that, lora.rank, lora.base_dtype and train.freeze as they were, or "
+        "checkpoint.resume never",
     )
 
 

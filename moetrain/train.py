@@ -88,12 +88,13 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         config = Config.load(source, overrides, recipes=program.recipes)
         program.check(config)
         if dry_run:
-            from moetrain.preflight import resolve_run  # imports torch, as all below
+            from moetrain.host_memory import plan_host  # imports torch, as all below
+            from moetrain.preflight import resolve_run
 
             config, arch = resolve_run(config)
-            estimate = program.find(program.plan)(config, arch)
+            estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
             print(json.dumps(config.to_dict(), indent=2))
-            print(estimate, file=sys.stderr)
+            print(*filter(None, estimates), sep="\n", file=sys.stderr)
             return 0
         if place is not None:
             return _fit(config, program)

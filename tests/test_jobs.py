@@ -3,13 +3,15 @@
 import hashlib
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from deaths import dying
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from moetrain.config import JOB_RECIPES, Config, ConfigError
+from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
 from moetrain.engine import Engine
 from moetrain.jobs import desk as desk_module
 from moetrain.jobs import journal
@@ -18,6 +20,7 @@ from moetrain.jobs.requests import BadRequest
 from moetrain.jobs.service import Service, Unknown
 from moetrain.loss import Pretraining
 from moetrain.optim import AdamW
+from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.preflight import resolve_run
 from moetrain.rl.rows import pack
@@ -186,6 +189,37 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
     assert built == {"AdamW": 1, "Engine": 1, "Generator": 1}
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """What blocks are compiled with: it is cheap, and counts what it compiles."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(apply, "compile_blocks", partial(apply.compile_blocks, backend=counter))
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_compiled_blocks_serve_all_jobs(tmp_path, alone, compiled):
+    words = ["compile.enabled=yes", "jobs.max_loaded=1"]
+    with Service(config_of(tmp_path, *words)) as service:
+        names, courses, counts = {}, {}, []
+        for seed in (0, 1, 2, 5):
+            names[seed] = service.create(seed=seed)["id"]
+            courses[seed] = Course(seed, asker(service, names[seed]))
+        for pair in ((0, 1), (2, 5)):  # of both kinds each
+            live = [courses[seed] for seed in pair]
+            while live:
+                live = [course for course in live if course.go_on()]
+            counts.append(compiled.frame_count)
+    assert counts[0] == counts[1] > 0
+    for seed, course in courses.items():
+        (results, adapter), mine = run_alone(tmp_path / f"{seed}", seed, *words), course.results
+        assert (mine, adapter_of(tmp_path, names[seed])) == (results, adapter)
+        for one, plain in zip(mine, alone(seed)[0], strict=True):
+            for key in set(one) & {"loss", "grad_norm"}:
+                assert one[key] == pytest.approx(plain[key], rel=1e-4)
+
+
 def test_a_job_is_an_engine_of_its_own(tmp_path):
     """The same steps by an engine that knows no jobs."""
     config = config_of(tmp_path, "train.seed=3")
@@ -270,6 +304,69 @@ def test_jobs_take_turns(tmp_path):
         while service.turn():
             order.append(names.index(service._last))
     assert order == [0, 1, 2, 0, 1, 2, 0, 2, 0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("loaded", [1, 2, 9])
+def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded):
+    """However many others have turns before its end."""
+    computed, forward_backward = Counter(), Engine.forward_backward
+
+    def count(engine, *args):
+        computed["calls"] += 1
+        return forward_backward(engine, *args)
+
+    def of(number):
+        for part in range(5):
+            yield "forward_backward", {"data": [{"tokens": text_of(10 * number + part)}]}
+        yield "optim_step", {"lr": 1e-2}
+        yield "forward", {"data": [{"tokens": text_of(number)}]}
+
+    together, alone, words = [], [], [f"jobs.max_loaded={loaded}", "jobs.save_interval=1"]
+    for number in range(4):
+        with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
+            ask = asker(service, service.create(seed=number)["id"])
+            alone.append([ask(*request) for request in of(number)])
+    monkeypatch.setattr(Engine, "forward_backward", count)
+    with Service(config_of(tmp_path / "all", *words)) as service:
+        names = [service.create(seed=number)["id"] for number in range(4)]
+        aside = tmp_path / "all" / "aside"
+        for requests in zip(*map(of, range(4)), strict=True):
+            asked = zip(names, requests, strict=True)
+            together.append([asker(service, name)(*request) for name, request in asked])
+            if requests[0][0] == "forward_backward":
+                on_disk = len(list(aside.iterdir())) if aside.exists() else 0
+                assert on_disk == max(0, 3 - loaded)  # the fourth sits
+        service.delete(names[0])
+        service.turn()
+    assert list(map(list, zip(*together, strict=True))) == alone
+    assert computed == {"calls": 4 * 5}
+    assert not aside.exists() or not list(aside.iterdir())
+
+
+def test_what_a_killed_service_had_aside_is_of_no_use_to_the_next(tmp_path):
+    words, data = ["jobs.max_loaded=1"], [{"tokens": [1, 2, 3]}]
+    service = Service(config_of(tmp_path, *words))
+    names = [service.create(seed=seed)["id"] for seed in range(3)]
+    for name in names:
+        asker(service, name)("forward_backward", {"data": data})
+    assert len(list((tmp_path / "aside").iterdir())) == 1
+    service._stack.close()
+    with Service(config_of(tmp_path, *words)) as service:
+        assert not (tmp_path / "aside").exists()
+        steps = [asker(service, name)("optim_step", {"lr": 1e-2}) for name in names]
+    assert all(step["grad_norm"] > 0 for step in steps)
+
+
+def test_a_disk_that_takes_nothing_aside_ends_the_service(tmp_path):
+    service = Service(config_of(tmp_path, "jobs.max_loaded=1"))
+    (tmp_path / "aside").mkdir()
+    names = [service.create(seed=seed)["id"] for seed in range(3)]
+    for name in names[:2]:
+        asker(service, name)("forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
+    (tmp_path / "aside" / f"{names[0]}-0.safetensors").mkdir()
+    with pytest.raises(RunFailed, match=r"cannot be put aside.*raise jobs\.max_loaded"):
+        asker(service, names[2])("forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
+    service._stack.close()
 
 
 def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):

@@ -51,13 +51,19 @@ def fail(service, name):
     del service.desk.engine.forward_backward
 
 
-@pytest.mark.parametrize("mesh", ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "dp"])
+INTERLEAVED = "parallel.pp=2 parallel.pp_schedule=interleaved_1f1b model.num_layers=4"
+ZBV = "parallel.pp=2 parallel.pp_schedule=zbv model.num_layers=4"
+MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "dp", INTERLEAVED, ZBV]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_jobs_on_two_ranks(tmp_path, mesh):
-    words = [] if mesh == "dp" else [mesh]
+    words = [] if mesh == "dp" else mesh.split()
+    layers = [word for word in words if "num_layers" in word]
     words += ["train.global_batch_size=4", "model.num_kv_heads=2"]
     alone = [(words, [seed]) for seed in SEEDS]
     together, *each = spawn(2, serve, tmp_path, [(words, SEEDS), *alone], True, timeout=150)[0]
-    (single,) = spawn(1, serve, tmp_path / "one", [(["model.num_kv_heads=2"], SEEDS)])[0]
+    (single,) = spawn(1, serve, tmp_path / "one", [([*layers, "model.num_kv_heads=2"], SEEDS)])[0]
     for seed, by_itself in zip(SEEDS, each, strict=True):
         assert together[seed] == by_itself[seed]
     for seed in SEEDS:

@@ -427,6 +427,34 @@ def test_a_slow_host_is_waited_for(monkeypatch):
             assert torch.equal(part.tensor, theirs[group][name].tensor), name
 
 
+def test_what_is_written_during_an_update_stays(monkeypatch):
+    update = HostUpdates._update
+
+    def slowly(self, *task):
+        time.sleep(0.02)
+        update(self, *task)
+
+    engine, _ = train_with(1.0, ["train.dtype=bfloat16"])
+    monkeypatch.setattr(HostUpdates, "_update", slowly)
+    engine.forward_backward(make_batches(9), objective_of(engine))
+    engine.step(1e-1)
+    assert all(bucket.host.is_late for bucket in hosted(engine)[-2:])
+    written = {}
+    for name, member in engine.fsdp.members.items():
+        if member.rule.trainable:
+            written[name] = torch.randn(member.layout.shape)
+            engine.fsdp.write(name, (), written[name])
+    with engine.work():
+        for unit in engine.fsdp.units:
+            engine.fsdp.unshard(unit)
+            names = {id(m): name for name, m in engine.fsdp.members.items()}
+            for member, full in zip(unit.members, unit.rows(), strict=True):
+                assert torch.equal(full, written[names[id(member)]].to(full.dtype))
+    for name, weight in engine.weights():
+        if name in written:
+            assert torch.equal(weight, written[name]), name
+
+
 def test_an_update_that_fails_ends_the_step_that_needs_it(monkeypatch):
     def fail(self, *task):
         raise OSError("no more")

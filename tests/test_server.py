@@ -192,6 +192,52 @@ def test_the_server_stops_in_order(server):  # the last test here
         client.models.list()
 
 
+def test_others_are_served_for_a_token(folder, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [str(folder), "--port", str(port), "--device", "cpu", "--host", "0.0.0.0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moetrain.serve", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        file = tmp_path / "moetrain" / "serve.token"
+        assert lines == [
+            f"the bearer token is in {file}\n",
+            f"serving {folder} at http://0.0.0.0:{port}\n",
+        ]
+        at = f"http://127.0.0.1:{port}/v1"
+        with pytest.raises(openai.AuthenticationError, match="no bearer token"):
+            openai.OpenAI(base_url=at, api_key="none", max_retries=20).models.list()
+        token = file.read_text().strip()
+        known = openai.OpenAI(base_url=at, api_key=token, max_retries=0).models.list()
+        assert [model.id for model in known] == [str(folder)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--auth", "none", "--token_file", "x"], "token_file: 'x' contradicts auth 'none'"),
+        (["--auth", "maybe"], "serve: argument --auth: invalid choice"),
+    ],
+)
+def test_settings_of_who_is_served(words, says, folder, capsys):
+    assert main([str(folder), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {says}")
+
+
 @pytest.mark.parametrize("words", [["--port", "x"], ["--cache_tokens", "0"], ["--prot", "1"]])
 def test_a_bad_setting_is_one_line(words, folder, capsys):
     assert main([str(folder), *words]) == 2

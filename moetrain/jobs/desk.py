@@ -14,20 +14,22 @@ Left out on purpose: who is next, and why (:mod:`moetrain.jobs.service`).
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moetrain.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config, RunFailed
 from moetrain.config_rl import RlSection
+from moetrain.host_memory import check_host
 from moetrain.jobs.durable import read
+from moetrain.jobs.held import Held, Progress
 from moetrain.jobs.lessons import open_lessons
 from moetrain.jobs.ranks import together
 from moetrain.jobs.requests import (
@@ -42,13 +44,12 @@ from moetrain.jobs.requests import (
     finite,
     parse,
 )
-from moetrain.jobs.shared import Pending, SharedEngine, copies_of
+from moetrain.jobs.shared import SharedEngine, copies_of, to_host
 from moetrain.loss import Objective, Pretraining, RouterLosses
 from moetrain.memory import check_memory, device_capacity, estimate_memory
 from moetrain.models import Architecture, compute_dtype
 from moetrain.models.rules import is_adapter
 from moetrain.parallel.apply import draw_values
-from moetrain.parallel.layout import Part
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run
 from moetrain.rl.learn import gather
@@ -68,34 +69,12 @@ LOGPROB_BYTES = 32
 ROW_MULTIPLE = 64
 """Of which rows are, where nothing is compiled for one length: pads are computed too."""
 
-Groups = Mapping[str, Mapping[str, Part]]
+ASIDE = "aside"
+"""Folder of what jobs have in the middle of a step and memory has no room for."""
 
 
 class Cancelled(Exception):
     """A request was given up while it was served."""
-
-
-class Progress(NamedTuple):
-    """How far a job's state has come."""
-
-    seen: int = 0
-    """Requests."""
-    steps: int = 0
-    """Optimizer steps."""
-    tokens: int = 0
-    """That were learned from."""
-
-
-@dataclass
-class Held:
-    """A job's state in host memory."""
-
-    state: dict[str, dict[str, Part]]
-    pending: Pending | None
-    progress: Progress
-    saved: int
-    """Of what was seen, what the newest checkpoint has seen; 0: there is none."""
-    folder: Path
 
 
 class Desk:
@@ -122,6 +101,7 @@ class Desk:
         dtype = compute_dtype(config, device)
         estimate = estimate_memory(config, arch, self.world.dims, dtype, "never")
         check_memory(estimate, config, device_capacity(device))
+        check_host(config, arch, self.world)
         if config.train.deterministic:
             make_deterministic()
         self.config = config = with_training_bits(config, device)
@@ -145,6 +125,10 @@ class Desk:
         """What every job begins with."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         """Those that sat here last, the latest at the end."""
+        self._aside = Path(config.output_dir) / ASIDE
+        if self.world.is_main:  # whatever was killed left is of no use
+            shutil.rmtree(self._aside, ignore_errors=True)
+        self.world.wait()
         self._objectives: dict[RlSection | None, Objective[Any]]
         # Kept, as pipelines tell ranks of each new one, and it has to be new on all of them.
         self._objectives = {None: Pretraining.of(config, arch)}
@@ -174,6 +158,7 @@ class Desk:
         held = self._held.pop(job, None)
         self._leave()
         if held is not None:
+            held.pick_up()
             self._take(held.state)
             self.engine.take_back(held.pending)
             self.progress, self.saved = held.progress, held.saved
@@ -195,17 +180,29 @@ class Desk:
         held = Held(self._copies(), pending, self.progress, self.saved, self.folder)
         self._held[self.job] = held
         self._nobody()
-        while len(self._held) > self.config.jobs.max_loaded:
-            self._put_away(next(iter(self._held)))
+        loaded = [job for job, held in self._held.items() if held.file is None]
+        for job in loaded[: -self.config.jobs.max_loaded]:
+            if self._held[job].pending is None:
+                self._put_away(job)
+            else:
+                self._put_aside(job)
 
     def _put_away(self, job: str) -> None:
         """Save ``job``, unless a step of it is not over, and hold it no longer."""
         held = self._held.pop(job)
+        held.drop()
         if held.pending is None and held.saved != held.progress.seen:
             self._take(held.state)
             self.job, self.progress, self.folder = job, held.progress, held.folder
             self.save()
             self._nobody()
+
+    def _put_aside(self, job: str) -> None:
+        """Hold ``job``, a step of which is not over, on the disk."""
+        self._aside.mkdir(exist_ok=True)
+        file = self._aside / f"{job}-{self.world.rank}.safetensors"
+        if problem := self.world.any(self._held[job].put_down(file)):
+            raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
 
     @together
     def put_all_away(self) -> None:
@@ -217,7 +214,8 @@ class Desk:
     @together
     def forget(self, job: str) -> None:
         """Have nothing of ``job`` in memory: it is over, or what is here may not be whole."""
-        self._held.pop(job, None)
+        if (held := self._held.pop(job, None)) is not None:
+            held.drop()
         if self.job == job:
             self.engine.forget()
             self._nobody()
@@ -240,11 +238,10 @@ class Desk:
             draw_values(self.engine.fsdp, self.config.model.init_std, seed, all=False)
         self.engine.optimizer.begin()
 
-    def _copies(self) -> dict[str, dict[str, Part]]:
+    def _copies(self) -> dict[str, torch.Tensor]:
         """The engine's state, in host memory; RunFailed: there is not enough."""
-        groups = self.engine.state()
         try:
-            copies = {group: copies_of(parts) for group, parts in groups.items()}
+            copies = {name: to_host(tensor) for name, tensor in self._tensors()}
         except RuntimeError as error:
             problem = f"there is no host memory for a job between its turns ({error})"
             raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
@@ -253,11 +250,16 @@ class Desk:
         return copies
 
     @torch.no_grad()
-    def _take(self, state: Groups) -> None:
+    def _take(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of :meth:`_copies`: into the tensors that there are."""
+        for name, tensor in self._tensors():
+            tensor.copy_(state[name], non_blocking=True)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the engine has of a job."""
         for group, parts in self.engine.state().items():
             for name, part in parts.items():
-                part.tensor.copy_(state[group][name].tensor, non_blocking=True)
+                yield f"{group}/{name}", part.tensor
 
     def _restore(self, found: Checkpoint) -> None:
         """Take the state in ``found``, and how far it had come."""

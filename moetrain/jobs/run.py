@@ -8,23 +8,15 @@ Of several processes (torchrun, ``launch.nproc``) the main one has the jobs and 
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
 import json
 import logging
-import os
-import resource
-import secrets
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from moetrain.access import Access
 from moetrain.config import Config, ConfigError, RunFailed, launched_place
-from moetrain.config_sources import shortened
 from moetrain.jobs.desk import Desk
 from moetrain.jobs.files import Course
 from moetrain.jobs.ranks import dismiss, follow
@@ -36,8 +28,6 @@ from moetrain.run_control import stop_signals
 
 logger = logging.getLogger("moetrain")
 
-CONNECTIONS = 1024
-"""At once, or half as many as this process may have files open; further ones are closed."""
 IDLE_SECONDS = 0.1
 """Between looks at stop signals, while nobody has anything to do."""
 
@@ -100,16 +90,9 @@ def serving(service: Service) -> Iterator[None]:
     if jobs.port is None:
         yield
         return
-    import uvicorn
-
     from moetrain.jobs.server import make_app
 
-    token = token_of(service.config)
-    listener = _listen(jobs.host, jobs.port)
-    # Who waits for an answer has been told that it will not come.
-    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2}
-    settings["http"] = _bounded()
-    server = uvicorn.Server(uvicorn.Config(make_app(service, token), **settings))
+    server, listener = access_of(service.config).server(make_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -121,74 +104,12 @@ def serving(service: Service) -> Iterator[None]:
         thread.join()
 
 
-def _bounded() -> type[asyncio.Protocol]:
-    """HTTP of a number of connections: each takes a file of this process, as what jobs write does,
-    and anybody who can connect makes them."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
-
-    class Bounded(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                transport.abort()
-
-    return Bounded
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError("jobs.host", f"{host!r} is no address: {error}") from None
-    try:
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        problem = f"{port} at {host} cannot be listened at: {error.strerror}; choose another"
-        raise ConfigError("jobs.port", problem) from None
-
-
-def token_of(config: Config) -> str | None:
-    """What who is served must send; None: nothing.
-
-    Raises:
-        ConfigError: the file that holds it cannot be read, or holds nothing.
-    """
+def access_of(config: Config) -> Access:
+    """Who is served, where; there is a port."""
     jobs = config.jobs
-    if jobs.auth == "none" or (jobs.auth == "auto" and is_loopback(jobs.host)):
-        return None
-    path = Path(jobs.token_file or Path(config.output_dir) / "token")
-    try:
-        if jobs.token_file is None and not path.exists():
-            _write_secret(path, secrets.token_urlsafe(32))
-        token = path.read_text("utf-8").strip()
-    except (OSError, ValueError) as error:
-        problem = f"{shortened(str(path))} cannot be read: {error}"
-        raise ConfigError("jobs.token_file", problem) from None
-    if not token:
-        raise ConfigError("jobs.token_file", f"{shortened(str(path))} holds no token")
-    print(f"the bearer token is in {path}", flush=True)
-    return token
-
-
-def _write_secret(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    temporary.replace(path)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    assert jobs.port is not None
+    own_file = Path(config.output_dir) / "token"
+    return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
 
 
 def check_settings(config: Config) -> None:
@@ -199,10 +120,6 @@ def check_settings(config: Config) -> None:
         problem = f"{config.optim.offload_fraction}, but jobs take turns at one optimizer's state"
         raise ConfigError("optim.offload_fraction", f"{problem}, on the device; leave it 0")
     jobs = config.jobs
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if jobs.port is not None and missing:
-        problem = f"{' and '.join(missing)} is not installed; pip install 'moetrain[serve]', or"
-        raise ConfigError("jobs.port", f"{jobs.port}, but {problem} set it none")
     if jobs.port is None:
         if not jobs.files:
             problem = "none, and there are no jobs.files: nothing is to be done; set one of them"
@@ -211,9 +128,8 @@ def check_settings(config: Config) -> None:
             if config.is_set(f"jobs.{name}"):
                 problem = f"{getattr(jobs, name)!r} contradicts jobs.port none; unset one"
                 raise ConfigError(f"jobs.{name}", problem)
-    if jobs.auth == "none" and jobs.token_file is not None:
-        problem = f"{jobs.token_file!r} contradicts jobs.auth 'none'; unset one"
-        raise ConfigError("jobs.token_file", problem)
+    else:
+        access_of(config).check()
 
 
 def inspect(config: Config, arch: Architecture) -> None:

@@ -1,4 +1,4 @@
-"""The service's door: HTTP and JSON, nothing else on the wire.
+"""The service behind HTTP: JSON, and nothing else on the wire. Who is served: moetrain.access.
 
     POST   /v1/jobs                       {"id", "seed"}: a new job
     GET    /v1/jobs/ID                    how it is doing
@@ -17,7 +17,6 @@ or has failed has an ``error``, one line.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -44,14 +43,14 @@ class TooLarge(Exception):
     """The body of a request has too many bytes."""
 
 
-def make_app(service: Service, token: str | None) -> Starlette:
-    """The server of ``service``, for those who have ``token``; None: for everybody."""
-    return _Door(service, token).app
+def make_app(service: Service) -> Starlette:
+    """The server of ``service``; who may ask it: :mod:`moetrain.access`."""
+    return _Door(service).app
 
 
 class _Door:
-    def __init__(self, service: Service, token: str | None) -> None:
-        self.service, self.token = service, token
+    def __init__(self, service: Service) -> None:
+        self.service = service
         self.most_bytes = service.config.jobs.max_request_mib << 20
         job = "/v1/jobs/{job}"
         table = [
@@ -64,16 +63,16 @@ class _Door:
             (job + "/answers/{number}", "GET", self.answer),
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
-        self.app = Starlette(routes=[Route(p, self._guarded(f), methods=[m]) for p, m, f in table])
+        self.app = Starlette(
+            routes=[Route(p, self._answering(f), methods=[m]) for p, m, f in table]
+        )
 
-    def _guarded(
+    def _answering(
         self, handler: Callable[[HTTPRequest], Awaitable[Response]]
     ) -> Callable[[HTTPRequest], Awaitable[Response]]:
-        """``handler`` for who may come in, with errors as answers."""
+        """``handler``, with errors as answers."""
 
         async def handle(request: HTTPRequest) -> Response:
-            if not self._may_come_in(request):
-                return _error(401, "no bearer token, or another than the service's")
             try:
                 return await handler(request)
             except Unknown:
@@ -90,14 +89,6 @@ class _Door:
                 return _error(507, f"it could not be kept, and was not taken up: {error.strerror}")
 
         return handle
-
-    def _may_come_in(self, request: HTTPRequest) -> bool:
-        if self.token is None:
-            return True
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode(), self.token.encode()
-        )
 
     async def _body(self, request: HTTPRequest) -> Any:
         """The JSON that was sent; nothing is an empty object."""

@@ -16,10 +16,10 @@ from moetrain.passes import Totals
 
 
 class Pending(NamedTuple):
-    """What forward_backward has left for the next step; tensors are in host memory."""
+    """What forward_backward has left for the next step."""
 
-    gradients: list[tuple[torch.Tensor, torch.Tensor] | None]
-    """Each bucket's, and its squares; None: it has none yet."""
+    gradients: dict[str, torch.Tensor]
+    """In host memory: those of buckets that have any, and their squares, by bucket."""
     since_step: list[Totals]
 
 
@@ -40,11 +40,13 @@ class SharedEngine(Engine):
         """The gradients of the step so far, which the engine forgets; None: there are none."""
         if self.is_between_steps:
             return None
-        kept = []
-        for bucket in self.fsdp.buckets:
-            tensors = (bucket.gradient_N, bucket.squares_B) if bucket.has_gradient else ()
-            found = [to_host(tensor) for tensor in tensors if tensor is not None]
-            kept.append((found[0], found[1]) if found else None)
+        kept = {}
+        for i, bucket in enumerate(self.fsdp.buckets):
+            if bucket.has_gradient:
+                assert bucket.gradient_N is not None
+                assert bucket.squares_B is not None
+                kept |= {f"{i}.gradient": to_host(bucket.gradient_N)}
+                kept |= {f"{i}.squares": to_host(bucket.squares_B)}
         pending = Pending(kept, self._since_step)
         self._forget()
         return pending
@@ -55,16 +57,17 @@ class SharedEngine(Engine):
         self._forget()
         if pending is None:
             return
-        for bucket, kept in zip(self.fsdp.buckets, pending.gradients, strict=True):
-            if kept is not None:
-                gradient_N, squares_B = kept
-                if bucket.gradient_N is None:
-                    bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), torch.float32)
-                if bucket.squares_B is None:
-                    bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
-                bucket.gradient_N.copy_(gradient_N, non_blocking=True)
-                bucket.squares_B.copy_(squares_B, non_blocking=True)
-                bucket.has_gradient = True
+        for i, bucket in enumerate(self.fsdp.buckets):
+            if (gradient_N := pending.gradients.get(f"{i}.gradient")) is None:
+                continue
+            squares_B = pending.gradients[f"{i}.squares"]
+            if bucket.gradient_N is None:
+                bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), torch.float32)
+            if bucket.squares_B is None:
+                bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
+            bucket.gradient_N.copy_(gradient_N, non_blocking=True)
+            bucket.squares_B.copy_(squares_B, non_blocking=True)
+            bucket.has_gradient = True
         self._since_step = list(pending.since_step)
 
     def forget(self) -> None:

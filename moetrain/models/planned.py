@@ -13,7 +13,7 @@ from moetrain.config import Config
 from moetrain.models.architecture import Architecture
 from moetrain.models.lora import add_adapters
 from moetrain.models.registry import find_family
-from moetrain.models.rules import Rule, parameter_rules, train_only
+from moetrain.models.rules import Rule, narrowed, parameter_rules, train_only
 from moetrain.models.transformer import Transformer, build_model
 
 
@@ -43,4 +43,5 @@ def plan_model(
     rules = parameter_rules(find_family(arch).plan(arch), model)
     drawn = {"kaiming": config.lora.init}
     rules = {n: replace(rule, init=drawn.get(rule.init, rule.init)) for n, rule in rules.items()}
-    return model, train_only(rules, config.train.freeze, dtype)
+    rules = train_only(rules, config.train.freeze, dtype)
+    return model, narrowed(rules) if config.lora.base_dtype == "float8" else rules

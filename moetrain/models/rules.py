@@ -44,6 +44,9 @@ from moetrain.config import ConfigError
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
 
+SCALED = 32
+"""Numbers of a narrow parameter that have a scale, of one byte, together."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -60,6 +63,13 @@ class Rule:
     storage: torch.dtype = torch.float32
     """What a rank's shard is stored in; other than fp32 only if it is not trained."""
     trainable: bool = True
+    is_narrow: bool = False
+    """Whether a rank's shard is codes of 8 bits, with scales, and is but read in ``storage``."""
+
+    @property
+    def stored_bytes(self) -> float:
+        """Of a number."""
+        return 1 + 1 / SCALED if self.is_narrow else self.storage.itemsize
 
     def __post_init__(self) -> None:
         if self.trainable and self.storage != torch.float32:
@@ -162,6 +172,22 @@ def train_only(
         else rule
         for name, rule in rules.items()
     }
+
+
+def narrowed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """``rules`` with frozen matrices of blocks narrow: neither norms and biases, which are small,
+    nor routers, embedding and head, whose rounding costs most (as QLoRA leaves them)."""
+    return {
+        name: replace(rule, is_narrow=True)
+        if name.startswith("layers.") and is_matrix(rule) and not rule.trainable
+        else rule
+        for name, rule in rules.items()
+    }
+
+
+def is_matrix(rule: Rule) -> bool:
+    """Whether it is of a product's weights, in the compute dtype."""
+    return rule.init == "normal" and rule.decay and rule.gather is None
 
 
 def part_styles(plan: Plan, model: nn.Module) -> dict[str, PartStyle]:

@@ -104,7 +104,9 @@ def reshards(config: Config, world_size: int) -> bool:
     """
     is_staged = config.parallel.pp > 1
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    return config.parallel.reshard_after_forward or recomputes[config.activation.policy]
+    is_widened = config.lora.base_dtype == "float8"  # all blocks at once would be as large as ever
+    reshards = config.parallel.reshard_after_forward or recomputes[config.activation.policy]
+    return reshards or is_widened
 
 
 def _send_tokens(
@@ -199,10 +201,14 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
             continue
         layout, values = member.layout, member.local
         rows, *columns = layout.box
-        if values.device.type != fsdp.device.type:  # whose random numbers are others
+        if member.float8 is not None:
+            values = torch.empty_like(values, dtype=member.rule.storage)
+        elif values.device.type != fsdp.device.type:  # whose random numbers are others
             values = torch.empty_like(values, device=fsdp.device)
         draw(values, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
-        if values is not member.local:
+        if member.float8 is not None:
+            member.float8.write(member.start, values.shape, (slice(0, len(values)),), values)
+        elif values is not member.local:
             member.local.copy_(values)
 
 

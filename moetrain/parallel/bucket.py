@@ -26,8 +26,9 @@ from moetrain.parallel.collectives import (
     all_gather_start,
     reduce_scatter_start,
 )
+from moetrain.parallel.float8 import Float8Shard
 from moetrain.parallel.host import HostShard
-from moetrain.parallel.layout import Layout
+from moetrain.parallel.layout import Layout, Sliced
 from moetrain.parallel.peers import Copied, Peers
 
 Gathering = dist.Work | Copied
@@ -89,11 +90,27 @@ class Member:
     """Where its padded shard lies in the bucket, in numbers; ``layout.padded_numel`` long."""
     share: float
     """Of the value, what a rank uses: 1, or 1/tp where tensor parallel ranks' uses are added up."""
+    float8: Float8Shard | None = None
+    """Of which :attr:`local` is codes; None: it is the values."""
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
         """Of what is as long as the bucket's shard, what lies where this member's piece does."""
         shape = self.layout.local_shape
         return flat_N[self.start :][: shape.numel()].view(shape)
+
+    def read(self) -> torch.Tensor:
+        """This rank's piece as values: :attr:`local`, or a copy."""
+        return self.local if self.float8 is None else self.float8.read(self.start, self.local.shape)
+
+    def write(self, place: tuple[int | slice, ...], tensor: Sliced) -> None:
+        """Copy what is here of ``parameter[place] = tensor``, of which only that is read."""
+        if (overlap := self.layout.overlap(place)) is None:
+            return
+        here, there = overlap
+        if self.float8 is None:
+            self.local[here].copy_(tensor[there])
+        else:
+            self.float8.write(self.start, self.local.shape, here, tensor[there])
 
 
 class Twin(NamedTuple):
@@ -125,6 +142,8 @@ class Bucket:
     """Where its gradient lies."""
     host: HostShard | None = None
     """Of which :attr:`shard_N` is the master; None: the shard is on the device."""
+    float8: Float8Shard | None = None
+    """Of which :attr:`shard_N` is the codes, and which is gathered; None: the shard is values."""
     gradient_N: torch.Tensor | None = None
     """fp32, this step's; None: there is none yet, or never."""
     squares_B: torch.Tensor | None = None
@@ -173,7 +192,7 @@ class Bucket:
     @property
     def needs_copies(self) -> bool:
         """Whether members must be copied out of what a gather gives, rank by rank."""
-        return len(self.members) > 1 and self.group.size() > 1
+        return self.float8 is not None or (len(self.members) > 1 and self.group.size() > 1)
 
     # ---- the shard as it is gathered -----------------------------------------------------------
 
@@ -251,12 +270,14 @@ class Bucket:
     @property
     def gathered_bytes(self) -> int:
         """Of what a gather writes."""
+        if self.float8 is not None:
+            return aligned(self.group.size() * self.float8.bytes.numel())
         return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
 
     @property
     def staging_bytes(self) -> int:
         """Of what is gathered to be copied out."""
-        return self.gathered_bytes if self.needs_copies else 0
+        return self.gathered_bytes if self.needs_copies and self.group.size() > 1 else 0
 
     @property
     def region_bytes(self) -> int:
@@ -291,6 +312,8 @@ class Bucket:
                 self.mark_fresh()
         if self.is_never_sharded:
             return None
+        if self.float8 is not None:
+            return self.float8.start_gather(self.group, staging)
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
@@ -309,6 +332,12 @@ class Bucket:
     def copy_out(self, staging: torch.Tensor) -> None:
         """Copy members from ``staging`` to where they lie, if they are to be copied."""
         if not self.needs_copies:
+            return
+        if self.float8 is not None:
+            bytes_W = self.float8.gathered(self.group.size(), staging)
+            for member, row in zip(self.members, self._rows, strict=True):
+                padded = member.layout.padded_numel
+                self.float8.widen(row.data.view(-1), bytes_W, member.start, padded)
             return
         ranks = self.group.size()
         numbers = ranks * self.shard_N.numel()

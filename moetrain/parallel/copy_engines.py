@@ -6,7 +6,7 @@ optimizer writes it with the master, so that no gather casts; whatever else chan
 seen when the next work begins, and the copy is written anew.
 
 What stays with collectives: buckets of which a rank holds all, those whose master lies on the host
-(its copy comes up while the forward runs), and all-reduces of replicas.
+(its copy comes up while the forward runs), those of codes of 8 bits, and all-reduces of replicas.
 
 Left out on purpose: shards that lie nowhere but in peers' memory. That would spare frozen ones a
 copy, and tie their offloading to the memory of peers.
@@ -104,7 +104,7 @@ def connect(
     place: Place = (socket.gethostname(), device.index)
     places: list[Place] = [place] * everyone.size()
     dist.all_gather_object(places, place, group=everyone)
-    travelling = [b for b in buckets if b.group.size() > 1 and b.host is None]
+    travelling = [b for b in buckets if b.group.size() > 1 and not (b.host or b.float8)]
     groups = {b.group.group_name: b.group for b in travelling}
     reasons: dict[str, str | None] = {}
     for name, group in groups.items():
@@ -144,7 +144,7 @@ def peer_bytes(
         rule, cut = rules[name], 1
         if isinstance(STYLES[rule.style], Shard):
             cut = dims.ep if rule.style == "expert" else dims.tp
-        if dims.sharding_ranks == cut:  # nobody has another part
+        if dims.sharding_ranks == cut or rule.is_narrow:  # nobody has another part, or none reads it
             continue
         size = numels[name] * (rule.gather or dtype).itemsize / cut
         on_device = 1 - config.optim.offload_fraction * rule.trainable

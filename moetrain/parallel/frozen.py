@@ -31,7 +31,7 @@ def fingerprint(members: Mapping[str, Member], stages: Stages, world: World) -> 
     sums = torch.zeros(len(frozen), dtype=torch.int64, device=world.device)
     for i, (name, entry) in enumerate(frozen.items()):
         if name in members and entry.holders[0] == stages.rank:
-            sums[i] = _checksum(members[name].layout, members[name].local)
+            sums[i] = _checksum(members[name].layout, members[name].read())
     rows = zip(frozen.items(), world.sum_all(sums).tolist(), strict=True)
     lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -384,9 +384,13 @@ class FSDP:
         self.reduce(unit, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
+        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'.
+
+        Raises :class:`~moetrain.parallel.arena.Away` as :meth:`settle`.
+        """
+        self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
-            member.layout.write(member.local, place, tensor)
+            member.write(place, tensor)
 
     # ---- the step ------------------------------------------------------------------------------
 

@@ -194,24 +194,27 @@ class Layout:
         dim, group = placement.dim, self.mesh.get_group(1)
         return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
 
-    def write(self, local: torch.Tensor, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Copy what ``local`` holds of ``whole[place] = tensor``, of which only that is read."""
+    def overlap(
+        self, place: tuple[int | slice, ...]
+    ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
+        """Of ``whole[place]`` what lies here: where in this rank's piece, and where in what was
+        asked for; None: nothing does."""
         target: list[int | slice] = []
         source: list[slice] = []
         for dim, mine in enumerate(self.box):
             index = place[dim] if dim < len(place) else slice(None)
             if isinstance(index, int):
                 if not mine.start <= index < mine.stop:
-                    return
+                    return None
                 target.append(index - mine.start)
                 continue
             start, stop, _ = index.indices(self.shape[dim])
             low, high = max(start, mine.start), min(stop, mine.stop)
             if low >= high:
-                return
+                return None
             target.append(slice(low - mine.start, high - mine.start))
             source.append(slice(low - start, high - start))
-        local[tuple(target)].copy_(tensor[tuple(source)])
+        return tuple(target), tuple(source)
 
 
 def chunk_of(size: int, ranks: int, rank: int) -> slice:

@@ -16,6 +16,7 @@ from torch import nn
 from moetrain.kernels.adamw import BLOCK
 from moetrain.models.rules import Rule, is_adapter
 from moetrain.parallel.bucket import Bucket, Member
+from moetrain.parallel.float8 import Float8Shard
 from moetrain.parallel.fsdp import FSDP
 from moetrain.parallel.host import HostShard, Link
 from moetrain.parallel.layout import Layout
@@ -63,7 +64,7 @@ def shard_model(
                 members[name] = Member(owner, key, parameter, parameter, layout, rule, 0, share)
                 is_large = rule.style == "expert" and not is_adapter(name)
                 alike = name if is_large else layout.group
-                kind = (alike, rule.gather, rule.storage, rule.trainable)
+                kind = (alike, rule.gather, rule.storage, rule.is_narrow, rule.trainable)
                 groups.setdefault(kind, []).append(members[name])
         found.append(list(groups.values()))
     trained = [g for unit in found for g in unit if g[0].rule.trainable]
@@ -107,19 +108,22 @@ def _make_bucket(
 ) -> Bucket:
     """``link``: to the host, if the master is to lie there."""
     *starts, size = _places(members)
-    rule, host = members[0].rule, None
+    rule, host, float8 = members[0].rule, None, None
     gathered = rule.gather or dtype
     if link is not None:
         host = HostShard(size, gathered, link, fsdp.weights)
         shard_N = host.master_N
+    elif rule.is_narrow:
+        float8 = Float8Shard(size, gathered, fsdp.weights)
+        shard_N = float8.codes_N
     else:
         shard_N = fsdp.weights.empty(size, rule.storage).zero_()
     for member, start in zip(members, starts, strict=True):
-        member.start = start
+        member.start, member.float8 = start, float8
         member.local = member.piece_of(shard_N)
         here = member.local if host is None else member.piece_of(host.copy_N)
         member.parameter = nn.Parameter(
             member.layout.dtensor(here), requires_grad=member.rule.trainable
         )
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, gathered, fsdp.gradients, host)
+    return Bucket(members, shard_N, gathered, fsdp.gradients, host, float8)

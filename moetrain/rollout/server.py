@@ -92,8 +92,7 @@ class _Server:
             updates = answer.updates()
             first = await anext(updates)
         except (ValueError, ConfigError) as error:  # RequestError is a ValueError
-            problem = {"message": str(error), "type": "invalid_request_error"}
-            return JSONResponse({"error": problem}, 400)
+            return JSONResponse(error_body(str(error)), 400)
         return StreamingResponse(answer.events(first, updates), media_type="text/event-stream")
 
 
@@ -264,6 +263,11 @@ class _Answer:
 
     def _name(self, token: int) -> str:
         return self.server.tokenizer.decode([token])
+
+
+def error_body(problem: str) -> dict[str, Any]:
+    """What a client of this protocol is told, as JSON."""
+    return {"error": {"message": problem, "type": "invalid_request_error"}}
 
 
 def _is_ids(value: object) -> bool:

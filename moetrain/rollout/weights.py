@@ -173,7 +173,7 @@ class WeightUpdate:
         """Copy; what the generator has under way goes on with the new weights. Collective."""
         self.engine.fsdp.settle()
         for pair in self._here:
-            pair.target.copy_(pair.member.local)
+            pair.target.copy_(pair.member.read())
         under_way: _Gather | None = None
         for gather in self._gathers:
             gather.start()
@@ -252,13 +252,13 @@ class _Gather:
         if self._is_direct:
             (pair,) = self.pairs
             # As bytes here too: gloo does not know every dtype.
-            self._sent_N = pair.member.local.detach().to(pair.target).view(-1)
+            self._sent_N = pair.member.read().detach().to(pair.target).view(-1)
             self._received_WN = pair.target.view(self.group.size(), -1)
         else:
             self._sent_N = self.pairs[0].target.new_empty(self.size, dtype=torch.uint8)
             self._received_WN = self._sent_N.new_empty(self.group.size(), self.size)
             for pair, start in zip(self.pairs, self._starts, strict=True):
-                local = pair.member.local
+                local = pair.member.read()
                 _slot(self._sent_N, start, local.shape, pair.target.dtype).copy_(local)
         bytes_N, bytes_WN = (x.view(torch.uint8) for x in (self._sent_N, self._received_WN))
         _, self._work = all_gather_start(bytes_N, self.group, bytes_WN)

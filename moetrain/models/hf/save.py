@@ -205,7 +205,7 @@ def check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def what_does_not_fit(
-    model: Transformer, here: Mapping[str, torch.Tensor], dtype: ExportDtype
+    model: Transformer, here: Mapping[str, Callable[[], torch.Tensor]], dtype: ExportDtype
 ) -> str:
     """Of parts ``here`` of parameters, the first with a number that an export cannot hold."""
     dtypes = export_dtypes(model, dtype)
@@ -214,7 +214,7 @@ def what_does_not_fit(
     for (parameter, wanted), name in {(p, dtypes[n]): n for n, p, _ in pieces}.items():
         if parameter in here:
             try:
-                check_fits(name, here[parameter], wanted)
+                check_fits(name, here[parameter](), wanted)
             except ConfigError as error:
                 return error.problem
     return ""
