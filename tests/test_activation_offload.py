@@ -24,7 +24,7 @@ from moetrain.models import (
 from moetrain.parallel import activation_offload
 from moetrain.parallel.activation_offload import (
     ActivationOffload,
-    Away,
+    HostCopy,
     HostPages,
     offload_activations,
     stays,
@@ -122,7 +122,7 @@ def test_pages_are_used_again_and_nothing_is_left():
         model.zero_grad()
         pages.append(done.host.num_pages)
         assert len(done.host.free) == pages[-1]
-        assert not [x for x in gc.get_objects() if isinstance(x, Away)]
+        assert not [x for x in gc.get_objects() if isinstance(x, HostCopy)]
     assert pages[0] > 0
     assert len(set(pages[2:])) == 1  # routing varies, and so do sizes
     assert max(pages) <= min(pages) + activation_offload.PAGES
@@ -273,16 +273,18 @@ class Races:
     def __init__(self, patch):
         self.current = Stream()
         self.accesses, self.num_copies, self.found = {}, 0, set()
-        empty, copy, leave, storage = torch.empty, HostPages._copy, Away.leave, Away.storage
-        delete = Away.__del__
+        empty, copy, leave, storage = torch.empty, HostPages._copy, HostCopy.leave, HostCopy.storage
+        delete = HostCopy.__del__
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "stream", nullcontext)
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
         patch.setattr(HostPages, "_copy", lambda *args: self.copied(copy, *args))
-        patch.setattr(Away, "leave", lambda away: self.used(leave, away, lambda: away.stream))
-        patch.setattr(Away, "__del__", lambda away: self.used(delete, away, lambda: away.stream))
-        patch.setattr(Away, "storage", lambda away: self.used(storage, away, lambda: self.current))
+        patch.setattr(HostCopy, "leave", lambda one: self.used(leave, one, lambda: one.stream))
+        patch.setattr(HostCopy, "__del__", lambda one: self.used(delete, one, lambda: one.stream))
+        patch.setattr(
+            HostCopy, "storage", lambda one: self.used(storage, one, lambda: self.current)
+        )
 
     def copied(self, copy, host, stream, waits, pairs):
         event = copy(host, stream, waits, pairs)
@@ -295,10 +297,10 @@ class Races:
             stream.known |= {self.num_copies}
         return stream.record_event()
 
-    def used(self, method, away, stream):
-        was_here, result = away.here, method(away)
-        if was_here is not None or away.here is not None:
-            waited = away.last.known <= stream().known
+    def used(self, method, one, stream):
+        was_here, result = one.here, method(one)
+        if was_here is not None or one.here is not None:
+            waited = one.last.known <= stream().known
             self.found |= set() if waited else {f"a copy is not waited for in {method.__name__}"}
         return result
 
@@ -396,13 +398,13 @@ def test_auto_fills_the_link_and_no_more(x):
     done.allowance = lambda number, x: each
     left = []
 
-    class Count(Away):
+    class Count(HostCopy):
         def leave(self):
             left.append(done._clock)
             super().leave()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload, "Away", Count)
+        patch.setattr(activation_offload, "HostCopy", Count)
         run(x).sum().backward()
     assert done.host.bytes_down == (blocks - 2) * each
     # Not before the link has had the time, from the second block on; and soon after that.

@@ -26,6 +26,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 POSITIONS = 2048
+CHATS = 1100
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,10 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
-    """2,000 conversations of 30 to 200 tokens, most of them short, with something to learn."""
+    """Conversations of 30 to 200 tokens, most of them short, with something to learn."""
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     with file.open("w") as lines:
-        for i in range(2000):
+        for i in range(CHATS):
             messages = [
                 {"role": "user", "content": f"{i} + {i + 1}?"},
                 {"role": "assistant", "content": f"{2 * i + 1}."},
@@ -109,7 +110,7 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
     packed = re.findall(
         r"packed ([\d,]+) conversations into ([\d,]+) rows .*\((.*)% full\)", caplog.text
     )
-    assert sum(int(count.replace(",", "")) for count, _, _ in packed) == 2000
+    assert sum(int(count.replace(",", "")) for count, _, _ in packed) == CHATS
     assert float(packed[0][2]) >= 95
     assert "longer than a row" not in caplog.text
     exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")

@@ -5,6 +5,7 @@ over packed documents of uneven length.
 """
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -18,7 +19,7 @@ from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.loss import routing_losses
 from moetrain.metrics import SilentLog, read_metrics
-from moetrain.parallel import apply
+from moetrain.parallel import apply, mesh
 from moetrain.trainer import Trainer
 
 STEPS = 3
@@ -54,16 +55,16 @@ VARIANTS = {
     "compile+reshard": ["compile.enabled=yes", "parallel.reshard_after_forward=yes"],
     "accumulate": ["train.micro_batch_size=1"],
     "accumulate+last": ["train.micro_batch_size=1", "parallel.reduce_at=last"],
-    "kernels": ["kernels.backend=triton", "compile.enabled=yes"],
+    "compile+accumulate": ["compile.enabled=yes", "train.micro_batch_size=1"],
 }
-# What a variant is about shows in these layouts; the others are with every one. (The interpreter of
-# the kernels is slow besides.)
+# What a variant is about shows in these layouts; the others are with every one. (Several micro-
+# batches are counted ahead, for which every block is compiled once more.)
 ONLY = {
     2: {
         "recompute": ["ep", "tp"],
         "compile": ["ddp", "tp+ep"],
         "accumulate+last": ["dp", "ep"],
-        "kernels": ["ep"],
+        "compile+accumulate": ["tp+ep"],
         "selective": ["ep"],
         "compile+selective": ["ep", "tp+ep"],
         "reshard": ["dp", "ep"],
@@ -73,7 +74,7 @@ ONLY = {
         "recompute": ["hsdp+ep", "dp+tp+ep"],
         "compile": ["ep+efsdp", "hsdp+tp+ep"],
         "accumulate+last": ["hsdp", "ep+efsdp", "dp+tp"],
-        "kernels": [],
+        "compile+accumulate": ["dp+tp"],
         "selective": ["ep+efsdp"],
         "compile+selective": ["ep+efsdp"],
         "reshard": ["dp", "ep+efsdp"],
@@ -150,14 +151,21 @@ def run(words, pads=False):
     return torch.tensor(eager), gradients, biases
 
 
+def compiled_for(item):
+    """What decides about a run's blocks: not how data-parallel ranks share parameters."""
+    return [w for w in item[1] if not w.startswith(("parallel.dp_", "parallel.reshard"))]
+
+
 def run_layouts(runs):
     """``run`` of every layout on this rank; rank 0's answers."""
     if not torch.cuda.is_available():
         apply.compile_blocks = functools.partial(apply.compile_blocks, backend="aot_eager")
+    mesh._Groups = functools.cache(mesh._Groups)  # one cut's groups are every layout's
     answers = {}
-    for name, words in runs.items():
-        torch.compiler.reset()  # another layout's graphs are no recompilations of this one's
-        answers[name] = run(words, pads="pads" in name)
+    for _, alike in itertools.groupby(sorted(runs.items(), key=compiled_for), key=compiled_for):
+        torch.compiler.reset()  # other layouts' graphs are no recompilations of these ones'
+        for name, words in alike:
+            answers[name] = run(words, pads="pads" in name)
     return answers if dist.get_rank() == 0 else None
 
 
@@ -176,16 +184,15 @@ def test_every_mesh_gives_the_single_process_answer(world, family, tiny_words):
 
 def plan_runs(world, words, layouts, variants):
     """The words of every run, by layout and variant."""
-    runs = {
-        f"{layout} {variant}": [*words, *LAYOUTS[world][layout], *VARIANTS[variant]]
-        for layout in layouts
-        for variant in variants
-        if layout in ONLY[world].get(variant, layouts)
-    }
-    return {
-        name: [*w, f"train.micro_batch_size={8 // world}"] if "accumulate" not in name else w
-        for name, w in runs.items()
-    }
+    runs = {}
+    for variant in variants:
+        for layout in layouts:
+            if layout in ONLY[world].get(variant, layouts):
+                ranks = world // (2 if "tp" in layout else 1)  # those with rows of their own
+                whole = f"train.micro_batch_size={8 // ranks}"
+                own = [*LAYOUTS[world][layout], *VARIANTS[variant]]
+                runs[f"{layout} {variant}"] = [*words, whole, *own]
+    return runs
 
 
 def check(world, words, runs, tolerance, *, step_tolerance=None, device_type="cpu", pads=False):
@@ -213,6 +220,13 @@ def compare(answers, expected, tolerance, step_tolerance=None):
             assert error <= tolerance, f"{name}: gradient of {parameter} is off by {error:.1e}"
         for buffer, bias in biases.items():
             assert torch.equal(bias, expected[2][buffer]), f"{name}: {buffer}"
+
+
+def test_kernels_beside_experts_of_several_ranks(tiny_words):
+    """Compiled; with short rows, as their interpreter takes each token by itself."""
+    words = words_of(tiny_words, "data.seq_len=8")
+    own = ["kernels.backend=triton", "compile.enabled=yes", "train.micro_batch_size=4"]
+    check(2, words, {"ep kernels": [*words, *LAYOUTS[2]["ep"], *own]}, TOLERANCE)
 
 
 def test_pads_on_every_mesh(tiny_words):

@@ -23,7 +23,8 @@ Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one par
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +34,7 @@ from moetrain.kernels.spec import Case, Cost, Inputs, KernelSpec, normal, unifor
 
 BLOCK, WARPS = 1024, 4  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
 STATE_DTYPES = (torch.float32, torch.bfloat16)
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Settings(NamedTuple):
@@ -93,7 +95,8 @@ def adamw(
     Raises:
         ValueError: shapes, dtypes or strides other than these.
     """
-    _check(param_N, grad_N, avg_N, avg_sq_N, decays_B, origins_B, out_N)
+    flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
+    _check(flat if out_N is None else flat | {"out": out_N}, decays_B, origins_B)
     tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B)
     if use_fast(backend, param_N):
         # torch 2.11 takes nothing but tensors where an op writes.
@@ -108,25 +111,13 @@ def adamw(
 
 
 def _check(
-    param_N: torch.Tensor,
-    grad_N: torch.Tensor,
-    avg_N: torch.Tensor,
-    avg_sq_N: torch.Tensor,
-    decays_B: torch.Tensor,
-    origins_B: torch.Tensor | None,
-    out_N: torch.Tensor | None,
+    flat: Mapping[str, torch.Tensor], decays_B: torch.Tensor, origins_B: torch.Tensor | None
 ) -> None:
-    shape, blocks = param_N.shape, -(-param_N.numel() // BLOCK)
-    wide, state = (torch.float32,), avg_N.dtype
-    for name, tensor, dtypes in (
-        ("param", param_N, wide),
-        ("grad", grad_N, wide),
-        ("avg", avg_N, STATE_DTYPES),
-        ("avg_sq", avg_sq_N, (state,)),
-        ("out", out_N, (torch.float32, torch.bfloat16, torch.float16)),
-    ):
-        if tensor is None:
-            continue
+    shape, state = flat["param"].shape, flat["avg"].dtype
+    blocks = -(-shape.numel() // BLOCK)
+    takes = {"avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
+    for name, tensor in flat.items():
+        dtypes = takes.get(name, (torch.float32,))
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
             raise ValueError(
                 f"adamw: {name} was given as {tensor.dtype} {tuple(tensor.shape)} with strides "
@@ -304,26 +295,17 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     }
 
 
-def _fast(
-    param_N: torch.Tensor,
-    grad_N: torch.Tensor,
-    avg_N: torch.Tensor,
-    avg_sq_N: torch.Tensor,
-    *others: object,
-    out_dtype: torch.dtype,
-    **settings: object,
-) -> tuple[torch.Tensor, ...]:
+def _fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
     """Without touching its inputs, so that it can run twice on them."""
-    changed = [x.clone() for x in (param_N, avg_N, avg_sq_N)]
-    out_N = torch.empty_like(param_N, dtype=out_dtype)
-    param_N, avg_N, avg_sq_N = changed
-    adamw(param_N, grad_N, avg_N, avg_sq_N, *others, out_N=out_N, backend="triton", **settings)  # pyright: ignore
-    return param_N, avg_N, avg_sq_N, out_N
+    inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
+    out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
+    adamw(**inputs, out_N=out_N, backend="triton")
+    return inputs["param_N"], inputs["avg_N"], inputs["avg_sq_N"], out_N
 
 
-def _reference(*tensors: torch.Tensor, out_dtype: torch.dtype, **others: object):
+def _reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
     """As :func:`_fast`, of what is as wide as its inputs."""
-    found = adamw_reference(*tensors, **others)  # pyright: ignore
+    found = adamw_reference(**inputs)
     return *found, found[0]
 
 

@@ -133,7 +133,7 @@ class HostPages:
         return stream.record_event()
 
 
-class Away:
+class HostCopy:
     """A storage of which the host has a copy. It goes, and gives its pages back, with the last
     tensor that was saved in it."""
 
@@ -210,35 +210,35 @@ class Kept(NamedTuple):
 class Sent(NamedTuple):
     """What autograd saves of a tensor that does not."""
 
-    away: Away
+    copy: HostCopy
     dtype: torch.dtype
     place: tuple[Any, ...]
     """Where in the storage: offset, shape, strides."""
 
     def get(self) -> torch.Tensor:
-        storage = self.away.storage()
+        storage = self.copy.storage()
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.place)
 
 
 class Stash:
     """What one call of a block has saved."""
 
-    def __init__(self, foreign: frozenset[int], send: Callable[[Any], Away | None]) -> None:
+    def __init__(self, foreign: frozenset[int], send: Callable[[Any], HostCopy | None]) -> None:
         self._foreign, self._send = foreign, send
-        self._found: dict[int, Away | None] = {}
+        self._found: dict[int, HostCopy | None] = {}
         """By address; only while the block runs, as a graph alone decides how long things live."""
-        self.aways: list[ref[Away]] = []
+        self.copies: list[ref[HostCopy]] = []
 
     def pack(self, x: torch.Tensor) -> Kept | Sent:
         """For autograd, which is saving ``x``."""
         saved = x.detach()  # the graph that saves what a node of it gives would else hold itself
-        away = self._away_of(saved)
-        if away is None:
+        copy = self._copy_of(saved)
+        if copy is None:
             return Kept(saved, x._version)
-        away.saved.append((saved, x._version))
-        return Sent(away, x.dtype, (x.storage_offset(), x.shape, x.stride()))
+        copy.saved.append((saved, x._version))
+        return Sent(copy, x.dtype, (x.storage_offset(), x.shape, x.stride()))
 
-    def _away_of(self, x: torch.Tensor) -> Away | None:
+    def _copy_of(self, x: torch.Tensor) -> HostCopy | None:
         if type(x) is not torch.Tensor or x.layout != torch.strided:  # one that is under way, say
             return None
         storage = x.untyped_storage()
@@ -246,9 +246,9 @@ class Stash:
         if address in self._foreign or storage.nbytes() < SMALLEST:
             return None
         if address not in self._found:
-            self._found[address] = away = self._send(storage)
-            if away is not None:
-                self.aways.append(ref(away))
+            self._found[address] = copy = self._send(storage)
+            if copy is not None:
+                self.copies.append(ref(copy))
         return self._found[address]
 
     def close(self) -> None:
@@ -257,9 +257,9 @@ class Stash:
 
     def come_back(self) -> None:
         """Begin to have on the device all that is still needed, what was saved last first."""
-        for at in reversed(self.aways):
-            if (away := at()) is not None:
-                away.come_back()
+        for at in reversed(self.copies):
+            if (copy := at()) is not None:
+                copy.come_back()
 
 
 class ActivationOffload:
@@ -294,7 +294,7 @@ class ActivationOffload:
         """Blocks begun; and when, in blocks, the link will have done what it was given."""
         self._per_block = math.inf
         """What the link carries in one; without ``auto`` nobody asks whether it does."""
-        self._leaving: deque[tuple[float, ref[Away]]] = deque()
+        self._leaving: deque[tuple[float, ref[HostCopy]]] = deque()
         """What is on its way, and when, in blocks, it is to leave the device."""
         self._seen = self._sent = self._allowed = self._room = 0.0
         """Bytes of large storages, of those that travel, and that ``auto`` lets travel, since the
@@ -334,11 +334,11 @@ class ActivationOffload:
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
         while self._leaving and self._leaving[0][0] <= self._clock:
-            if (away := self._leaving.popleft()[1]()) is not None:
-                away.leave()
+            if (copy := self._leaving.popleft()[1]()) is not None:
+                copy.leave()
         return before
 
-    def _send(self, storage: torch.UntypedStorage) -> Away | None:
+    def _send(self, storage: torch.UntypedStorage) -> HostCopy | None:
         """It on its way, unless that would be too much."""
         size = storage.nbytes()
         self._seen += size
@@ -349,9 +349,9 @@ class ActivationOffload:
         self._room -= size
         # A compiled block saves all at its end; then there is the next one to copy beside.
         self._busy_until = max(self._busy_until, self._clock + 1) + size / self._per_block
-        away = Away(self.host, storage)
-        self._leaving.append((max(self._busy_until, self._clock + 2), ref(away)))
-        return away
+        copy = HostCopy(self.host, storage)
+        self._leaving.append((max(self._busy_until, self._clock + 2), ref(copy)))
+        return copy
 
 
 def _unpack(saved: Kept | Sent) -> torch.Tensor:
