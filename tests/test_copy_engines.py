@@ -42,7 +42,7 @@ RUNS = {
     },
     4: {
         "dp": [],
-        "reshard": ["parallel.reshard_after_forward=yes"],
+        "reshard": ["parallel.reshard_after_forward=2"],
         "last": ["parallel.reduce_at=last"],
         "ep": ["parallel.ep=2"],
         "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
