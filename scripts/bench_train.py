@@ -100,6 +100,9 @@ def bench(config: Config, steps: int) -> dict[str, Any] | None:
     each = [seconds_between(*pair) for pair in itertools.pairwise(moments)]
     rate = (trainer.tokens - tokens) / steps / seconds / trainer.world.size
     breakdown = profile_step(trainer)
+    waits = {part: ms for part, ms in breakdown.items() if part == "idle" or "exposed" in part}
+    meeting = trainer.world.meeting
+    by_rank = [] if meeting is None else meeting.gather(json.dumps(waits))
     row = {
         "settings": config.describe(),
         "hardware": f"{trainer.world.size} x {device_name(trainer.device)}",
@@ -116,6 +119,7 @@ def bench(config: Config, steps: int) -> dict[str, Any] | None:
         "first_loss": losses[0].item(),
         "last_loss": losses[-1].item(),
         "step_ms": breakdown,
+        "waits_ms_by_rank": [json.loads(text) for text in by_rank],
     }
     trainer.world.leave()
     return row if trainer.world.is_main else None
@@ -149,8 +153,6 @@ def profile_step(trainer: Trainer) -> dict[str, float]:
     with new_profiler(trainer.device) as profiler:
         trainer.train_step()
         wait(trainer)
-    if not trainer.world.is_main:
-        return {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -236,6 +238,8 @@ def report(row: dict[str, Any]) -> str:
     ]
     step = row["step_ms"].get("step")
     lines += [f"  {ms:8.2f} ms {ms / step:6.1%}  {part}" for part, ms in row["step_ms"].items()]
+    for rank, waits in enumerate(row["waits_ms_by_rank"]):
+        lines.append(f"  rank {rank} " + ", ".join(f"{k} {ms:.1f}" for k, ms in waits.items()))
     return "\n".join(lines)
 
 

@@ -11,7 +11,6 @@ import pickle
 import signal
 import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -43,7 +42,7 @@ RUNS = {
     },
     4: {
         "dp": [],
-        "reshard": ["parallel.reshard_after_forward=yes"],
+        "reshard": ["parallel.reshard_after_forward=2"],
         "last": ["parallel.reduce_at=last"],
         "ep": ["parallel.ep=2"],
         "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
@@ -293,31 +292,39 @@ def dies_in_the_middle(words):
             os.kill(os.getpid(), signal.SIGKILL)
         reduce(*args)
 
-    patient = patch.object(peers, "TIMEOUT", timedelta(seconds=5))  # on a GPU; gloo sees it at once
-    with patch.object(FSDP, "reduce", dying), patient:
+    with patch.object(FSDP, "reduce", dying):
         engine.forward_backward(batches, objective_of(engine))
+        engine.step(1e-2)  # on a GPU its norm is what is waited for in vain
         if world.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def survivor(words, device_type, folder):
-    """What the rank says that was not killed."""
+def survivor(words, device_type, folder, timeout):
+    """What the rank says that was not killed; None: it has died of it."""
     context = multiprocessing.get_context("forkserver")
     call = pickle.dumps((dies_in_the_middle, (words,)))
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     processes = [
         context.Process(
-            target=rank_main, args=(rank, 2, device_type, str(folder), 60.0, call, pipe[1])
+            target=rank_main, args=(rank, 2, device_type, str(folder), timeout, call, pipe[1])
         )
         for rank, pipe in enumerate(pipes)
     ]
     try:
-        for process in processes:
+        for process, pipe in zip(processes, pipes, strict=True):
             process.start()
-        assert pipes[0][0].poll(60.0)
+            pipe[1].close()
+        assert pipes[0][0].poll(3 * timeout)
         processes[1].join(10)
         assert processes[1].exitcode == -signal.SIGKILL
-        return pickle.loads(pipes[0][0].recv_bytes())
+        try:
+            succeeded, said = pickle.loads(pipes[0][0].recv_bytes())
+        except EOFError:
+            processes[0].join(10)
+            assert processes[0].exitcode not in (0, None)
+            return None
+        assert not succeeded
+        return said
     finally:
         for process in processes:
             process.kill()
@@ -325,8 +332,7 @@ def survivor(words, device_type, folder):
 
 
 def test_a_killed_rank_ends_the_others(tmp_path):
-    succeeded, said = survivor([], "cpu", tmp_path)
-    assert not succeeded
+    said = survivor([], "cpu", tmp_path, 30.0)
     assert "in reduce" in said
     assert "onnection" in said
 
@@ -346,9 +352,7 @@ def test_nobody_overwrites_what_a_slow_gpu_still_needs():
 def test_a_killed_rank_ends_the_others_on_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    succeeded, said = survivor(GPU, "cuda", tmp_path)
-    assert not succeeded
-    assert "CUDA error" in said
+    survivor(GPU, "cuda", tmp_path, 40.0)  # NCCL, which has waited for so long, aborts
 
 
 def released_bytes(words):

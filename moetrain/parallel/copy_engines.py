@@ -144,7 +144,7 @@ def peer_bytes(
         rule, cut = rules[name], 1
         if isinstance(STYLES[rule.style], Shard):
             cut = dims.ep if rule.style == "expert" else dims.tp
-        if dims.sharding_ranks == cut or rule.is_narrow:  # nobody has another part, or none reads it
+        if dims.sharding_ranks == cut or rule.is_narrow:  # nobody copies it
             continue
         size = numels[name] * (rule.gather or dtype).itemsize / cut
         on_device = 1 - config.optim.offload_fraction * rule.trainable

@@ -10,7 +10,8 @@ of r's inbox, which r adds up by the kernel that adds up what an all-to-all brin
 the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
 at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
 
-What keeps them apart are barriers, in memory on the device: no host waits. Shards are written by
+What keeps them apart are barriers, in memory on the device: no host waits, and of a rank that is
+gone the next collective tells, the gradients' norm. Shards are written by
 an update, after the gradients' norm was summed over all ranks, and between the two barriers of
 :meth:`Peers.open` and :meth:`Peers.barrier`; they are read only after the second. A reduction has
 one before it writes, when every rank has added up the one before, and one before it adds up.
@@ -38,11 +39,11 @@ from torch.distributed import _symmetric_memory
 from moetrain.annotate import annotate
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.parallel.arena import aligned
-from moetrain.parallel.mapped import count_bytes
-from moetrain.parallel.meeting import TIMEOUT
+from moetrain.parallel.mapped import MemoryOp, count_bytes, do_memory_ops
 
-_SHARDS, _GRADIENTS = 0, 1
+_SHARDS, _GRADIENTS = range(_CHANNELS := 2)
 """Barriers' channels: one for each stream that has barriers."""
+_FLAG_BYTES = 4
 
 
 class PeerMemory(Protocol):
@@ -57,27 +58,47 @@ class PeerMemory(Protocol):
 
 
 class DeviceMemory:
-    """:class:`PeerMemory` of GPUs. Making it is collective, and waits for the host."""
+    """:class:`PeerMemory` of GPUs. Making it is collective, and waits for the host.
+
+    Barriers are counters in memory, one for each pair of ranks and each channel, which streams
+    write and wait for by themselves. A kernel could not: while products hold every SM there is no
+    room for it, so that each would come a product late.
+    """
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
+        self.device, me, ranks = device, group.rank(), group.size()
+        flags = aligned(size)
+        whole = flags + aligned(_CHANNELS * ranks * _FLAG_BYTES)
         torch.cuda.empty_cache()
         try:
             # Not symmetric_memory.empty, which in newer versions keeps what was freed.
-            own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+            own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
         except RuntimeError as error:
             if "out of memory" in str(error):
                 raise torch.OutOfMemoryError(f"{size / 2**30:.2f} GiB for peers: {error}") from None
             raise
+        own[flags:].zero_()
+        torch.cuda.synchronize(device)  # before others, whom this meets next, write there
         handle: Any = _symmetric_memory.rendezvous(own, group)
-        self.parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size())]
+        self.parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
         self._own, self._handle = own, handle  # which parts do not keep
-        count_bytes(device, size)
-        weakref.finalize(self, count_bytes, device, -size).atexit = False
+        self._ops = []
+        for channel in range(_CHANNELS):
+            start = flags + channel * ranks * _FLAG_BYTES
+            others = [r for r in range(ranks) if r != me]
+            writes = [self.parts[r].data_ptr() + start + me * _FLAG_BYTES for r in others]
+            waits = [self.parts[me].data_ptr() + start + r * _FLAG_BYTES for r in others]
+            ops = [*map(MemoryOp.write, writes), *map(MemoryOp.wait, waits)]
+            self._ops.append((MemoryOp * len(ops))(*ops))
+        count_bytes(device, whole)
+        weakref.finalize(self, count_bytes, device, -whole).atexit = False
 
     def barrier(self, channel: int) -> None:
-        milliseconds = int(TIMEOUT.total_seconds() * 1000)
-        self._handle.barrier(channel=channel, timeout_ms=milliseconds)
+        ops = self._ops[channel]
+        for op in ops:
+            op.value = (op.value + 1) % 2**32
+        do_memory_ops(torch.cuda.current_stream(self.device), ops)
 
 
 class MappedMemory:
