@@ -4,6 +4,7 @@ import pytest
 import torch
 from distributed import spawn
 from test_engine import train, weights_of
+from test_jobs import Course, adapter_of, asker, config_of, run_alone
 from test_lora import (
     BASE,
     EVERYTHING,
@@ -16,6 +17,7 @@ from test_lora import (
 from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
+from moetrain.jobs.service import Service
 from moetrain.memory import estimate_memory
 from moetrain.models import build_model, load_hf, resolve_architecture, save_hf
 from moetrain.models.rules import SCALED, is_adapter
@@ -254,6 +256,18 @@ def test_a_run_goes_on_beside_it_alone(tiny):
     assert all(torch.equal(x, found[name]) for name, x in straight.engine.weights())
     with pytest.raises(ConfigError, match=r"other frozen weights.*lora\.base_dtype"):
         Trainer(tiny(*words[:-1], *resume))
+
+
+def test_jobs_learn_beside_it(tmp_path):
+    with Service(config_of(tmp_path / "all", FLOAT8)) as service:
+        names = [service.create(seed=seed)["id"] for seed in range(2)]
+        courses = [Course(seed, asker(service, name)) for seed, name in enumerate(names)]
+        live = courses
+        while live:
+            live = [course for course in live if course.go_on()]
+    for seed, course in enumerate(courses):
+        results, adapter = run_alone(tmp_path / f"{seed}", seed, FLOAT8)
+        assert (course.results, adapter_of(tmp_path / "all", names[seed])) == (results, adapter)
 
 
 def test_who_has_no_adapters_has_no_base():

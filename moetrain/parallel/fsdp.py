@@ -384,10 +384,7 @@ class FSDP:
         self.reduce(unit, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'.
-
-        Raises :class:`~moetrain.parallel.arena.Away` as :meth:`settle`.
-        """
+        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
             member.write(place, tensor)
