@@ -51,13 +51,20 @@ def fail(service, name):
     del service.desk.engine.forward_backward
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """What comes of the jobs on one rank."""
+    folder = tmp_path_factory.mktemp("single")
+    (found,) = spawn(1, serve, folder, [(["model.num_kv_heads=2"], SEEDS)])[0]
+    return found
+
+
 @pytest.mark.parametrize("mesh", ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "dp"])
-def test_jobs_on_two_ranks(tmp_path, mesh):
+def test_jobs_on_two_ranks(tmp_path, mesh, single):
     words = [] if mesh == "dp" else [mesh]
     words += ["train.global_batch_size=4", "model.num_kv_heads=2"]
     alone = [(words, [seed]) for seed in SEEDS]
     together, *each = spawn(2, serve, tmp_path, [(words, SEEDS), *alone], True, timeout=150)[0]
-    (single,) = spawn(1, serve, tmp_path / "one", [(["model.num_kv_heads=2"], SEEDS)])[0]
     for seed, by_itself in zip(SEEDS, each, strict=True):
         assert together[seed] == by_itself[seed]
     for seed in SEEDS:
