@@ -193,10 +193,7 @@ class ActivationSection(Section):
     time. Selective recomputation leaves less to be sent, and has to be compiled for it; full leaves
     nothing."""
 
-    @field_validator("save", mode="before")
-    @classmethod
-    def _split_names(cls, value: Any) -> Any:
-        return split_words(value)
+    _split = field_validator("save", mode="before")(split_words)
 
     @field_validator("offload")
     @classmethod

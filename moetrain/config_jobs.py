@@ -6,11 +6,11 @@ A file of its own, as :mod:`moetrain.config_rl` is. What a job is: :mod:`moetrai
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
-from moetrain.config_sections import Section, split_words
+from moetrain.config_sections import Section, from_home, split_words
 
 
 class JobsSection(Section):
@@ -46,17 +46,10 @@ class JobsSection(Section):
     """Requests of a job, and steps of one that is a file, between its checkpoints. What came after
     the last one is in its log of requests, and is computed again after a restart."""
 
-    @field_validator("files", mode="before")
-    @classmethod
-    def _split_files(cls, value: Any) -> Any:
-        return split_words(value)
+    _from_home = field_validator("token_file")(from_home)
+    _split = field_validator("files", mode="before")(split_words)
 
     @field_validator("files")
     @classmethod
     def _all_from_home(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(os.path.expanduser, value))
-
-    @field_validator("token_file")
-    @classmethod
-    def _from_home(cls, value: str | None) -> str | None:
-        return value and os.path.expanduser(value)

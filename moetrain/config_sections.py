@@ -52,6 +52,11 @@ def split_words(value: Any) -> Any:
     return tuple(word for word in words if word) if isinstance(words, list) else words
 
 
+def from_home(value: str | None) -> str | None:
+    """A path that may begin with ~, which no shell replaces in a file or behind a =."""
+    return value and os.path.expanduser(value)
+
+
 class ModelSection(Section):
     """Which model: a preset or a Hugging Face checkpoint, with optional size overrides."""
 
@@ -118,10 +123,9 @@ class DataSection(Section):
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
     """Length of the synthetic source, in rows."""
 
-    @field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")
-    @classmethod
-    def _from_home(cls, value: str | None) -> str | None:
-        return value and os.path.expanduser(value)  # no shell does so in a file or behind a =
+    _from_home = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
+        from_home
+    )
 
 
 class TrainSection(Section):
@@ -160,10 +164,7 @@ class TrainSection(Section):
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
 
-    @field_validator("freeze", mode="before")
-    @classmethod
-    def _split_patterns(cls, value: Any) -> Any:
-        return split_words(value)
+    _split = field_validator("freeze", mode="before")(split_words)
 
     def micro_batches(self, data_ranks: int = 1) -> int:
         """Micro-batches that each of ``data_ranks`` ranks makes of its part of a global batch.
@@ -222,15 +223,8 @@ class LoraSection(Section):
     """Of routed experts in those files. per_expert: a module for each expert; fused: PEFT's
     target_parameters; auto: as servers of the model's family load them."""
 
-    @field_validator("path")
-    @classmethod
-    def _from_home(cls, value: str | None) -> str | None:
-        return value and os.path.expanduser(value)
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _split_patterns(cls, value: Any) -> Any:
-        return split_words(value)
+    _from_home = field_validator("path")(from_home)
+    _split = field_validator("targets", mode="before")(split_words)
 
     @property
     def scale(self) -> float:
@@ -323,10 +317,7 @@ class CheckpointSection(Section):
                 "is saved then; make it one",
             )
 
-    @field_validator("resume")
-    @classmethod
-    def _from_home(cls, value: str) -> str:
-        return os.path.expanduser(value)
+    _from_home = field_validator("resume")(from_home)
 
 
 WARM_PROFILE_STEPS = 1

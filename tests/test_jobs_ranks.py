@@ -56,14 +56,27 @@ ZBV = "parallel.pp=2 parallel.pp_schedule=zbv model.num_layers=4"
 MESHES = ["parallel.ep=2", "parallel.tp=2", "parallel.pp=2", "dp", INTERLEAVED, ZBV]
 
 
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory):
+    """What comes of the jobs on one rank, of so many layers."""
+    found = {}
+
+    def jobs(*layers):
+        if layers not in found:
+            folder, words = tmp_path_factory.mktemp("single"), [*layers, "model.num_kv_heads=2"]
+            (found[layers],) = spawn(1, serve, folder, [(words, SEEDS)])[0]
+        return found[layers]
+
+    return jobs
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-def test_jobs_on_two_ranks(tmp_path, mesh):
+def test_jobs_on_two_ranks(tmp_path, mesh, on_one):
     words = [] if mesh == "dp" else mesh.split()
-    layers = [word for word in words if "num_layers" in word]
+    single = on_one(*(word for word in words if "num_layers" in word))
     words += ["train.global_batch_size=4", "model.num_kv_heads=2"]
     alone = [(words, [seed]) for seed in SEEDS]
     together, *each = spawn(2, serve, tmp_path, [(words, SEEDS), *alone], True, timeout=150)[0]
-    (single,) = spawn(1, serve, tmp_path / "one", [([*layers, "model.num_kv_heads=2"], SEEDS)])[0]
     for seed, by_itself in zip(SEEDS, each, strict=True):
         assert together[seed] == by_itself[seed]
     for seed in SEEDS:

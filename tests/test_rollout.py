@@ -131,21 +131,21 @@ def test_requests_do_not_notice_each_other(name):
 
 def test_a_thousand_requests_with_arrivals_and_aborts():
     rng = random.Random(0)
-    generator = make_generator(page_size=4, num_pages=80, max_sequences=16, max_tokens=64)
+    generator = make_generator(page_size=4, num_pages=200, max_sequences=40, max_tokens=64)
     requests = {f"r{i}": draw_request(i, rng) for i in range(1000)}
     coming, finished, aborted = list(requests.values()), {}, set()
     while coming or generator.is_busy:
         for _ in range(min(len(coming), rng.randrange(4))):
             generator.submit(coming.pop())
-        if rng.random() < 0.02 and generator.is_busy:
+        if rng.random() < 0.05 and generator.is_busy:
             name = rng.choice(list(generator._live))
             aborted.add(name)
             assert all(c.finish_reason for c in generator.abort(name))
         for completion in generator.step():
             if completion.finish_reason is not None:
                 finished[completion.request_id, completion.index] = completion
-        assert len(generator.scheduler.running) <= 16
-    assert generator.pages.num_available == 80
+        assert len(generator.scheduler.running) <= 40
+    assert generator.pages.num_available == 200
     assert not any(generator.pages._references)
     assert generator.scheduler.num_preempted > 0
     assert aborted
