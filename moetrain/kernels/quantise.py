@@ -18,7 +18,7 @@ not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands f
 Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
 from functools import partial

@@ -214,10 +214,10 @@ def choose_transport(
         precision=kernels.precision,
     )
     logger.info(
-        "tokens reach other ranks by DeepEP in %s on %d SMs, %s sizes: it can run here",
-        kernels.precision,
+        "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         transport.num_sms,
         moe.dispatch_mode,
+        kernels.precision,
     )
     return transport
 
