@@ -317,7 +317,8 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
         raise ConfigError("log.profile_as", "'nvtx' takes a CUDA device; leave it out")
     _check_compilers(config, device)
     if config.moe.dispatcher == "deepep":  # said again, for the group, where it is put to use
-        reason = why_not_here(arch, config.parallel.ep, device, compute_dtype(config, device))
+        dtype, precision = compute_dtype(config, device), config.kernels.precision
+        reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
         if reason is not None:
             raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
 

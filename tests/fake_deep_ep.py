@@ -46,6 +46,8 @@ class Event:
 
 
 def _garbage(x: torch.Tensor) -> float | int | bool:
+    if x.dtype == torch.uint8:
+        return 0x7F  # of e4m3's, NaN
     return float("nan") if x.is_floating_point() else x.dtype == torch.bool or 12345
 
 
@@ -105,6 +107,13 @@ class Buffer:
     ):
         assert async_finish == allocate_on_comm_stream == (previous_event is not None)
         calls["dispatch" if handle is None else "cached dispatch"] += 1
+        if isinstance(x, tuple):
+            x, scales = x
+            assert (x.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+            assert scales.shape == (x.shape[0], 1)
+            calls["in e4m3"] += 1
+        else:
+            scales = None
         assert x.is_contiguous()
         channels = config.num_sms // 2
         if handle is not None:
@@ -112,7 +121,7 @@ class Buffer:
             assert topk_weights is None
             rank_prefix, channel_prefix, _, source, is_token_in_rank, _ = handle
             assert channel_prefix.shape == (self.size, channels), "another number of SMs"
-            x_S = self._send(x, is_token_in_rank, rank_prefix, source.shape[0])
+            x_S = self._send_scaled(x, scales, is_token_in_rank, rank_prefix, source.shape[0])
             return x_S, None, None, None, None, Event([x_S]) if async_finish else None
         for given in (topk_idx, topk_weights, is_token_in_rank):
             assert given.is_contiguous()
@@ -144,7 +153,7 @@ class Buffer:
             assert torch.equal(given, right)
         local = num_experts // self.size
         tokens = torch.arange(x.shape[0], dtype=torch.int32)
-        x_S = self._send(x, is_token_in_rank, rank_prefix, rows)
+        x_S = self._send_scaled(x, scales, is_token_in_rank, rank_prefix, rows)
         source = self._send(tokens, is_token_in_rank, rank_prefix, rows)
         ids_S = self._send(topk_idx, is_token_in_rank, rank_prefix, rows)
         weights_S = self._send(topk_weights, is_token_in_rank, rank_prefix, rows)
@@ -214,6 +223,11 @@ class Buffer:
         """Which tokens [T] each of the channels sends: consecutive ones, the last maybe none."""
         size = max(1, -(-tokens // channels))
         return torch.arange(tokens) // size == torch.arange(channels)[:, None]
+
+    def _send_scaled(self, x, scales, *where):
+        if scales is None:
+            return self._send(x, *where)
+        return self._send(x.view(torch.uint8), *where).view(x.dtype), self._send(scales, *where)
 
     def _send(self, rows, is_token_in_rank, rank_prefix, num_received):
         """The rows for each rank to it; what is past those received is garbage."""

@@ -2,11 +2,19 @@
 refuses. Its kernels keep their specs in tests/test_kernels.py.
 """
 
+import sys
+from functools import partial
+from unittest.mock import patch
+
+import fake_deep_ep
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import spawn
 from test_compile import batch, compile_counting
 from test_parallel import LAYOUTS, compare, run, run_layouts, words_of
+from transports import ROUTINGS, Size, assert_same, make_batch, run_step, static_sizes
+from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
 from moetrain.kernels import (
@@ -20,8 +28,14 @@ from moetrain.kernels import (
 from moetrain.kernels.quantise import LARGEST, quantise_columns, quantise_rows
 from moetrain.metrics import read_metrics
 from moetrain.models import build_model, init_weights, make_architecture, set_recomputation
+from moetrain.parallel import alltoall
+from moetrain.parallel.alltoall import AllToAll
+from moetrain.parallel.collectives import all_to_all_single
+from moetrain.parallel.deepep import DeepEP
+from moetrain.parallel.expert import ExpertParallelDispatcher
 from moetrain.preflight import resolve_run
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.weights import replica
 from moetrain.trainer import Trainer
 
 HALF_STEP = 2.0**-4
@@ -195,6 +209,57 @@ def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
             gradients = {parameter: gradients[parameter] for parameter in answer[1]}
         # A sum in another order rounds otherwise, and what is then quantised is a step apart.
         compare({name: answer}, (numbers, gradients, biases), 3e-3)
+
+
+def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down):
+    sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
+    y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, gate_up, down)
+    return dispatcher.combine(y_SD, sent.ctx)
+
+
+def check_transports() -> None:
+    """Tokens and what comes back of gradients travel in e4m3, and experts see the same bits."""
+    sys.modules["deep_ep"] = fake_deep_ep
+    size, group = Size(8, 3, 32, 16), dist.group.WORLD
+    experts = make_weights(size)
+    deep = DeepEP(size.experts, group, size.width, num_sms=6, precision="fp8")
+    plain, narrow = (AllToAll(size.experts, group, precision=p) for p in ("bf16", "fp8"))
+    for seed, routing in enumerate(ROUTINGS):
+        batch = make_batch(size, (40, 7, 0, 101)[dist.get_rank()], routing, seed)
+        answers = {}
+        for name, transport, static in (
+            ("plain", plain, None),
+            ("all-to-all", narrow, None),
+            ("exact", deep, None),
+            ("static", deep, static_sizes(size, capacity=4.0)),
+        ):
+            deep.static = static
+            fake_deep_ep.calls.clear()
+            dispatcher = ExpertParallelDispatcher(size.experts, transport)
+            with patch.object(alltoall, "all_to_all_single", wraps=all_to_all_single) as sent:
+                answers[name] = run_step(partial(run_narrow, dispatcher), batch, experts)
+            dtypes = [call.args[0].dtype for call in sent.call_args_list]
+            assert dtypes.count(torch.uint8) == 2 * (name == "all-to-all")
+            assert fake_deep_ep.calls["in e4m3"] == 2 * (transport is deep)
+            assert_same(answers[name], answers["plain"], 1e-6, (routing, name))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_sent_in_e4m3_changes_nothing(world):
+    spawn(world, check_transports, timeout=200)
+
+
+def sample_over_ranks(words):
+    trainer = Trainer(Config.load(None, words, environ={}))
+    transports = [layer.moe.dispatcher.transport for layer in trainer.model.layers]
+    model, _ = replica(trainer.engine)
+    generators = [layer.moe.dispatcher.transport for layer in model.layers]
+    return [{t.precision for t in of} for of in (transports, generators)]
+
+
+def test_generation_over_ranks_sends_tokens_as_they_are(tiny_words):
+    words = [*tiny_words, *SIZES, FP8, "parallel.ep=2", "train.micro_batch_size=2"]
+    assert spawn(2, sample_over_ranks, words)[0] == [{"fp8"}, {"bf16"}]
 
 
 def test_it_learns_as_bf16_does(tiny):

@@ -18,7 +18,7 @@ not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands f
 Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
 from functools import partial
@@ -91,6 +91,25 @@ def quantise_columns_reference(w_ENM: torch.Tensor) -> Quantised:
     return quantise_rows_reference(w_ENM.transpose(1, 2).contiguous())
 
 
+def dequantise(
+    quantised_RM: Quantised, dtype: torch.dtype, backend: Backend = "auto"
+) -> torch.Tensor:
+    """What rows ``quantised_RM`` [R, M] stand for, in ``dtype``; exact in bf16 and wider.
+
+    Raises:
+        ValueError: another number of scales than of rows.
+    """
+    values_RM, scales_R = quantised_RM
+    if scales_R.shape != values_RM.shape[:1]:
+        raise ValueError(
+            f"dequantise: was given values {tuple(values_RM.shape)} and scales "
+            f"{tuple(scales_R.shape)}; it takes [R, M] and [R]"
+        )
+    if not use_fast(backend, values_RM):
+        return quantised_RM.to(dtype)
+    return _dequantise(values_RM.contiguous(), scales_R.contiguous(), dtype)
+
+
 def quantise_to_rows(
     x_TD: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -155,6 +174,21 @@ def _quantise_columns_fake(w_ENM):
         w_ENM.new_empty(experts, m, n, dtype=E4M3),
         w_ENM.new_empty(experts, m, dtype=torch.float32),
     )
+
+
+@torch.library.custom_op("moetrain::dequantise", mutates_args=())
+def _dequantise(
+    values_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    (rows, width), x_RM = values_RM.shape, torch.empty_like(values_RM, dtype=dtype)
+    if rows:
+        _wide_kernel[(rows,)](values_RM, scales_R, x_RM, width, **row_launch(width))
+    return x_RM
+
+
+@_dequantise.register_fake
+def _(values_RM, scales_R, dtype):
+    return torch.empty_like(values_RM, dtype=dtype)
 
 
 @torch.library.custom_op("moetrain::quantise_to_rows", mutates_args=())
@@ -262,6 +296,15 @@ def _rows_kernel(
 
 
 @triton.jit
+def _wide_kernel(values, scales, x, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    narrow = tl.load(values + row * width + column, column < width)
+    wide = narrow.to(tl.float32) * tl.load(scales + row)
+    tl.store(x + row * width + column, wide, column < width)
+
+
+@triton.jit
 def _columns_kernel(
     w, values, scales, N, M,
     BN: tl.constexpr, BM: tl.constexpr, IS_WHOLE: tl.constexpr, BY_HAND: tl.constexpr,
@@ -305,6 +348,11 @@ def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     x_RM[0] = 0.0
     x_RM *= torch.logspace(-9, 9, case["R"], device=x_RM.device)[:, None]
     return {"x_XM": x_RM.to(dtype)}
+
+
+def _dequantise_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x_RM = _rows_inputs(case, dtype, generator)["x_XM"]
+    return {"quantised_RM": quantise_rows_reference(x_RM), "dtype": dtype}
 
 
 def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -377,6 +425,22 @@ SPECS = (
         cost=lambda case: (Cost(bytes=3 * case["E"] * case["N"] * case["M"]), Cost()),
         ops=(_quantise_columns,),
         bad_inputs={"takes a contiguous": lambda i: {"w_ENM": i["w_ENM"].transpose(1, 2)}},
+    ),
+    KernelSpec(
+        name="dequantise",
+        fast=partial(dequantise, backend="triton"),
+        reference=partial(dequantise, backend="reference"),
+        make_inputs=_dequantise_inputs,
+        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
+        ops=(_dequantise,),
+        bad_inputs={
+            r"scales \(36,\)": lambda i: (
+                i | {"quantised_RM": Quantised(i["quantised_RM"][0], i["quantised_RM"][1][1:])}
+            )
+        },
     ),
     KernelSpec(
         name="quantise_to_rows",

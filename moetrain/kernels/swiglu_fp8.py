@@ -8,7 +8,7 @@ way to memory and back. What the weights' gradients are made of is written as it
 Legend: R rows, F expert width.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 

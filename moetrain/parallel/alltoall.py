@@ -12,6 +12,10 @@ forward, for these numbers; they are then tensors on the host that the backward 
 waits. A forward that is recomputed in the backward exchanges, and waits, again, unless the
 recomputation policy keeps the results of ``exchange_counts`` and ``exchange_rows``.
 
+With ``kernels.precision`` fp8 tokens are sent in e4m3, and so are the gradients that go the same
+way in the backward of ``combine``, each with its scale in the same message: half of the bytes.
+Experts in e4m3 would round them so anyhow; their bits are the same. Sums come back as they were.
+
 Left out on purpose: hiding the exchange behind compute.
 
 Legend: W expert parallel ranks, L local experts, T tokens here, K experts a token, N rows to send
@@ -24,8 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moetrain.config import Precision
 from moetrain.kernels import Backend, ExpertIndices, expert_indices, permute_tokens, unpermute
+from moetrain.kernels.quantise import E4M3, Quantised, dequantise, quantise_rows
 from moetrain.kernels.saving import worth_saving
+from moetrain.models.parts import FP32
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
 from moetrain.parallel.expert import Received, count_local_experts
 
@@ -38,9 +45,13 @@ class AllToAll:
     """
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup, backend: Backend = "auto"
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        backend: Backend = "auto",
+        precision: Precision = "bf16",
     ) -> None:
-        self.num_ranks = group.size()
+        self.num_ranks, self.precision = group.size(), precision
         self.num_local_experts = count_local_experts(num_experts, group.size())
         self.first_expert = group.rank() * self.num_local_experts
         self.group_name: str = group.group_name
@@ -66,7 +77,12 @@ class AllToAll:
             torch.stack((route.counts_E, slots_W), dim=1), self.group_name
         )
         x_SD, routing_SC = _exchange_rows(
-            [x_ND, routing_NC], sent_W, received_W, tokens_S0.shape[0], self.group_name
+            [x_ND, routing_NC],
+            sent_W,
+            received_W,
+            tokens_S0.shape[0],
+            self.group_name,
+            "forward" if self.precision == "fp8" else "",
         )
         weights_SK, ids_SK = routing_SC.split(slots, dim=1)
         local_SK = ids_SK.int() - self.first_expert
@@ -83,7 +99,12 @@ class AllToAll:
         """``y_TD``: the sum over ranks of each token's rows, in fp32, rounded once."""
         route, (sent_W, received_W) = ExpertIndices(*handle[:4]), handle[4:]
         (y_ND,) = _exchange_rows(
-            [y_SD], received_W, sent_W, route.row_slot_R.shape[0], self.group_name
+            [y_SD],
+            received_W,
+            sent_W,
+            route.row_slot_R.shape[0],
+            self.group_name,
+            "backward" if self.precision == "fp8" else "",
         )
         return unpermute(y_ND, route, self.backend)
 
@@ -130,14 +151,19 @@ def _exchange_rows(
     received_W: torch.Tensor,
     num_received: int,
     group: str,
+    narrow: str,
 ) -> list[torch.Tensor]:
     """Sends the first rows of each tensor to rank 0, the next to rank 1, ...
 
     ``num_received`` is how many rows each result has; what is past the sum of ``received_W``, in
-    results as in ``rows``, is unspecified.
+    results as in ``rows``, is unspecified. ``narrow`` says which way the first tensor's rows travel
+    in e4m3: "forward", "backward" or neither.
     """
     sent, received = sent_W.tolist(), received_W.tolist()
-    outputs = _exchange_rows_fake(rows, sent_W, received_W, num_received, group)
+    first = rows[0]
+    if narrow == "forward":
+        rows = [_packed(first), *rows[1:]]
+    outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
     works = [
         all_to_all_single(
             out[: sum(received)],
@@ -151,16 +177,29 @@ def _exchange_rows(
     ]
     for work in works:
         work.wait()
+    if narrow == "forward":
+        outputs[0] = _unpacked(outputs[0], first.dtype)
     return outputs
 
 
+def _packed(x_ND: torch.Tensor) -> torch.Tensor:
+    """Bytes of each row's numbers in e4m3, then those of its scale."""
+    values_ND, scales_N = quantise_rows(x_ND.contiguous())
+    return torch.cat((values_ND.view(torch.uint8), scales_N.view(torch.uint8).view(-1, FP32)), 1)
+
+
+def _unpacked(bytes_SC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    values, scales = (x.contiguous() for x in bytes_SC.tensor_split([-FP32], dim=1))
+    return dequantise(Quantised(values.view(E4M3), scales.view(torch.float32)[:, 0]), dtype)
+
+
 @_exchange_rows.register_fake
-def _exchange_rows_fake(rows, sent_W, received_W, num_received, group):
+def _(rows, sent_W, received_W, num_received, group, narrow):
     return [given.new_empty(num_received, *given.shape[1:]) for given in rows]
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    rows, sent_W, received_W, _, ctx.group = inputs
+    rows, sent_W, received_W, _, ctx.group, ctx.narrow = inputs
     ctx.save_for_backward(sent_W, received_W)
     ctx.num_sent = rows[0].shape[0]
 
@@ -168,8 +207,9 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
     sent_W, received_W = ctx.saved_tensors
     d_outputs = [d.contiguous() for d in d_outputs]
-    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, ctx.group)
-    return d_rows, None, None, None, None
+    narrow = "forward" if ctx.narrow == "backward" else ""
+    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, ctx.group, narrow)
+    return d_rows, *[None] * 5
 
 
 _exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)

@@ -17,7 +17,9 @@ Two modes size what is received:
 Everything is an op that the compiler sees (:mod:`moetrain.parallel.deepep_ops`), and no state of a
 call lives outside of its tensors.
 
-Left out on purpose: several machines (RDMA), fp8, and the package's low-latency kernels.
+With ``kernels.precision`` fp8 tokens, and the gradients that go the same way, are sent in e4m3.
+
+Left out on purpose: several machines (RDMA), and the package's low-latency kernels.
 
 Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
 token, S tokens received, R rows of the local experts, D width.
@@ -34,7 +36,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, Precision
 from moetrain.models import Architecture
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep_ops import (
@@ -51,7 +53,8 @@ logger = logging.getLogger("moetrain")
 RANKS = (2, 4, 8)  # what the kernels within a machine are built for
 MAX_TOP_K = 32  # a lane of one warp each
 MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
-HIDDEN_MULTIPLE, MAX_HIDDEN = 16, 8176  # half a token is one copy through 8 KiB of shared memory
+# Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
+HIDDEN_MULTIPLE, MAX_HIDDEN = {"bf16": 16, "fp8": 32}, 8176
 
 AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
@@ -97,12 +100,13 @@ class DeepEP:
         *,
         num_sms: Literal["auto"] | int = "auto",
         static: StaticSizes | None = None,
+        precision: Precision = "bf16",
     ) -> None:
         count_local_experts(num_experts, group.size())
         self.num_experts, self.num_ranks = num_experts, group.size()
         self.group_name: str = group.group_name
         self.num_sms = AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
-        self.static = static
+        self.static, self.precision = static, precision
         if torch.cuda.is_available():
             available = torch.cuda.get_device_properties().multi_processor_count
             if num_sms == "auto":
@@ -114,9 +118,9 @@ class DeepEP:
         connect(group, hidden_size, self.num_sms)
 
     def exact(self) -> "DeepEP":
-        """Another over the same connection, in the exact mode."""
+        """Another over the same connection, in the exact mode, that sends tokens as they are."""
         other = copy(self)
-        other.static = None
+        other.static, other.precision = None, "bf16"
         return other
 
     def exactly(self) -> AbstractContextManager[None]:
@@ -155,13 +159,16 @@ class DeepEP:
             self.num_sms,
             self.num_ranks * max_tokens,
             rows,
+            self.precision == "fp8",
         )
         may_drop = self.static is not None
         return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), may_drop)
 
     def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """``y_TD``: the sum over ranks of each token's rows, in fp32, rounded once."""
-        return deepep_combine(y_SD.contiguous(), list(handle), self.group_name, self.num_sms)
+        is_narrow = self.precision == "fp8"
+        how = self.group_name, self.num_sms, is_narrow
+        return deepep_combine(y_SD.contiguous(), list(handle), *how)
 
 
 def choose_transport(
@@ -176,17 +183,17 @@ def choose_transport(
     Raises:
         ConfigError: the settings need DeepEP, and it cannot run here.
     """
-    moe, train = config.moe, config.train
+    moe, train, kernels = config.moe, config.train, config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
-        reason = why_not(arch, group, device, dtype)
+        reason = why_not(arch, group, device, dtype, kernels.precision)
     if reason is not None:
         if moe.dispatcher == "deepep":
             raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
         if moe.dispatch_mode == "static":
             raise ConfigError("moe.dispatch_mode", f"'static' takes DeepEP: {reason}")
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
-        return AllToAll(arch.num_experts, group, config.kernels.backend)
+        return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None
     if moe.dispatch_mode == "static":
         # Tensor parallel ranks share a micro-batch's tokens.
@@ -199,24 +206,34 @@ def choose_transport(
             ranks=group.size(),
         )
     transport = DeepEP(
-        arch.num_experts, group, arch.hidden_size, num_sms=moe.deepep_num_sms, static=static
+        arch.num_experts,
+        group,
+        arch.hidden_size,
+        num_sms=moe.deepep_num_sms,
+        static=static,
+        precision=kernels.precision,
     )
     logger.info(
-        "tokens reach other ranks by DeepEP on %d SMs, %s sizes: it can run here",
+        "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         transport.num_sms,
         moe.dispatch_mode,
+        kernels.precision,
     )
     return transport
 
 
 def why_not(
-    arch: Architecture, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+    arch: Architecture,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: Precision = "bf16",
 ) -> str | None:
     """Why DeepEP cannot run for ``arch`` over ``group``; None: it can. Collective.
 
     Every rank of the group gets the same answer, whichever of them cannot.
     """
-    mine = (socket.gethostname(), why_not_here(arch, group.size(), device, dtype))
+    mine = (socket.gethostname(), why_not_here(arch, group.size(), device, dtype, precision))
     ranks: list[tuple[str, str | None]] = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     hosts = {host for host, _ in ranks}
@@ -226,7 +243,11 @@ def why_not(
 
 
 def why_not_here(
-    arch: Architecture, ranks: int, device: torch.device, dtype: torch.dtype
+    arch: Architecture,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: Precision = "bf16",
 ) -> str | None:
     """The part of :func:`why_not` that a rank knows by itself."""
     local_experts, width = arch.num_experts // ranks, arch.hidden_size
@@ -237,10 +258,11 @@ def why_not_here(
         return f"it takes CUDA devices, and this run is on {device.type}"
     if dtype != torch.bfloat16:
         return f"it takes bfloat16, and this run computes in {str(dtype).removeprefix('torch.')}"
-    if width % HIDDEN_MULTIPLE or width > MAX_HIDDEN:
+    multiple = HIDDEN_MULTIPLE[precision]
+    if width % multiple or width > MAX_HIDDEN:
         return (
-            f"the model's hidden_size is {width}, and it takes multiples of {HIDDEN_MULTIPLE} up "
-            f"to {MAX_HIDDEN}"
+            f"the model's hidden_size is {width}, and it takes multiples of {multiple} up to "
+            f"{MAX_HIDDEN}"
         )
     if top_k > MAX_TOP_K:
         return f"the model sends a token to {top_k} experts, and it takes up to {MAX_TOP_K}"

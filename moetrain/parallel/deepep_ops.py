@@ -6,6 +6,10 @@ take; nothing else survives a call::
     rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
     source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
 
+Tokens are sent in e4m3, with a scale each, where ``is_narrow``: in the forward of dispatch, and in
+the backward of combine, which sends gradients the same way. What arrives is at once what it stands
+for; experts in e4m3 make the same bits of it again.
+
 What shapes depend on is an argument of the ops: the compiler's caches do not see globals. The one
 global is a resource, the communication buffers by group and size, made before training.
 
@@ -29,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moetrain.kernels.quantise import Quantised, dequantise, quantise_rows
 from moetrain.kernels.saving import worth_saving
 
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
@@ -158,6 +163,7 @@ def deepep_dispatch(
     num_sms: int,
     worst_tokens: int,
     worst_rows: int,
+    is_narrow: bool,
 ) -> tuple[
     torch.Tensor,
     torch.Tensor,
@@ -178,7 +184,7 @@ def deepep_dispatch(
     tokens_W, slots_E, is_sent_TW = send
     with connection(group, x_TD.shape[1], num_sms) as found:
         x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
-            x_TD,
+            _narrowed(x_TD, is_narrow),
             topk_idx=ids_TK.to(found.ids_dtype),
             topk_weights=weights_TK,
             num_tokens_per_rank=tokens_W,
@@ -190,11 +196,27 @@ def deepep_dispatch(
     rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
     rank_WW, channel_WC, recv_WC, source_S, is_sent_TW, send_head_TW = handle
     handle = rank_WW, channel_WC, recv_WC, source_S, is_sent_TW.clone(), send_head_TW
+    x_SD = _widened(x_SD, x_TD.dtype)
     return x_SD, ids_SK.int(), weights_SK, rows_R0, *handle  # none of them an argument
 
 
+def _narrowed(x_TD: torch.Tensor, is_narrow: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """As the package takes it: e4m3 with any number of scales a token, here one."""
+    if not is_narrow:
+        return x_TD
+    values_TD, scales_T = quantise_rows(x_TD)
+    return values_TD, scales_T[:, None]
+
+
+def _widened(x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(x_SD, torch.Tensor):
+        return x_SD
+    values_SD, scales_S1 = x_SD
+    return dequantise(Quantised(values_SD, scales_S1[:, 0]), dtype)
+
+
 @deepep_dispatch.register_fake
-def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows):
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, is_narrow):
     (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
     integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
     received, rows = worst_tokens, worst_rows
@@ -234,27 +256,29 @@ def _(d_x_SD, d_weights_SK, handle, group, num_sms):
 
 @torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
 def deepep_combine(
-    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int
+    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
 ) -> torch.Tensor:
-    """``y_TD``."""
+    """``y_TD``; ``is_narrow`` is for its backward."""
     return _sum_at_source(y_SD, None, handle, group, num_sms)[0]
 
 
 @deepep_combine.register_fake
-def _(y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int) -> torch.Tensor:
+def _(y_SD, handle, group, num_sms, is_narrow):
     return y_SD.new_empty(handle[-1].shape[0], y_SD.shape[1])
 
 
 @torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
 def _combine_backward(
-    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int
+    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
 ) -> torch.Tensor:
+    sent, how = _narrowed(d_y_TD, is_narrow), {"handle": tuple(handle)}
     with connection(group, d_y_TD.shape[1], num_sms) as found:
-        return found.buffer.dispatch(d_y_TD, handle=tuple(handle), config=found.dispatch_config)[0]
+        d_y_SD = found.buffer.dispatch(sent, **how, config=found.dispatch_config)[0]
+    return _widened(d_y_SD, d_y_TD.dtype)
 
 
 @_combine_backward.register_fake
-def _(d_y_TD, handle, group, num_sms):
+def _(d_y_TD, handle, group, num_sms, is_narrow):
     return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
 
 
@@ -292,18 +316,18 @@ def _differentiate_dispatch(
         ctx.group,
         ctx.num_sms,
     )
-    return d_x_TD, None, d_weights_TK, [None] * len(SendCounts._fields), *[None] * 4
+    return d_x_TD, None, d_weights_TK, [None] * len(SendCounts._fields), *[None] * 5
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, handle, ctx.group, ctx.num_sms = inputs
+    _, handle, *ctx.how = inputs
     ctx.save_for_backward(*handle)
 
 
 def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor):
     handle = list(ctx.saved_tensors)
-    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, ctx.group, ctx.num_sms)
-    return d_y_SD, [None] * len(handle), None, None
+    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
+    return d_y_SD, [None] * len(handle), None, None, None
 
 
 deepep_dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)

@@ -60,8 +60,8 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     experts = None
     if world.dims.ep > 1:
         transport = transport_of(engine.model)
-        if isinstance(transport, DeepEP):
-            transport = transport.exact()  # how many tokens a step reads, training cannot know
+        # How many tokens a step reads, training cannot know; and it may send them in fp8.
+        transport = transport.exact() if isinstance(transport, DeepEP) else None
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, transport)
     for name, planned in list(model.named_parameters()):
