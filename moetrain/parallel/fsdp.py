@@ -27,9 +27,10 @@ Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: what one bloc
 into one while its neighbour computes with the other, in the forward and again in the backward. What
 autograd saved are tensors in a region, which has the right values whenever they are read.
 
-What is gathered is in the compute dtype. Where a unit has a region of its own, the optimizer writes
-that value beside its fp32 one (:meth:`FSDP.updates`), to where the gather would bring it or take it
-from, and nothing is cast until somebody else changes the parameters.
+What is gathered is in the compute dtype. Where a unit has a region of its own, or peers read it
+(:mod:`moetrain.parallel.copy_engines`), the optimizer writes that value beside its fp32 one
+(:meth:`FSDP.updates`), to where the gather would bring it or take it from, and nothing is cast
+until somebody else changes the parameters.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
