@@ -332,11 +332,11 @@ class Engine:
         return Adapter(a, b, self.config.lora.scale)
 
     def _whole(self, name: str) -> torch.Tensor:
+        self._need("weights")  # on every rank, whichever stage has it: else the others would wait
         return self.stages.whole(self.stages.table[name], partial(self._whole_here, name)).detach()
 
     def _whole_here(self, name: str) -> torch.Tensor:
         """A tensor of this rank's stages; collective over the ranks that have them."""
-        self._need("weights")
         member = self.fsdp.members.get(name)
         if member is None:
             return self.model.get_buffer(name)

@@ -373,6 +373,20 @@ def test_moments_leave_for_the_host_and_come_back():
         assert torch.equal(weight, weights[1][name]), name
 
 
+def weights_that_are_away():
+    engine = make_engine("parallel.pp=2", micro=2)
+    here = len(weights_of(engine))
+    engine.offload("weights")
+    with pytest.raises(Away, match="weights are offloaded"):
+        weights_of(engine)
+    engine.reload()
+    return here == len(weights_of(engine))
+
+
+def test_weights_that_are_away_are_so_on_every_stage():
+    assert spawn(2, weights_that_are_away) == [True, True]
+
+
 def test_released_memory_comes_back():
     first, second = make_engine("train.dtype=bfloat16"), make_engine("train.dtype=bfloat16")
     regions = [unit.region for unit in first.fsdp.units]
