@@ -6,8 +6,9 @@
 For each number of tokens a rank: milliseconds of one call (the slowest rank's median over calls
 that all ranks begin together), and for all four calls together the GB/s and the share of the floor.
 Both count the bytes that must travel: each token once to every other rank where it chose an expert,
-at NVLink's 450 GB/s; in bf16 all the way, of which fp8 sends half on two calls. Both transports are compiled, and a spin before each call hides its launches,
-as a busy queue does in training; what the host launches after it waited for counts is not hidden.
+at NVLink's 450 GB/s; all of them in bf16, of which fp8 sends half in two of the calls. Both
+transports are compiled, and a spin before each call hides its launches, as a busy queue does in
+training; what the host launches after it waited for counts is not hidden.
 """
 
 import argparse
