@@ -1,13 +1,14 @@
 """Dispatch and combine alone: DeepEP beside the all-to-all, forward and backward.
 
     torchrun --nproc-per-node 8 scripts/bench_dispatch.py [--tokens N ...] [--num-sms N ...]
-        [--mode exact|static] [--results FILE.jsonl]
+        [--mode exact|static] [--precision bf16|fp8] [--results FILE.jsonl]
 
 For each number of tokens a rank: milliseconds of one call (the slowest rank's median over calls
 that all ranks begin together), and for all four calls together the GB/s and the share of the floor.
 Both count the bytes that must travel: each token once to every other rank where it chose an expert,
-at NVLink's 450 GB/s. Both transports are compiled, and a spin before each call hides its launches,
-as a busy queue does in training; what the host launches after it waited for counts is not hidden.
+at NVLink's 450 GB/s; all of them in bf16, of which fp8 sends half in two of the calls. Both
+transports are compiled, and a spin before each call hides its launches, as a busy queue does in
+training; what the host launches after it waited for counts is not hidden.
 """
 
 import argparse
@@ -15,12 +16,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from bench_train import commit
 
+from moetrain.config import Precision
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep import DeepEP, StaticSizes
 from moetrain.parallel.deepep_ops import disconnect
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--num-sms", type=int, nargs="+", default=NUM_SMS)
     parser.add_argument("--mode", choices=("exact", "static"), default="exact")
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -52,13 +55,13 @@ def main() -> None:
     if is_first:
         print(f"{hardware}, torch {torch.__version__}, {WIDTH} wide, top-{TOP_K} of {EXPERTS}")
         print(f"tokens {'ms':22}" + "".join(f"{c:>19}" for c in CALLS) + "   GB/s  floor")
-    all_to_all = compiled(AllToAll(EXPERTS, group))
+    all_to_all = compiled(AllToAll(EXPERTS, group, precision=args.precision))
     for tokens in args.tokens:
         x_TD, ids_TK, weights_TK = make_batch(tokens, device)
         remote_bytes = count_remote(ids_TK, group) * WIDTH * x_TD.element_size()
         for name, transport in [
             ("all-to-all", all_to_all),
-            *deepep_transports(group, tokens, args.num_sms, args.mode),
+            *deepep_transports(group, tokens, args.num_sms, args.mode, args.precision),
         ]:
             calls_ms = times(transport, x_TD, ids_TK, weights_TK, group)
             rate = len(CALLS) * remote_bytes / sum(calls_ms) * 1e3
@@ -68,6 +71,7 @@ def main() -> None:
                 "commit": commit(),
                 "tokens": tokens,
                 "transport": name,
+                "precision": args.precision,
                 "ms": dict(zip(CALLS, calls_ms, strict=True)),
                 "remote_bytes": remote_bytes,
                 "gigabytes_per_second": rate / 1e9,
@@ -103,7 +107,11 @@ def count_remote(ids_TK: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 
 def deepep_transports(
-    group: dist.ProcessGroup, tokens: int, every_num_sms: Sequence[int], mode: str
+    group: dist.ProcessGroup,
+    tokens: int,
+    every_num_sms: Sequence[int],
+    mode: str,
+    precision: Precision,
 ) -> Iterator[tuple[str, Transport]]:
     """DeepEP by number of SMs."""
     static = None
@@ -112,7 +120,7 @@ def deepep_transports(
             tokens, capacity=2.0, num_experts=EXPERTS, top_k=TOP_K, ranks=group.size()
         )
     for num_sms in every_num_sms:
-        deepep = DeepEP(EXPERTS, group, WIDTH, num_sms=num_sms, static=static)
+        deepep = DeepEP(EXPERTS, group, WIDTH, num_sms=num_sms, static=static, precision=precision)
         yield f"DeepEP {num_sms} SMs, {mode}", compiled(deepep)
 
 

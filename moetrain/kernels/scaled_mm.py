@@ -46,6 +46,8 @@ def scaled_grouped_mm(
     if not a_RM.values.is_cuda:
         a, b = a_RM.to(torch.float32), b_ENM.to(torch.float32)
         return grouped_mm(a, b.transpose(1, 2), offsets_E).to(dtype)
+    if not a_RM.values.shape[0]:
+        return torch.empty(0, b_ENM.values.shape[1], device=a_RM.values.device, dtype=dtype)
     return torch._scaled_grouped_mm(
         a_RM.values,
         b_ENM.values.transpose(1, 2),
