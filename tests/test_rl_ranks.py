@@ -1,0 +1,156 @@
+"""Reinforcement learning on several ranks: what one process learns, however the model is spread."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoints import tensors_of
+from distributed import spawn
+from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
+
+from moetrain.rl.trainer import RlTrainer
+
+
+def first_steps(folder, runs):
+    """By the name of a run: its metrics, and its weights on this rank."""
+    found = {}
+    for name, values in runs.items():
+        trainer = fitted(folder / name, **values)
+        found[name] = lines_of(trainer.folder), {k: v.cpu() for k, v in trainer.engine.weights()}
+    return found
+
+
+LAYOUTS = {
+    "ep": {"parallel.ep": 2},
+    "tp": {"parallel.tp": 2},
+    "pp": {"parallel.pp": 2, "rl.offload": "true"},
+    "dp": {"rl.routing_replay": "false"},
+}
+
+
+def test_ranks_learn_what_one_process_does(tmp_path):
+    (tmp_path / "even.py").write_text(EVEN)
+    # With its own epsilon AdamW makes of a rounding error near 0 a step of full length.
+    values = {"rl.env": f"{tmp_path}/even.py:Even", "train.micro_batch_size": 2}
+    values |= {"optim.eps": 1e-3, "rl.max_staleness": 1, "rl.routing_replay": "true"}
+    values["moe.aux_loss_scope"] = "global_batch"  # which rows lie together is nobody's business
+    one = {"replayed": values, "free": values | LAYOUTS["dp"]}
+    expected = first_steps(tmp_path / "one", one)
+    two = {name: values | layout for name, layout in LAYOUTS.items()}
+    answers = spawn(2, first_steps, tmp_path / "two", two, timeout=360)
+    for layout in LAYOUTS:
+        rows, weights = expected["free" if layout == "dp" else "replayed"]
+        found, _ = answers[0][layout]
+        assert [row.keys() for row in found] == [row.keys() for row in rows]
+        for mine, theirs in zip(rows, found, strict=True):
+            for name in ("reward", "eval_reward", "length", "prompts", "staleness_mean", "step"):
+                assert mine.get(name) == theirs.get(name), (layout, name)
+            for name in {"loss", "grad_norm", "entropy"} & mine.keys():
+                near = pytest.approx(mine[name], rel=1e-4, abs=1e-6)
+                assert theirs[name] == near, (layout, name)
+        for answer in answers:
+            for name, weight in weights.items():
+                torch.testing.assert_close(answer[layout][1][name], weight, rtol=1e-4, atol=1e-6)
+
+
+WORDS = {
+    "model.moe_intermediate_size": 32,
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 64,
+    "train.eval_interval": 0,
+    "optim.lr": 3e-3,
+    "rl.env": "yes_no_maybe",
+    "rl.supervised_steps": 40,
+    "rl.supervised_lr": 1e-2,
+    "rl.group_size": 8,
+    "rl.eval_tasks": 0,
+    "parallel.ep": 2,
+    "checkpoint.interval": 40,
+    "checkpoint.keep": 9,
+    "rl.offload": "true",
+    "rl.sleep": "all",
+}
+
+
+def learn_words(folder):
+    """From nothing to the best word, with another process in the middle; the generator's weights
+    against the trainer's, as the largest difference."""
+    fitted(folder, **WORDS, **{"train.steps": 54})
+    trainer = RlTrainer(config_of(folder, **WORDS, **{"train.steps": 70}))
+    assert trainer.step == 54
+    assert trainer.generator.experts is not None
+    apart = []
+    finish = trainer.finish
+
+    def look():
+        trainer.sync_weights()
+        for name, weight in trainer.engine.weights():
+            mine = trainer.generator.experts.part(name, weight)
+            theirs = trainer.generator.model.get_parameter(name)
+            apart.append((theirs - mine).abs().max().item())
+        finish()
+
+    trainer.finish = look
+    trainer.fit()
+    return max(apart)
+
+
+def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
+    assert spawn(2, learn_words, tmp_path, timeout=240) == [0, 0]
+    rows = [row for row in lines_of(tmp_path) if "reward" in row]
+    assert [row["step"] for row in rows] == list(range(41, 71))
+    start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert 0.6 < start < 0.8  # the three words equally often are worth 0.75
+    assert end > 0.9
+    first, last = (
+        tensors_of(tmp_path / "checkpoints" / f"step-000000{step}")["model"] for step in (40, 70)
+    )
+    for name, weight in first.items():  # of every layer
+        assert not torch.equal(weight, last[name]), name
+
+
+DEADLY = """
+import os, signal
+from pathlib import Path
+from moetrain.rl.envs.generated import Sort
+
+class Deadly(Sort):
+    scored = 0
+
+    def score(self, problem, answer):
+        self.scored += 1
+        mark = Path(__file__).with_name("killed")
+        if os.environ.get("RANK") == "1" and self.scored == 20 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score(problem, answer)
+"""
+
+
+def go_on_and_begin_anew(folder, values):
+    """The run in ``out``, and a whole one beside it."""
+    for name in ("out", "whole"):
+        fitted(folder / name, **values)
+
+
+def test_a_rank_killed_while_it_generates_loses_nothing(tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    values = {"rl.env": f"{tmp_path}/deadly.py:Deadly", "launch.nproc": 2, "train.steps": 4}
+    values |= {"checkpoint.interval": 1, "parallel.ep": 2, "rl.supervised_steps": 1}
+    values["train.micro_batch_size"] = 2
+    command = [sys.executable, "-m", "moetrain.rl", *words_of(tmp_path / "out", **values)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=360)
+    assert killed.returncode == 1, killed.stderr
+    assert "rank 1 was killed by signal 9" in killed.stderr
+    assert 1 <= sum("loss" in row for row in lines_of(tmp_path / "out")) < 4
+    spawn(2, go_on_and_begin_anew, tmp_path, values, timeout=240)
+    rows, expected = (lines_of(tmp_path / name) for name in ("out", "whole"))
+    assert rows == expected
+    assert [row["step"] for row in rows if "reward" in row] == [2, 3, 4]
+    assert {row["prompts"] for row in rows if "reward" in row} == {4}
+    found, whole = (
+        tensors_of(tmp_path / name / "checkpoints" / "step-00000004")["model"]
+        for name in ("out", "whole")
+    )
+    assert all(torch.equal(whole[name], weight) for name, weight in found.items())
