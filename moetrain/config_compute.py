@@ -43,9 +43,11 @@ class ParallelSection(Section):
     """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product."""
     cp: int = Field(default=1, gt=0)
     """Context parallel ranks. Not available yet: must be 1."""
-    reshard_after_forward: bool = False
+    reshard_after_forward: bool | int = False
     """Free a block's gathered parameters after its forward and gather them again, a block ahead,
-    for its backward: less memory for one gather more. activation.policy full always does so."""
+    for its backward: less memory for one gather more. A number: so many of a rank's first blocks
+    do, and the last ones, whose backwards come first, keep theirs. activation.policy full always
+    does so, in all blocks unless here is a number."""
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
     """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
     fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
@@ -66,6 +68,13 @@ class ParallelSection(Section):
     @classmethod
     def _split_sizes(cls, value: Any) -> Any:
         return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("reshard_after_forward")
+    @classmethod
+    def _of_two_blocks_at_least(cls, value: bool | int) -> bool | int:
+        if not isinstance(value, bool) and value < 2:
+            raise ValueError("give yes, no, or a number of blocks from 2 on")
+        return value
 
     @field_validator("pp_split")
     @classmethod

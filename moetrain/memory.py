@@ -33,7 +33,7 @@ from moetrain.models import Architecture, compute_dtype, plan_model
 from moetrain.models.parts import FP32, Part, Share
 from moetrain.models.rules import Rule
 from moetrain.parallel.activation_offload import link_bytes
-from moetrain.parallel.apply import reshards
+from moetrain.parallel.apply import resharded_blocks
 from moetrain.parallel.copy_engines import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import (
@@ -343,9 +343,10 @@ class _Sizes:
 
     def unsharded_blocks(self) -> float:
         """Of blocks, when all forwards are done."""
-        if reshards(self.config, self.dims.world_size):  # a block's, and its neighbour's
-            return 2 * max(map(self.unsharded, self.layers))
-        return self.all_layers(self.unsharded)
+        blocks = self.layers.total()
+        turns = resharded_blocks(self.config, self.dims.world_size, blocks)
+        kept = self.all_layers(self.unsharded) * (blocks - turns) / blocks
+        return kept + min(2, turns) * max(map(self.unsharded, self.layers))  # it and a neighbour
 
     def unsharded_vocabulary(self) -> float:
         """Of the embedding, and of the head if it has one of its own."""

@@ -522,6 +522,11 @@ FILES = [
         "cannot split the backward",
     ),
     (
+        "--parallel.reshard_after_forward -3",
+        "parallel.reshard_after_forward",
+        "give yes, no, or a number of blocks from 2 on",
+    ),
+    (
         PP + " --parallel.pp_schedule merged_1f1b --parallel.reshard_after_forward yes",
         "parallel.reshard_after_forward",
         "halves would take each other's parameters away; use no",

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from distributed import rank_main, spawn
 from test_engine import make_batches, make_engine, objective_of
 
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.parallel import peers
 from moetrain.parallel.copy_engines import why_not
 from moetrain.parallel.fsdp import FSDP
+from moetrain.trainer import Trainer
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 # Nothing that any number of ranks divides: shards are uneven, and some are empty.
 BASE = ["train.dtype=bfloat16", "model.num_experts=6", "model.num_layers=3"]
 MICRO = 2  # rows of 8: several micro-batches a step
@@ -42,7 +45,7 @@ RUNS = {
     },
     4: {
         "dp": [],
-        "reshard": ["parallel.reshard_after_forward=yes"],
+        "reshard": ["parallel.reshard_after_forward=2"],
         "last": ["parallel.reduce_at=last"],
         "ep": ["parallel.ep=2"],
         "ep reshard": ["parallel.ep=2", "parallel.reshard_after_forward=yes"],
@@ -335,6 +338,25 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     said = survivor([], "cpu", tmp_path, 30.0)
     assert "in reduce" in said
     assert "onnection" in said
+
+
+def bench(words):
+    sys.path.insert(0, str(SCRIPTS))
+    import bench_fsdp  # scripts are no package
+
+    found = []
+    for transport in ("nccl", "copy"):
+        config = Config.load(None, [*words, f"parallel.fsdp_transport={transport}"], environ={})
+        trainer = Trainer(config)
+        found.append(bench_fsdp.compare(trainer, 4))
+        assert bool(trainer.engine.fsdp.engines.buckets) == (transport == "copy")
+    return found[0] == found[1], len(found[0]), len(dict.fromkeys(found[0].values()))
+
+
+def test_the_benchmark_compares_every_parameter_and_gradient(tiny_words):
+    for is_same, number, different in spawn(2, bench, tiny_words):
+        assert is_same
+        assert different > number // 2
 
 
 @pytest.mark.gpu

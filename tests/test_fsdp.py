@@ -234,6 +234,10 @@ def test_parameters_are_gathered_once_a_step_and_lie_where_they_lay(tiny_words):
         # Two of four blocks are there when the backward begins, and two when the next forward does.
         assert counts == [2, 6, 6, 4, 4, 2]
         assert places == [1] * 6
+    for counts, places in spawn(2, gathers, [*base, "parallel.reshard_after_forward=3"]):
+        # Of the first three, the second has one of both regions to itself.
+        assert counts == [2, 6, 2, 4, 2, 2]
+        assert places == [1] * 6
 
 
 def test_unsharded_memory_of_one_process_goes_with_its_last_use(tiny_words):

@@ -73,7 +73,7 @@ def parallelize(
         parallel.reduce,
         device,
         is_alone=meshes.dims.world_size == 1,
-        reshard=reshards(config, meshes.dims.world_size),
+        reshard=resharded_blocks(config, meshes.dims.world_size, len(units)),
         reduce_last=parallel.reduce_at == "last",
     )
     shared = None if stages.twin is None else model.embed
@@ -96,15 +96,18 @@ def parallelize(
     return fsdp
 
 
-def reshards(config: Config, world_size: int) -> bool:
-    """Whether blocks' full parameters are away between a block's forward and its backward.
+def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
+    """Of how many of a rank's blocks, its first ones, full parameters are away between a block's
+    forward and its backward.
 
     So they are where nothing travels but a block is recomputed: a cast more is cheap. A pipeline
     comes back to a block with every micro-batch, and gathers its parameters once.
     """
-    is_staged = config.parallel.pp > 1
+    is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
+    if wanted and wanted is not True:
+        return min(wanted, num_blocks)
     recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    return config.parallel.reshard_after_forward or recomputes[config.activation.policy]
+    return num_blocks * bool(wanted or recomputes[config.activation.policy])
 
 
 def _send_tokens(

@@ -1,8 +1,8 @@
 """Parameters that travel together: one flat shard a rank, its gradient, and where it is gathered.
 
-A :class:`Bucket` is one collective: its members lie end to end in one flat shard, each padded to
-the same length on every rank. A :class:`Region` is memory at a fixed address that buckets gather
-into, for a time or for good.
+A :class:`Bucket` is one collective, or a copy from each peer (:mod:`moetrain.parallel.peers`): its
+members lie end to end in one flat shard, each padded to the same length on every rank. A
+:class:`Region` is memory at a fixed address that buckets gather into, for a time or for good.
 
 Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 """
@@ -212,7 +212,8 @@ class Bucket:
     def update_N(self) -> torch.Tensor | None:
         """Where peers read what an update changes, if the update is to write it; None: they do not,
         or as it is in the master."""
-        return self._cast_N if self.is_cast and self._cast_N.numel() and self.peers else None
+        is_there = self.peers is not None and self._cast_N.numel() > 0
+        return self._cast_N if is_there and self.is_cast else None
 
     def share(self) -> None:
         """Let peers, who share memory and do not read it meanwhile, read the shard as it is now."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from moetrain.parallel.bucket import Bucket
 from moetrain.parallel.collectives import ReduceMode
 from moetrain.parallel.layout import STYLES
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.peers import Lanes, Peers
+from moetrain.parallel.peers import Copied, Lanes, Peers
 
 logger = logging.getLogger("moetrain")
 
@@ -41,7 +42,7 @@ class CopyEngines:
     """The buckets that copy engines carry: at first none."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lanes = Lanes(device)
+        self.device, self.lanes = device, Lanes.of(device)
         self.buckets: list[Bucket] = []
         self.peers: dict[str, Peers] = {}
         """By the name of their group."""
@@ -72,9 +73,8 @@ class CopyEngines:
 
     def end(self) -> None:
         """After a work, one that failed too: leave no copy under way behind the current stream."""
-        for stream in (self.lanes.pull, self.lanes.push):
-            if stream is not None and self.buckets:
-                torch.cuda.current_stream(self.lanes.device).wait_stream(stream)
+        if self.buckets:
+            Copied.by(*self.lanes).wait()
 
     def release(self) -> None:
         """Give the memory back until the next work. Buckets were released before; all ranks do."""
@@ -98,10 +98,10 @@ def connect(
     Raises:
         ConfigError: it says copy, and ranks do not reach one another's memory.
     """
-    device = engines.lanes.device
+    device = engines.device
     if not is_wanted(setting, device.type) or everyone.size() == 1:
         return
-    place: Place = (socket.gethostname(), device.index)
+    place: Place = (_machine(), device.index)
     places: list[Place] = [place] * everyone.size()
     dist.all_gather_object(places, place, group=everyone)
     travelling = [b for b in buckets if b.group.size() > 1 and b.host is None]
@@ -119,6 +119,12 @@ def connect(
     for bucket in travelling:
         if reasons[bucket.group.group_name] is None:
             engines.carry(bucket, setting.reduce)
+
+
+def _machine() -> str:
+    """This one's name; two that were made from one image share it, but no start."""
+    start = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {start.read_text() if start.exists() else ''}"
 
 
 def peer_bytes(

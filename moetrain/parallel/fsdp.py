@@ -27,9 +27,10 @@ Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: what one bloc
 into one while its neighbour computes with the other, in the forward and again in the backward. What
 autograd saved are tensors in a region, which has the right values whenever they are read.
 
-What is gathered is in the compute dtype. Where a unit has a region of its own, the optimizer writes
-that value beside its fp32 one (:meth:`FSDP.updates`), to where the gather would bring it or take it
-from, and nothing is cast until somebody else changes the parameters.
+What is gathered is in the compute dtype. Where a unit has a region of its own, or peers read it
+(:mod:`moetrain.parallel.copy_engines`), the optimizer writes that value beside its fp32 one
+(:meth:`FSDP.updates`), to where the gather would bring it or take it from, and nothing is cast
+until somebody else changes the parameters.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -156,7 +157,7 @@ class FSDP:
 
     Args:
         mode: how gradients are summed over ranks.
-        reshard: whether blocks take turns in two regions instead of having one each.
+        reshard: how many of the first blocks take turns in two regions, instead of having one each.
         is_alone: whether this is the only rank. Memory then counts for more than fixed addresses:
             what is unsharded goes with its last use, gradients come with their first.
         reduce_last: whether gradients of several micro-batches are added up unsharded, in fp32, and
@@ -169,7 +170,7 @@ class FSDP:
         device: torch.device,
         *,
         is_alone: bool,
-        reshard: bool,
+        reshard: int,
         reduce_last: bool,
     ) -> None:
         self.mode: ReduceMode = mode
@@ -197,7 +198,7 @@ class FSDP:
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; units are added in the order their forwards run."""
         index = len(self.units)
-        takes_turns = self.reshards and is_block
+        takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
         region = self._turns[index % 2] if takes_turns else Region(self.device)
         staging = self._staging[index % 2]
         unit = Unit(index, buckets, region, staging, takes_turns=takes_turns)

@@ -124,45 +124,60 @@ class MappedMemory:
 class Copied(NamedTuple):
     """Copies under way, or done."""
 
-    device: torch.device
-    done: torch.cuda.Event | None
-    """None: they are."""
+    lanes: tuple[Lane, ...]
+    done: tuple[torch.cuda.Event, ...]
+    """None of them: they are done."""
     kept: tuple[torch.Tensor, ...] = ()
     """What they read: its memory must not be another's before."""
 
+    @classmethod
+    def by(cls, *lanes: Lane, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
+        """What ``lanes`` have been given so far."""
+        streams = [lane.stream for lane in lanes if lane.stream is not None]
+        done = tuple(torch.cuda.Event() for _ in streams)
+        for stream, event in zip(streams, done, strict=True):
+            event.record(stream)
+        return cls(lanes, done, kept)
+
     def wait(self) -> None:
         """Let the current stream go on when they are done."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.done)
+        for event in self.done:
+            torch.cuda.current_stream(self.lanes[0].device).wait_event(event)
 
     finish = wait
 
 
-class Lanes:
-    """The streams of one rank's copies, whichever group they are for."""
+class Lane:
+    """A stream of copies; on a CPU none, and copies are done at once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         on_cuda = device.type == "cuda"
         self.device = device
-        self.pull = torch.cuda.Stream(device) if on_cuda else None
-        # Before others': what it has to compute is short, and peers wait for it.
-        self.push = torch.cuda.Stream(device, priority=-1) if on_cuda else None
+        self.stream = torch.cuda.Stream(device, priority=priority) if on_cuda else None
 
     @contextmanager
-    def on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Meanwhile ``stream`` gets the work, behind all that the current one has."""
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+    def behind(self) -> Iterator[None]:
+        """Meanwhile it gets the work, behind all that the current stream has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
             yield
 
-    def copied(self, stream: torch.cuda.Stream | None, *kept: torch.Tensor) -> Copied:
-        """What ``stream`` has so far."""
-        done = None
-        if stream is not None:
-            done = torch.cuda.Event()
-            done.record(stream)
-        return Copied(self.device, done, kept)
+
+class Lanes(NamedTuple):
+    """One rank's, whichever group copies are for."""
+
+    pull: Lane
+    own: Lane
+    """What does not leave the device: it may be SMs that copy it, and those are taken. Nothing else
+    is to wait for that."""
+    push: Lane
+
+    @classmethod
+    def of(cls, device: torch.device) -> Lanes:
+        """Those of ``device``. What has to be computed comes before others' work: it is short, and
+        peers wait for it."""
+        return cls(Lane(device), Lane(device, priority=-1), Lane(device, priority=-1))
 
 
 class Peers:
@@ -174,7 +189,7 @@ class Peers:
         self._memory: PeerMemory | None = None
         self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         me, ranks = group.rank(), group.size()
-        self._order = [(me + i) % ranks for i in range(1, ranks + 1)]
+        self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
 
     def reserve(self, size: int) -> int:
         """The place of ``size`` bytes for a shard, on every rank; before the first :meth:`open`."""
@@ -195,7 +210,7 @@ class Peers:
         """Wait, on the device, until no rank reads any shard; the first time, make the memory.
         Collective."""
         if self._memory is None:
-            device = self.lanes.device
+            device = self.lanes.pull.device
             if device.type == "cuda":
                 self._memory = DeviceMemory(self.num_bytes, self.group, device)
             else:
@@ -227,11 +242,15 @@ class Peers:
 
     def gather(self, start: int, out_WN: torch.Tensor) -> Copied:
         """Begin to copy every rank's shard at the place ``start`` to ``out_WN``, in rank order."""
-        parts, lanes = self._parts(start, out_WN.shape[1], out_WN.dtype), self.lanes
-        with annotate("copy_engines"), lanes.on(lanes.pull):
-            for rank in self._order:
-                out_WN[rank].copy_(parts[rank], non_blocking=True)
-        return lanes.copied(lanes.pull)
+        parts, (pull, own, _) = self._parts(start, out_WN.shape[1], out_WN.dtype), self.lanes
+        *others, me = self._order
+        with annotate("copy_engines"):
+            with pull.behind():
+                for rank in others:
+                    out_WN[rank].copy_(parts[rank], non_blocking=True)
+            with own.behind():
+                out_WN[me].copy_(parts[me], non_blocking=True)
+        return Copied.by(pull, own)
 
     def reduce(
         self,
@@ -243,18 +262,18 @@ class Peers:
     ) -> Copied:
         """Begin what :func:`~moetrain.parallel.collectives.reduce_scatter_start` does in the mode
         fp32_accum; all ranks begin theirs in the same order."""
-        memory, lanes = self._memory, self.lanes
+        memory, push = self._memory, self.lanes.push
         assert memory is not None  # opened
-        (ranks, numel), me = chunks_WN.shape, self.group.rank()
+        (ranks, numel), (*others, me) = chunks_WN.shape, self._order
         inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)
-        with lanes.on(lanes.push):
+        with push.behind():
             with annotate("copy_engines"):
                 memory.barrier(_GRADIENTS)
-                for rank in self._order[:-1]:  # the last one is this
+                for rank in others:
                     target_N = inboxes[rank][me * numel :][:numel]
                     target_N.copy_(chunks_WN[rank], non_blocking=True)
                 memory.barrier(_GRADIENTS)
             inbox_WN = inboxes[me].view(ranks, numel)
             own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
             sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
-        return lanes.copied(lanes.push, chunks_WN)
+        return Copied.by(push, kept=(chunks_WN,))
