@@ -253,6 +253,28 @@ def test_shared_memory_is_made_by_a_work_and_given_back():
     assert spawn(2, memory_comes_and_goes, []) == [([False, True, *[False] * 3], 1)] * 2
 
 
+def maps_after_release():
+    """Of all ranks, how often they map what they share, once the first one has given it back."""
+    engine = make_engine(*COPY, micro=1)
+    rank = engine.world.rank
+    engine.forward(make_batches(0, 1, rank, 2), objective_of(engine))
+    pids = [os.getpid()] * 2
+    dist.all_gather_object(pids, os.getpid())
+
+    def mapped():
+        return [Path(f"/proc/{pid}/maps").read_text().count("memfd:moetrain") for pid in pids]
+
+    before = mapped()
+    dist.barrier()
+    time.sleep(0.2 * rank)
+    engine.offload("workspaces")
+    return before, mapped()
+
+
+def test_what_is_given_back_no_rank_maps_any_more():
+    assert spawn(2, maps_after_release) == [([1, 1], [0, 0])] * 2
+
+
 def on_two_machines():
     name = f"machine {dist.get_rank()}"
     with patch.object(socket, "gethostname", lambda: name), pytest.raises(ConfigError) as error:

@@ -223,9 +223,12 @@ class Peers:
         self._memory.barrier(_SHARDS)
 
     def release(self) -> None:
-        """Give the memory back until the next :meth:`open`. All ranks do."""
-        self._memory = None
-        self._found.clear()
+        """Give the memory back until the next :meth:`open`. Collective, and waits on the host: it
+        is free when no rank maps it any more, and whoever comes next may need it at once."""
+        if self._memory is not None:
+            self._memory = None
+            self._found.clear()
+            dist.barrier(self.group)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """This rank's ``numel`` numbers at the place ``start``."""
