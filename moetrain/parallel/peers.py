@@ -39,7 +39,8 @@ from torch.distributed import _symmetric_memory
 from moetrain.annotate import annotate
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.parallel.arena import aligned
-from moetrain.parallel.mapped import MemoryOp, count_bytes, do_memory_ops
+from moetrain.parallel.mapped import count_bytes
+from moetrain.parallel.meeting import TIMEOUT
 
 _SHARDS, _GRADIENTS = range(_CHANNELS := 2)
 """Barriers' channels: one for each stream that has barriers."""
@@ -58,12 +59,7 @@ class PeerMemory(Protocol):
 
 
 class DeviceMemory:
-    """:class:`PeerMemory` of GPUs. Making it is collective, and waits for the host.
-
-    Barriers are counters in memory, one for each pair of ranks and each channel, which streams
-    write and wait for by themselves. A kernel could not: while products hold every SM there is no
-    room for it, so that each would come a product late.
-    """
+    """:class:`PeerMemory` of GPUs. Making it is collective, and waits for the host."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
@@ -83,22 +79,11 @@ class DeviceMemory:
         handle: Any = _symmetric_memory.rendezvous(own, group)
         self.parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
         self._own, self._handle = own, handle  # which parts do not keep
-        self._ops = []
-        for channel in range(_CHANNELS):
-            start = flags + channel * ranks * _FLAG_BYTES
-            others = [r for r in range(ranks) if r != me]
-            writes = [self.parts[r].data_ptr() + start + me * _FLAG_BYTES for r in others]
-            waits = [self.parts[me].data_ptr() + start + r * _FLAG_BYTES for r in others]
-            ops = [*map(MemoryOp.write, writes), *map(MemoryOp.wait, waits)]
-            self._ops.append((MemoryOp * len(ops))(*ops))
         count_bytes(device, whole)
         weakref.finalize(self, count_bytes, device, -whole).atexit = False
 
     def barrier(self, channel: int) -> None:
-        ops = self._ops[channel]
-        for op in ops:
-            op.value = (op.value + 1) % 2**32
-        do_memory_ops(torch.cuda.current_stream(self.device), ops)
+        self._handle.barrier(channel=channel, timeout_ms=int(TIMEOUT.total_seconds() * 1000))
 
 
 class MappedMemory:
