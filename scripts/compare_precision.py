@@ -79,7 +79,9 @@ def table(errors: dict[str, dict[tuple[str, str], float]]) -> str:
 
 def main() -> int:
     """Print the losses and the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Compare gradients of precisions with fp32's.", allow_abbrev=False
+    )
     parser.add_argument("recipe")
     args, words = parser.parse_known_args()
     losses, gradients = {}, {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import Counter
-from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -22,8 +22,6 @@ import torch
 _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE"""
 _OUT_OF_MEMORY = 2
-_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
-"""CU_STREAM_MEM_OP_WAIT_VALUE_32 (by default: greater or equal, cyclically), ..._WRITE_VALUE_32"""
 _HAS_VIRTUAL_MEMORY = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"""
 
@@ -56,29 +54,6 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", c_int))
 
 
-class MemoryOp(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of a write or a wait of 32 bits."""
-
-    _fields_ = (
-        ("operation", c_int),
-        ("address", c_uint64),
-        ("value", c_uint64),
-        ("flags", c_uint),
-        ("alias", c_uint64),
-        ("padding", c_uint64),
-    )
-
-    @classmethod
-    def write(cls, address: int) -> MemoryOp:
-        """Write :attr:`value` when all before it is done, and others see it."""
-        return cls(_WRITE_VALUE_32, address)
-
-    @classmethod
-    def wait(cls, address: int) -> MemoryOp:
-        """Wait until there is :attr:`value`, or one that follows it."""
-        return cls(_WAIT_VALUE_32, address)
-
-
 _SIGNATURES = {
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuGetErrorString": (c_int, POINTER(ctypes.c_char_p)),
@@ -90,7 +65,6 @@ _SIGNATURES = {
     "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
     "cuMemSetAccess": (c_uint64, c_size_t, POINTER(_Access), c_size_t),
     "cuMemUnmap": (c_uint64, c_size_t),
-    "cuStreamBatchMemOp_v2": (c_void_p, c_uint, POINTER(MemoryOp), c_uint),
 }
 
 
@@ -111,11 +85,6 @@ def _call(name: str, *arguments: Any) -> None:
     _driver().cuGetErrorString(code, byref(text))
     kind = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else RuntimeError
     raise kind(f"{name}: CUDA error {code}, {(text.value or b'unknown').decode()}")
-
-
-def do_memory_ops(stream: torch.cuda.Stream, ops: ctypes.Array[MemoryOp]) -> None:
-    """Let ``stream`` do ``ops`` in their order. No SM takes part, unlike in a kernel that waits."""
-    _call("cuStreamBatchMemOp_v2", stream.cuda_stream, len(ops), ops, 0)
 
 
 @cache

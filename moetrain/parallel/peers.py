@@ -10,9 +10,8 @@ of r's inbox, which r adds up by the kernel that adds up what an all-to-all brin
 the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
 at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
 
-What keeps them apart are barriers, in memory on the device: no host waits, and of a rank that is
-gone the next collective tells, the gradients' norm. Shards are written by
-an update, after the gradients' norm was summed over all ranks, and between the two barriers of
+What keeps them apart are barriers, on the device: no host waits. Shards are written by an update,
+after the gradients' norm was summed over all ranks, and between the two barriers of
 :meth:`Peers.open` and :meth:`Peers.barrier`; they are read only after the second. A reduction has
 one before it writes, when every rank has added up the one before, and one before it adds up.
 
@@ -42,9 +41,8 @@ from moetrain.parallel.arena import aligned
 from moetrain.parallel.mapped import count_bytes
 from moetrain.parallel.meeting import TIMEOUT
 
-_SHARDS, _GRADIENTS = range(_CHANNELS := 2)
+_SHARDS, _GRADIENTS = range(2)
 """Barriers' channels: one for each stream that has barriers."""
-_FLAG_BYTES = 4
 
 
 class PeerMemory(Protocol):
@@ -63,24 +61,21 @@ class DeviceMemory:
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
-        self.device, me, ranks = device, group.rank(), group.size()
-        flags = aligned(size)
-        whole = flags + aligned(_CHANNELS * ranks * _FLAG_BYTES)
         torch.cuda.empty_cache()
         try:
             # Not symmetric_memory.empty, which in newer versions keeps what was freed.
-            own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
+            own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         except RuntimeError as error:
             if "out of memory" in str(error):
                 raise torch.OutOfMemoryError(f"{size / 2**30:.2f} GiB for peers: {error}") from None
             raise
-        own[flags:].zero_()
-        torch.cuda.synchronize(device)  # before others, whom this meets next, write there
+        # What signals are written to is made zero by then, and no signal erased.
+        torch.cuda.synchronize(device)
         handle: Any = _symmetric_memory.rendezvous(own, group)
-        self.parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
+        self.parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size())]
         self._own, self._handle = own, handle  # which parts do not keep
-        count_bytes(device, whole)
-        weakref.finalize(self, count_bytes, device, -whole).atexit = False
+        count_bytes(device, size)
+        weakref.finalize(self, count_bytes, device, -size).atexit = False
 
     def barrier(self, channel: int) -> None:
         self._handle.barrier(channel=channel, timeout_ms=int(TIMEOUT.total_seconds() * 1000))
