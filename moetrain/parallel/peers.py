@@ -8,13 +8,13 @@ The ranks of an FSDP group share one piece of memory each:
 A gather reads the peers' shards; a reduction writes row r of a rank's gradients into row ``rank``
 of r's inbox, which r adds up by the kernel that adds up what an all-to-all brings, in rank order:
 the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
-at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
+at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, and its own beside them.
 
 What keeps them apart are barriers, in memory on the device: no host waits, and of a rank that is
-gone the next collective tells, the gradients' norm. Shards are written by
-an update, after the gradients' norm was summed over all ranks, and between the two barriers of
-:meth:`Peers.open` and :meth:`Peers.barrier`; they are read only after the second. A reduction has
-one before it writes, when every rank has added up the one before, and one before it adds up.
+gone the next collective tells, which is the gradients' norm. Shards are written by an update, after
+that norm was summed over all ranks, and between the barriers of :meth:`Peers.open` and
+:meth:`Peers.barrier`; they are read only after the second. A reduction has one barrier before it
+writes, when every rank has added up the one before, and one before it adds up.
 
 On CPUs it is the same with memory that processes map, and with copies that are done at once.
 
@@ -41,8 +41,8 @@ from moetrain.kernels.reduction import sum_chunks
 from moetrain.parallel.arena import aligned
 from moetrain.parallel.mapped import MemoryOp, count_bytes, do_memory_ops
 
-_SHARDS, _GRADIENTS = range(_CHANNELS := 2)
-"""Barriers' channels: one for each stream that has barriers."""
+_SHARDS, _GRADIENTS, _CHANNELS = 0, 1, 2
+"""Barriers' channels, one for each stream that has barriers, and how many they are."""
 _FLAG_BYTES = 4
 
 
