@@ -253,6 +253,22 @@ def test_shared_memory_is_made_by_a_work_and_given_back():
     assert spawn(2, memory_comes_and_goes, []) == [([False, True, *[False] * 3], 1)] * 2
 
 
+def changes_in_the_middle():
+    """What comes of an update while peers read."""
+    engine = make_engine(*COPY, micro=1)
+    batches = make_batches(0, 1, engine.world.rank, 2)
+    with engine.work():
+        with torch.no_grad():
+            engine.fsdp.members["layers.0.attn.wq.weight"].local.add_(1.0)
+        with pytest.raises(RuntimeError, match=r"changed within FSDP.work\(\)"):
+            engine.forward(batches, objective_of(engine))
+    return engine.forward(batches, objective_of(engine)).total.isfinite().item()
+
+
+def test_parameters_that_change_in_a_work_are_an_error():
+    assert spawn(2, changes_in_the_middle) == [True] * 2
+
+
 def maps_after_release():
     """Of all ranks, how often they map what they share, once the first one has given it back."""
     engine = make_engine(*COPY, micro=1)

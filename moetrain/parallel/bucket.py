@@ -321,7 +321,8 @@ class Bucket:
         target_N = target_N[: self.group.size() * self.shard_N.numel()].data
         target_WN = target_N.view(self.group.size(), -1)
         if self.peers is not None:
-            assert self.is_fresh  # since the work began
+            if not self.is_fresh:
+                raise RuntimeError("parameters changed within FSDP.work(), while peers read them")
             return self.peers.gather(self.peers_start, target_WN)
         if self.is_cast:
             self._refresh()
