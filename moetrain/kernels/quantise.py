@@ -107,7 +107,8 @@ def dequantise(
         )
     if not use_fast(backend, values_RM):
         return quantised_RM.to(dtype)
-    return _dequantise(values_RM.contiguous(), scales_R.contiguous(), dtype)
+    # As bytes: torch's checks of ops compute with what these are given.
+    return _dequantise(values_RM.contiguous().view(torch.uint8), scales_R.contiguous(), dtype)
 
 
 def quantise_to_rows(
@@ -177,18 +178,17 @@ def _quantise_columns_fake(w_ENM):
 
 
 @torch.library.custom_op("moetrain::dequantise", mutates_args=())
-def _dequantise(
-    values_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    (rows, width), x_RM = values_RM.shape, torch.empty_like(values_RM, dtype=dtype)
+def _dequantise(bytes_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    (rows, width), x_RM = bytes_RM.shape, torch.empty_like(bytes_RM, dtype=dtype)
     if rows:
+        values_RM = bytes_RM.view(E4M3)
         _wide_kernel[(rows,)](values_RM, scales_R, x_RM, width, **row_launch(width))
     return x_RM
 
 
 @_dequantise.register_fake
-def _(values_RM, scales_R, dtype):
-    return torch.empty_like(values_RM, dtype=dtype)
+def _(bytes_RM, scales_R, dtype):
+    return torch.empty_like(bytes_RM, dtype=dtype)
 
 
 @torch.library.custom_op("moetrain::quantise_to_rows", mutates_args=())
