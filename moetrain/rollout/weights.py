@@ -60,8 +60,10 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     experts = None
     if world.dims.ep > 1:
         transport = transport_of(engine.model)
-        # How many tokens a step reads, training cannot know; and it may send them in fp8.
-        transport = transport.exact() if isinstance(transport, DeepEP) else None
+        if isinstance(transport, DeepEP):
+            transport = transport.exact()  # how many tokens a step reads, training cannot know
+        elif config.kernels.precision == "fp8":
+            transport = None  # training's narrows tokens
         group = world.meshes.expert_parameters.get_group("ep")
         experts = ExpertParallel(model, group, config.kernels.backend, transport)
     for name, planned in list(model.named_parameters()):
