@@ -1,5 +1,6 @@
 """What is refused before a run of reinforcement learning begins, what it takes, what it is of."""
 
+import os
 import re
 import shutil
 
@@ -258,7 +259,9 @@ def test_an_edited_environment_has_as_many_tasks_as_before(tmp_path):
     file.write_text(COUNTED)
     values = {"rl.env": f"{file}:Counted", "rl.supervised_steps": 0, "train.steps": 1}
     fitted(out, **values)
-    file.write_text(COUNTED.replace("30", "40"))
+    before = file.stat()
+    file.write_text(COUNTED.replace("30", "40"))  # as long, and in the same second
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(
         ConfigError, match=r"^rl\.eval_tasks: 5 of 40 is another than .* edited since"
     ):

@@ -10,12 +10,14 @@ the reward function wants to know: ``answer``, for those that are shipped.
 from __future__ import annotations
 
 import copy
+import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from moetrain.config import ConfigError
@@ -82,6 +84,15 @@ def _math() -> Reward:
 _SHIPPED: dict[str, Callable[[], Reward]] = {"exact": _exact, "math": _math}
 
 
+class _AsItIsNow(importlib.machinery.SourceFileLoader):
+    """Compiles what the file holds; Python's own takes what it compiled before for a file that was
+    edited within the same second and is as long as it was."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     """The function (or class) ``file.py:name``; importing runs the file.
 
@@ -92,13 +103,16 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     path = Path(os.path.expanduser(file))
     if not key or not path.is_file():
         raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
-    spec = importlib.util.spec_from_file_location(f"moetrain_user_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
+    module_name = f"moetrain_user_{path.stem}"
+    loader = _AsItIsNow(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses, and pickle, look for it
+    sys.modules[module_name] = module  # where dataclasses, and pickle, look for it
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         found = getattr(module, key)
     except (Exception, SystemExit) as error:  # a user's file, whatever it raises
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
