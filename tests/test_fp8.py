@@ -14,7 +14,7 @@ from distributed import spawn
 from test_compile import batch, compile_counting
 from test_memory import estimate
 from test_parallel import LAYOUTS, compare, run, run_layouts, words_of
-from transports import ROUTINGS, Size, assert_same, make_batch, run_step, static_sizes
+from transports import ROUTINGS, Size, assert_same, make_batch, run_narrow, run_step, static_sizes
 from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
@@ -210,12 +210,6 @@ def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
             gradients = {parameter: gradients[parameter] for parameter in answer[1]}
         # A sum in another order rounds otherwise, and what is then quantised is a step apart.
         compare({name: answer}, (numbers, gradients, biases), 3e-3)
-
-
-def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down):
-    sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, gate_up, down)
-    return dispatcher.combine(y_SD, sent.ctx)
 
 
 def check_transports() -> None:
