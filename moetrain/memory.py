@@ -134,8 +134,7 @@ def sizes_of_ranks(
 ) -> Iterator[Sizes]:
     """The numbers of every pipeline rank; arguments as those of :func:`estimate_memory`."""
     tokens = config.train.micro_batch_size * config.data.seq_len
-    is_fp8 = config.kernels.precision == "fp8"
-    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled, is_fp8)
+    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
     plan = plan_stages(config, arch)
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}

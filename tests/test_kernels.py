@@ -202,6 +202,19 @@ def test_every_custom_op_is_in_a_spec():
     assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
 
 
+@devices
+@pytest.mark.parametrize("name", ["expert_mlp", "expert_mlp_fp8", "adapted_expert_mlp"])
+def test_experts_keep_no_row_of_a_token(name, device):
+    """But pre-activations, and what is as narrow as an adapter: memory's estimate says so too."""
+    (spec,) = (spec for spec in SPECS if spec.name == name)
+    case = {"T": 9, "K": 2, "E": 2, "D": 64, "F": 16, "r": 16}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        spec.fast(**with_grad(spec, make(spec, case, device)))
+    by_row = sorted(tuple(t.shape[1:]) for t in kept if t.shape[0] == 18)
+    assert by_row == ([(16,), (16,)] if "adapted" in name else []) + [(32,)]
+
+
 def test_grouped_products_keep_the_rules_of_custom_ops():
     offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
     a, b = torch.randn(7, 8), torch.randn(3, 8, 12)

@@ -14,7 +14,8 @@ from moetrain.train import main
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
-# tokens as it comes; rank 0's where there are several, between which collectives carried.
+# tokens as it comes; rank 0's where there are several, between which collectives carried. Those of
+# policy none while experts still kept the rows that tokens are copied to, 1 to 9 GiB more.
 MEASURED = [
     ("qwen3-30b-a3b", 1, 4, 1, "model.num_layers=6 activation.policy=none", 69.616),
     ("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6 activation.policy=none", 66.82),
@@ -97,9 +98,9 @@ def test_what_cannot_fit_is_refused_with_the_remedy():
     config, whole = estimate("qwen3-30b-a3b", 1, 2, 1, "")  # 30 B parameters: 340 GiB of state
     with pytest.raises(ConfigError, match=r"model\.preset: .* moments 2\d\d\..* 140\.0 GiB.*more"):
         check_memory(whole, config, gpu)
-    config, long = estimate("qwen3-30b-a3b", 1, 32, 1, "model.num_layers=6 compile.enabled=no")
+    config, long = estimate("qwen3-30b-a3b", 1, 48, 1, "model.num_layers=6 compile.enabled=no")
     with pytest.raises(
-        ConfigError, match=r"train\.micro_batch_size: 32 takes .*activation\.policy"
+        ConfigError, match=r"train\.micro_batch_size: 48 takes .*activation\.policy"
     ):
         check_memory(long, config, gpu)
 
