@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
 from moetrain.kernels import SPECS
-from moetrain.kernels.reduction import sum_chunks
+from moetrain.kernels.reduction import block_squares, sum_chunks
 from moetrain.kernels.spec import (
     Case,
     Inputs,
@@ -240,5 +240,24 @@ def test_the_sum_of_one_chunk_is_a_cast(device):
         out_N = torch.empty(3001, dtype=dtype, device=device)
         # Plain torch on a CPU: Triton's interpreter cuts off what rounds to bf16.
         assert torch.equal(sum_chunks(chunk_N[None], out_N=out_N), chunk_N.to(dtype))
-    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32"):
+    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32 or bfloat16"):
         sum_chunks(chunk_N[None], out_N=out_N, accumulate=True)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_kept_in_bf16_is_rounded_once(dtype, device):
+    """To nearest, of all that is added up in fp32; squares are of what is stored."""
+    chunks_RN = torch.randn(3, 3001, device=device).to(dtype)
+    before_N = torch.randn(3001, device=device).bfloat16()
+    for accumulate in (False, True):
+        wide_N, out_N, kernel_N = before_N.float(), before_N.clone(), before_N.clone()
+        squares_B = torch.empty(3, device=device)
+        sum_chunks(chunks_RN, wide_N, accumulate)
+        sum_chunks(chunks_RN, out_N, accumulate, squares_B=squares_B)
+        assert torch.equal(out_N, wide_N.bfloat16())
+        torch.testing.assert_close(squares_B, block_squares(out_N), rtol=1e-6, atol=0)
+        # The interpreter cuts off what rounds to bf16; squares it has of that.
+        sum_chunks(chunks_RN, kernel_N, accumulate, "triton", squares_B)
+        assert ((kernel_N - wide_N).abs() <= 2**-7 * wide_N.abs()).all()
+        torch.testing.assert_close(squares_B, block_squares(kernel_N), rtol=1e-6, atol=0)
