@@ -63,6 +63,7 @@ devices = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=on_gpu)]
 )
 specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+EXPERTS = [spec for spec in SPECS if "expert_mlp" in spec.name]
 every_case = pytest.mark.parametrize(
     ("spec", "case", "dtype"),
     [
@@ -126,6 +127,56 @@ def test_takes_expanded_and_missing_gradients(spec, device):
         plain = torch.autograd.grad(roots, wanted, full, retain_graph=True)
         for name, a, b in zip(spec.differentiable, sums, plain, strict=True):
             assert torch.equal(a, b), name
+
+
+class Zeros(TorchDispatchMode):
+    """Keeps the shapes of zeros that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith(("aten::zeros", "aten::new_zeros")):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+class GivesNone(torch.autograd.Function):
+    """An identity whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None
+
+
+@devices
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("spec", EXPERTS, ids=lambda spec: spec.name)
+def test_what_experts_keep_for_their_backward_gets_no_gradient(spec, how, device):
+    """No zeros of its size; and the backward, where nothing comes back, gives nothing."""
+
+    def run(has_gradient, **leaves):
+        y = spec.fast(**leaves)
+        return y if has_gradient else GivesNone.apply(y)
+
+    torch.compiler.reset()
+    if how == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for has_gradient in (True, False):
+        leaves = with_grad(spec, make(spec, spec.cases[0], device))
+        y = run(has_gradient, **leaves)
+        with Zeros() as zeros:
+            y.backward(torch.ones_like(y))
+        assert not zeros.shapes
+        found = [leaves[name].grad for name in spec.differentiable]
+        assert all((x is not None and x.any()) == has_gradient for x in found)
 
 
 class Recorder(TorchDispatchMode):

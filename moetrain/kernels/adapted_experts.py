@@ -175,9 +175,14 @@ def _(dy_RD, x_RD, offsets_E, w1, w2, a1, b1, a2, b2, weights_R, a_R2F, u_Rr, v_
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates
 
 
-def _differentiate(ctx: Any, dy_RD: torch.Tensor, *_: torch.Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, dy_RD: torch.Tensor | None, *_: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if dy_RD is None:
+        return (None,) * 10
     saved = ctx.saved_tensors
     # An expanded gradient (stride 0, as a sum's) is no operand of a grouped GEMM.
     found = _adapted_expert_mlp_backward(dy_RD.contiguous(), *saved, ctx.scale)

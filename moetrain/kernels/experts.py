@@ -166,9 +166,12 @@ def _(dy_RD, x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R, a_R2F, is_t
 
 def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)  # no zeros of a's size, which nobody differentiates
 
 
-def _differentiate(ctx, dy_RD: torch.Tensor, _):
+def _differentiate(ctx, dy_RD: torch.Tensor | None, _):
+    if dy_RD is None:
+        return (None,) * 5
     # An expanded gradient (stride 0, as a sum's) is no operand of a grouped GEMM.
     is_trained = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     dx_RD, d_gate_up, d_down, d_weights_R = _expert_mlp_backward(
