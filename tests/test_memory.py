@@ -91,6 +91,31 @@ def test_moments_in_bf16_take_half():
     assert half.total == wide.total - half.moments
 
 
+@pytest.mark.parametrize(
+    ("world", "accumulated", "words"),
+    [
+        (1, 1, "model.num_layers=6 activation.policy=full"),
+        (1, 2, "model.num_layers=6 activation.policy=full"),
+        (4, 2, "parallel.ep=4 parallel.reduce_at=each"),
+        (4, 2, "parallel.ep=4 parallel.reduce_at=last"),
+    ],
+)
+def test_gradients_in_bf16_take_half(world, accumulated, words):
+    """Of what is kept: what is still to travel is fp32."""
+    run = ("qwen3-30b-a3b-24l", world, 1, accumulated)
+    config, wide = estimate(*run, words)
+    _, half = estimate(*run, f"{words} optim.gradient_dtype=bfloat16")
+    assert config.optim.gradient_dtype == "float32"
+    saved = wide.gradients - half.gradients
+    if "last" in words:
+        _, each = estimate(*run, words.replace("last", "each"))
+        assert saved == each.gradients / 2 < wide.gradients / 2
+    else:
+        assert saved == wide.gradients / 2
+    assert wide.total - half.total == pytest.approx(saved)
+    assert (wide.weights, wide.moments) == (half.weights, half.moments)
+
+
 def test_what_cannot_fit_is_refused_with_the_remedy():
     gpu = 140 * GIB
     config, small = estimate("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6")

@@ -205,9 +205,14 @@ def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates
 
 
-def _differentiate(ctx: Any, dy_TD: torch.Tensor, *_: torch.Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, dy_TD: torch.Tensor | None, *_: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return (None,) * 12
     found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale)
     dx_TD, d_weights_TK, *d_adapters = found
     return dx_TD, d_weights_TK, None, None, None, None, *d_adapters, None, None

@@ -218,9 +218,12 @@ def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F,
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)  # no zeros of a's size, which nobody differentiates
 
 
-def _differentiate(ctx: Any, dy_TD: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return (None,) * 7
     is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
     dx_TD, d_weights_TK, *matrices = _expert_mlp_fp8_backward(
         dy_TD.contiguous(), *ctx.saved_tensors, is_trained
