@@ -342,7 +342,9 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
     ctx.save_for_backward(*output[-2:])
 
 
-def _sum_backward(ctx: Any, grad_total: torch.Tensor, *_):
+def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_):
+    if grad_total is None:
+        return (None,) * 7
     grad_h_TD, grad_w_VD = ctx.saved_tensors
     d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
     return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 5
