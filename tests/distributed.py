@@ -29,6 +29,7 @@ import torch.distributed as dist
 SHARED = 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
 """By how much a timeout is longer where other tests have a part of the machine."""
 PRELOAD = [
+    "pytest",
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
