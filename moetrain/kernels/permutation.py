@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.expert_indices import (
     INDEX_BENCH,
-    INDEX_CASES,
+    ROW_CASES,
     ExpertIndices,
     make_ids,
     make_indices,
@@ -322,7 +322,7 @@ def _rows_cost(case: Case) -> tuple[Cost, Cost]:
 
 _CASES = tuple(
     dict(case) | {"D": width}
-    for case, width in zip(INDEX_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
+    for case, width in zip(ROW_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
 )
 _BENCHES = (
     Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.8, "backward_fraction": 0.8}),
