@@ -33,6 +33,8 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "moetrain.rl.trainer",
 ]
 if not torch.cuda.is_available():  # else it would begin with the GPU, which no fork survives
