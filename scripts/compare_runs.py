@@ -8,7 +8,8 @@ What comes before the first ``--run`` (a recipe or file, and settings) is common
 has a name and settings of its own. OUT is a folder: there lies a folder of each run, and what was
 there before goes; ``losses.png`` shows every run's loss above, and below how far each is from the
 first run's, smoothed; ``losses.json`` has the numbers. A line a run says what the last tenth of the
-steps is on average. With several GPUs ``launch.nproc=auto`` takes them all.
+steps is on average. With several GPUs ``launch.nproc=auto`` takes them all. ``--at-once N`` trains
+N runs beside each other on the same devices, which a small one leaves idle.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -80,13 +82,17 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("common", nargs="*", help="a recipe, and settings: section.key=value")
     parser.add_argument("--run", nargs="+", action="append", required=True, metavar=("NAME", "SET"))
+    parser.add_argument("--at-once", type=int, default=1, metavar="N")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     losses = {}
-    for name, *words in args.run:
-        losses[name] = train(args.out / name.replace(" ", "-"), [*args.common, *words])
-        last = losses[name][-max(1, len(losses[name]) // 10) :]
-        print(f"{name}: {len(losses[name])} steps, {statistics.fmean(last):.4f} at the end")
+    with ThreadPoolExecutor(args.at_once) as threads:
+        folders = [args.out / name.replace(" ", "-") for name, *_ in args.run]
+        words = [[*args.common, *words] for _, *words in args.run]
+        for (name, *_), found in zip(args.run, threads.map(train, folders, words), strict=True):
+            losses[name] = found
+            last = statistics.fmean(found[-max(1, len(found) // 10) :])
+            print(f"{name}: {len(found)} steps, {last:.4f} at the end", flush=True)
     (args.out / "losses.json").write_text(json.dumps(losses))
     draw(losses, args.out / "losses.png")
     return 0
