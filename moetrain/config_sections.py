@@ -263,6 +263,11 @@ class OptimSection(Section):
     state_dtype: StateDtype = "float32"
     """Of AdamW's two moments. bfloat16: 4 bytes a parameter instead of 8, rounded stochastically,
     by bits that depend on train.seed; a run goes on only with what it began with."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the part of gradients that a rank keeps until the step. bfloat16: 2 bytes a parameter
+    instead of 4. Ranks' gradients are added up in fp32, and so is what is there already; each such
+    sum is rounded to nearest. Of many micro-batches small ones are lost beside the sum, unless
+    ranks add them up before they send any: parallel.reduce_at last."""
 
     offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of what is trained, in bytes, whose fp32 weights and moments live in host memory, where
@@ -276,13 +281,14 @@ class OptimSection(Section):
         return round(self.warmup_fraction * total_steps)
 
     def check(self) -> None:
-        """Raise ConfigError for moments that the host's update has not."""
-        if self.offload_fraction and self.state_dtype != "float32":
-            raise ConfigError(
-                "optim.offload_fraction",
-                f"{self.offload_fraction}, and the update on the host has no moments of "
-                f"optim.state_dtype {self.state_dtype!r}; use float32, or no offload_fraction",
-            )
+        """Raise ConfigError for moments, or gradients, that the host's update does not take."""
+        for name in ("state_dtype", "gradient_dtype"):
+            if self.offload_fraction and getattr(self, name) != "float32":
+                raise ConfigError(
+                    "optim.offload_fraction",
+                    f"{self.offload_fraction}, and the update on the host knows no optim.{name} "
+                    f"{getattr(self, name)!r}; use float32, or no offload_fraction",
+                )
 
 
 class CheckpointSection(Section):

@@ -54,7 +54,7 @@ class MemoryEstimate:
     weights: float
     """Parameters, this rank's: fp32 where they are trained, else in the compute dtype."""
     gradients: float
-    """fp32, those there at the peak."""
+    """Those there at the peak."""
     moments: float
     """AdamW's two, of what is trained."""
     gathered: float
@@ -134,8 +134,7 @@ def sizes_of_ranks(
 ) -> Iterator[Sizes]:
     """The numbers of every pipeline rank; arguments as those of :func:`estimate_memory`."""
     tokens = config.train.micro_batch_size * config.data.seq_len
-    is_fp8 = config.kernels.precision == "fp8"
-    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled, is_fp8)
+    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
     plan = plan_stages(config, arch)
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -307,9 +306,9 @@ class Sizes:
         hosted = self.config.optim.offload_fraction * self.trained * (FP32 - self.width)
         return (self.stored - hosted) / self.dims.sharding_ranks
 
-    def local_trained(self) -> float:
-        """Bytes in fp32 of what this rank's device updates."""
-        return FP32 * self.share_updated * self.trained / self.dims.sharding_ranks
+    def local_updated(self) -> float:
+        """How many numbers this rank's device updates."""
+        return self.share_updated * self.trained / self.dims.sharding_ranks
 
     @property
     def share_updated(self) -> float:
@@ -319,8 +318,12 @@ class Sizes:
 
     def local_moments(self) -> float:
         """Bytes of AdamW's two."""
-        itemsize = getattr(torch, self.config.optim.state_dtype).itemsize
-        return 2 * self.local_trained() * itemsize / FP32
+        return 2 * self.local_updated() * getattr(torch, self.config.optim.state_dtype).itemsize
+
+    def gradients(self, numbers: float) -> float:
+        """Bytes of so many that are kept, and of those that are still to travel."""
+        itemsize = getattr(torch, self.config.optim.gradient_dtype).itemsize
+        return itemsize * numbers + self.unreduced()
 
     @property
     def matrices(self) -> int:
@@ -442,13 +445,12 @@ class Sizes:
 
 def _start_of_backward(s: Sizes) -> MemoryEstimate:
     """Every block's activations; either the loss is at work or the last block's backward."""
-    trained = s.local_trained()
-    head = FP32 * s.share_updated * s.share_trained * s.vocabulary_numbers()
-    gradients = head if s.is_alone and not s.is_accumulating else trained
+    head = s.share_updated * s.share_trained * s.vocabulary_numbers()
+    reduced = head if s.is_alone and not s.is_accumulating else s.local_updated()
     backward = max(map(s.backward_set, s.layers))
     return MemoryEstimate(
         weights=s.local_weights(),
-        gradients=gradients + s.unreduced(),
+        gradients=s.gradients(reduced),
         moments=s.local_moments(),
         gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
         activations=s.all_activations(),
@@ -460,11 +462,11 @@ def _start_of_backward(s: Sizes) -> MemoryEstimate:
 
 def _generating(s: Sizes) -> MemoryEstimate:
     """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
-    trained, is_offloaded = s.local_trained(), s.config.rl.offload
+    is_offloaded = s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
     return MemoryEstimate(
         weights=s.local_weights(),
-        gradients=0.0 if s.is_alone or is_offloaded else trained + s.unreduced(),
+        gradients=0.0 if s.is_alone or is_offloaded else s.gradients(s.local_updated()),
         moments=0.0 if is_offloaded else s.local_moments(),
         gathered=gathered,
         activations=0.0,
@@ -477,20 +479,17 @@ def _generating(s: Sizes) -> MemoryEstimate:
 
 def _end_of_backward(s: Sizes) -> MemoryEstimate:
     """The first block's backward, with the gradients of all others; the embedding's comes last."""
-    trained, first = s.local_trained(), next(iter(s.layers))
-    still_to_come = 0.0
+    first, still_to_come = next(iter(s.layers)), 0.0
     if s.is_alone and not s.is_accumulating:
         vocabulary = 0.0 if s.arch.tie_embeddings else s.vocabulary_numbers()
-        share = s.share_updated * s.share_trained
-        still_to_come = FP32 * share * (s.numbers(first) + vocabulary)
+        still_to_come = s.share_updated * s.share_trained * (s.numbers(first) + vocabulary)
     gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
     if s.is_alone:  # its own, and the embedding
-        gathered = s.unsharded(first) + s.unsharded_vocabulary() / (
-            1 if s.arch.tie_embeddings else 2
-        )
+        matrices = 1 if s.arch.tie_embeddings else 2
+        gathered = s.unsharded(first) + s.unsharded_vocabulary() / matrices
     return MemoryEstimate(
         weights=s.local_weights(),
-        gradients=trained - still_to_come + s.unreduced(),
+        gradients=s.gradients(s.local_updated() - still_to_come),
         moments=s.local_moments(),
         gathered=gathered,
         activations=s.saved(first),

@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import triton
@@ -74,15 +75,18 @@ class Bench:
         ms = milliseconds(function)
         rate = bytes_each * self.numbers / ms * 1e3
         share = f", {rate / self.copied:4.0%} of a copy's" if self.copied > 1 else ""
-        print(f"{name:<58}{ms:8.3f} ms  {rate / 1e12:.2f} TB/s{share}", flush=True)
+        print(f"{name:<62}{ms:8.3f} ms  {rate / 1e12:.2f} TB/s{share}", flush=True)
         return rate
 
     def update(
-        self, moments: tuple[torch.Tensor, torch.Tensor], out_N: torch.Tensor | None
+        self,
+        grad_N: torch.Tensor,
+        moments: tuple[torch.Tensor, torch.Tensor],
+        out_N: torch.Tensor | None,
     ) -> None:
         """Ours."""
         origins_B = self.origins_B if moments[0].dtype == torch.bfloat16 else None
-        tensors = (self.param_N, self.grad_N, *moments, self.rates_S, self.decays_B)
+        tensors = (self.param_N, grad_N, *moments, self.rates_S, self.decays_B)
         adamw(*tensors, SETTINGS, origins_B, out_N)
 
 
@@ -97,7 +101,7 @@ def torch_adamw(param_N: torch.Tensor, grad_N: torch.Tensor) -> torch.optim.Adam
 def check(bench: Bench) -> bool:
     """Whether a step's numbers are torch's, and rounded moments the reference's."""
     before_N, moments = bench.param_N.clone(), bench.moments(torch.float32)
-    bench.update(moments, bench.out_N)
+    bench.update(bench.grad_N, moments, bench.out_N)
     theirs_N = before_N.clone()
     torch_adamw(theirs_N, bench.grad_N).step()
     difference = (bench.param_N - theirs_N.detach()).abs().max().item()
@@ -117,20 +121,29 @@ def check(bench: Bench) -> bool:
     return difference < 1e-3 * step and same_cast and max(wrong) < 1e-3
 
 
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def compare(bench: Bench) -> None:
     """A line for each part."""
-    for dtype, bytes_each in ((torch.float32, 28), (torch.bfloat16, 20)):
+    narrow_N = bench.grad_N.bfloat16()
+    for dtype, bytes_each in ((torch.float32, 24), (torch.bfloat16, 16)):
         moments = bench.moments(dtype)
-        name = f"ours, moments in {str(dtype).removeprefix('torch.')}"
-        bench.time(name, bytes_each, partial(bench.update, moments, None))
-        both = partial(bench.update, moments, bench.out_N)
-        bench.time(f"{name}, with the bf16 copy", bytes_each + 2, both)
-        del moments, both
-    chunk_N = bench.grad_N.bfloat16()[None]
-    for accumulate, bytes_each in ((False, 6), (True, 10)):
-        how = {"out_N": bench.grad_N, "accumulate": accumulate}
-        name = f"ours, a gradient {'added to fp32' if accumulate else 'widened'}"
-        squares_B = torch.empty(num_blocks(bench.numbers), device="cuda")
+        for grad_N in (bench.grad_N, narrow_N):
+            each = bytes_each + grad_N.itemsize
+            name = f"ours, moments {_word(dtype)}, gradients {_word(grad_N.dtype)}"
+            for out_N in (None, bench.out_N):
+                spent = each + (0 if out_N is None else out_N.itemsize)
+                also = "" if out_N is None else ", and the bf16 copy"
+                bench.time(name + also, spent, partial(bench.update, grad_N, moments, out_N))
+        del moments
+    chunk_N, squares_B = narrow_N[None], torch.empty(num_blocks(bench.numbers), device="cuda")
+    for out_N, accumulate in product((bench.grad_N, bench.out_N), (False, True)):
+        bytes_each = 2 + out_N.itemsize * (1 + accumulate)
+        how = {"out_N": out_N, "accumulate": accumulate}
+        verb = "added" if accumulate else "copied"
+        name = f"ours, a bf16 gradient {verb} to {_word(out_N.dtype)}"
         bench.time(name, bytes_each, partial(sum_chunks, chunk_N, **how))
         with_norm = partial(sum_chunks, chunk_N, **how, squares_B=squares_B)
         bench.time(f"{name}, and its squares", bytes_each, with_norm)
@@ -163,7 +176,7 @@ def sweep(bench: Bench) -> None:
                 num_warps=warps,
             )
             used = "*" if (block, warps) == (BLOCK, WARPS) else ""
-            name = f"{str(dtype).removeprefix('torch.')} moments, block {block}, warps {warps}"
+            name = f"{_word(dtype)} moments, block {block}, warps {warps}"
             bench.time(f"{name}{used}", bytes_each, launch)
         del moments
 

@@ -8,6 +8,7 @@ through shared memory that would vanish with the process that made it.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,9 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +29,14 @@ import torch.distributed as dist
 SHARED = 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
 """By how much a timeout is longer where other tests have a part of the machine."""
 PRELOAD = [
+    "pytest",
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
     "moetrain.rl.trainer",
 ]
 if not torch.cuda.is_available():  # else it would begin with the GPU, which no fork survives
-    PRELOAD.append("torch._inductor.compile_fx")
+    PRELOAD += ["torch._inductor.compile_fx", "compiled_once"]
 
 
 def spawn(
@@ -59,7 +63,7 @@ def spawn(
         pytest.skip(f"needs {world} CUDA devices")
     timeout *= SHARED
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    _start_forkserver(context)
     call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], {}
@@ -78,6 +82,21 @@ def spawn(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+@functools.cache
+def _start_forkserver(context: Any) -> None:
+    """It imports by name, and finds this folder as what it is started with says."""
+    context.set_forkserver_preload(PRELOAD)
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [path])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float) -> list[Any]:

@@ -65,6 +65,11 @@ def test_diff(saved, tmp_path, capsys):
         groups["optim"].pop("norm.weight.step")
         groups["rng"]["cpu"] = groups["rng"]["cpu"][:8]
 
+    broken = torch.tensor([float("nan"), float("inf"), 1.0])
+    for path in (one, two):
+        rewrite(path, lambda groups: groups["model"]["norm.weight"][:3].copy_(broken))
+    assert main(["diff", str(one), str(two)]) == 0
+    assert capsys.readouterr().out == "no tensor differs\n"
     rewrite(two, edit)
     assert main(["diff", str(one), str(two)]) == 1
     model, optim, rng = capsys.readouterr().out.splitlines()
@@ -129,6 +134,15 @@ def test_what_cannot_be_done_is_one_line(words, code, says, capsys, monkeypatch)
     assert says in error
     assert error.count("\n") == 1
     assert Path("out").exists() is False
+
+
+@pytest.mark.parametrize("out", ["", "hf"])
+def test_no_export_goes_into_a_checkpoint(out, saved, capsys):
+    newest = saved / "checkpoints" / "step-00000002"
+    there = set(newest.iterdir())
+    assert main(["export-hf", str(saved), str(newest / out)]) == 2
+    assert "is in the checkpoint itself" in capsys.readouterr().err
+    assert set(newest.iterdir()) == there
 
 
 @pytest.mark.parametrize("command", ["export-hf", "import-hf"])

@@ -33,6 +33,18 @@ def test_few_tokens_travel_and_frozen_experts_are_gathered():
     assert order(8, "lora.rank=16")[0] == 1
 
 
+def test_gradients_in_bf16_move_less_memory():
+    words = ["train.device=cuda", "parallel.ep=4", "launch.nproc=4"]
+    arch = resolve_architecture(Config.load("qwen3-30b-a3b-24l", words).model)
+    wide, narrow = (
+        costs(Config.load("qwen3-30b-a3b-24l", [*words, *more]), arch, 4)
+        for more in ([], ["optim.gradient_dtype=bfloat16"])
+    )
+    for mine, theirs in zip(sorted(narrow), sorted(wide), strict=True):
+        assert mine.memory < theirs.memory
+        assert mine._replace(memory=theirs.memory) == theirs
+
+
 def test_what_cannot_be_is_not_chosen():
     assert order(3) == [1]
     assert order(6) in ([1, 2], [2, 1])

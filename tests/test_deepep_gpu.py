@@ -20,6 +20,7 @@ from transports import (
     plainly,
     recomputed,
     run_layer,
+    run_narrow,
     run_step,
     saving,
     static_sizes,
@@ -28,6 +29,7 @@ from transports import (
 from moetrain.models.transformer import prepare_compiler
 from moetrain.parallel.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.deepep_ops import INSTALL, disconnect
+from moetrain.parallel.expert import ExpertParallelDispatcher
 
 BF16 = torch.bfloat16
 ROUNDED_TWICE = 2**-7  # ours to bf16, and the judge's: 2**-8 of the largest value each at most
@@ -49,8 +51,8 @@ def gpu_static(capacity: float) -> StaticSizes:
     return static_sizes(LARGE, capacity, GPU_TOKENS)
 
 
-def check_steps(run, compiled: bool, theirs, experts, tolerance: float, case: Any) -> None:
-    """``run`` as the layer over ``theirs``, whatever the numbers of tokens and the routing."""
+def check_steps(run, compiled: bool, judge, experts, tolerance: float, case: Any) -> None:
+    """``run`` as ``judge``, whatever the numbers of tokens and the routing."""
     torch._dynamo.reset()
     if compiled:
         run = torch.compile(run, fullgraph=True)
@@ -60,7 +62,7 @@ def check_steps(run, compiled: bool, theirs, experts, tolerance: float, case: An
         tokens = (0, GPU_TOKENS, 1, 300)[(rank if compiled else rank + step) % 4]
         routing = ROUTINGS[step % len(ROUTINGS)]
         batch = make_batch(LARGE, tokens, routing, step, f"cuda:{rank}", BF16)
-        want = run_step(partial(run_layer, theirs), batch, experts)
+        want = run_step(judge, batch, experts)
         got = run_step(run, batch, experts)
         assert_same(got, want, tolerance, (case, compiled, step, routing, tokens))
 
@@ -72,7 +74,22 @@ def check_on_gpus() -> None:
     for how, compiled, transport.static in product(ways, (False, True), modes):
         run = partial(how, partial(run_layer, ours))
         case = (how.__name__, transport.static)
-        check_steps(run, compiled, theirs, experts, ROUNDED_TWICE, case)
+        judge = partial(run_layer, theirs)
+        check_steps(run, compiled, judge, experts, ROUNDED_TWICE, case)
+    disconnect()
+
+
+def check_narrow_on_gpus() -> None:
+    """Tokens that travel in e4m3 are those that experts in e4m3 make of tokens that do not."""
+    _, _, theirs, experts = gpu_setup()
+    narrow = DeepEP(LARGE.experts, dist.group.WORLD, LARGE.width, precision="fp8")
+    ours = ExpertParallelDispatcher(LARGE.experts, narrow)
+    for compiled, narrow.static in product(
+        (False, True), (None, gpu_static(float(dist.get_world_size())))
+    ):
+        run, judge = (partial(run_narrow, dispatcher) for dispatcher in (ours, theirs))
+        case = ("fp8", narrow.static)
+        check_steps(run, compiled, judge, experts, ROUNDED_TWICE, case)
     disconnect()
 
 
@@ -115,7 +132,9 @@ def check_memory() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [check_on_gpus, check_nothing_waits, check_memory])
+@pytest.mark.parametrize(
+    "check", [check_on_gpus, check_narrow_on_gpus, check_nothing_waits, check_memory]
+)
 @pytest.mark.parametrize("world", [2, 4])
 def test_on_gpus(world, check):
     if importlib.util.find_spec("deep_ep") is None:

@@ -24,7 +24,7 @@ SHARED = [
     ["train.freeze=*embed*"],
     ["lora.rank=8"],
     ["lora.rank=8", "lora.dropout=0.3", "lora.targets=*.attn.*"],
-    ["optim.state_dtype=bfloat16"],
+    ["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"],
     ["activation.policy=full"],
 ]
 """What both engines are set to, beside a dtype."""

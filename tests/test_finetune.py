@@ -25,8 +25,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-POSITIONS = 2048
-CHATS = 1100
+POSITIONS = 512  # a quarter of what the README types, with as many rows
+CHATS = 280
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def words(checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     typed = (
         f"--model.path {checkpoint} --data.tokenizer {checkpoint} --data.source jsonl "
-        f"--data.path {chats} --data.seq_len 2048 --checkpoint.save_hf yes"
+        f"--data.path {chats} --data.seq_len {POSITIONS} --checkpoint.save_hf yes"
     )
     return [*typed.split(), "--train.device", "cpu", "--log.tensorboard", "no"]
 
@@ -97,7 +97,7 @@ def test_the_readmes_command(words, tmp_path, capsys, caplog):
     assert (resolved["train"]["epochs"], resolved["train"]["steps"]) == (3.0, None)
     rows = read_metrics(folder / "metrics.jsonl")
     said = capsys.readouterr().out
-    num_rows = int(said.split(" rows of 2048 tokens")[0].split()[-1])
+    num_rows = int(said.split(f" rows of {POSITIONS} tokens")[0].split()[-1])
     batch = resolved["train"]["global_batch_size"]
     assert num_rows > batch  # so that three epochs are several steps
     steps = -(-3 * num_rows // batch)
@@ -150,12 +150,14 @@ def test_the_checkpoint_decides_what_is_not_set(checkpoint, chats):
     assert resolved.data.tokenizer == str(checkpoint)
     assert resolved.data.seq_len == arch.max_positions == POSITIONS
     assert resolved.origins["data.seq_len"] == "model.path"
-    assert "data.seq_len = 2048  (model.path)" in resolved.describe()
+    assert f"data.seq_len = {POSITIONS}  (model.path)" in resolved.describe()
     assert resolve_run(resolved)[0] == resolved
     chosen = config.filled({"data.seq_len": 64, "data.tokenizer": "byte"}, "the test")
     assert resolve_run(chosen)[0] == chosen
-    with pytest.raises(ConfigError, match=r"data\.seq_len: 2049 is more than the 2048 positions"):
-        resolve_run(config.filled({"data.seq_len": 2049}, "the test"))
+    longer = {"data.seq_len": POSITIONS + 1}
+    problem = rf"data\.seq_len: {POSITIONS + 1} is more than the {POSITIONS} positions"
+    with pytest.raises(ConfigError, match=problem):
+        resolve_run(config.filled(longer, "the test"))
 
 
 def test_scaled_rotary_embeddings_reach_further(checkpoint, chats, tmp_path):

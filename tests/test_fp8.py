@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 from test_compile import batch, compile_counting
-from test_memory import estimate
 from test_parallel import LAYOUTS, compare, run, run_layouts, words_of
-from transports import ROUTINGS, Size, assert_same, make_batch, run_step, static_sizes
+from transports import ROUTINGS, Size, assert_same, make_batch, run_narrow, run_step, static_sizes
 from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
@@ -23,8 +22,6 @@ from moetrain.kernels import (
     expert_mlp,
     expert_mlp_fp8,
     linears_fp8,
-    permute,
-    unpermute,
 )
 from moetrain.kernels.quantise import LARGEST, quantise_columns, quantise_rows
 from moetrain.metrics import read_metrics
@@ -127,9 +124,7 @@ def test_gradients_of_experts_are_near_those_in_fp64():
     found = [y_TD, *torch.autograd.grad(y_TD, list(leaves.values()), slope_TD)]
 
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves.values()]
-    x_RD, weights_R = permute(wide[0], wide[1], indices)
-    y_RD = expert_mlp(x_RD, indices.offsets_E, wide[2], wide[3], weights_R)
-    y_TD = unpermute(y_RD, indices)
+    y_TD = expert_mlp(wide[0], wide[1], indices, wide[2], wide[3])
     exact = [y_TD, *torch.autograd.grad(y_TD, wide, slope_TD.double())]
     for name, got, want in zip(("y", *leaves), found, exact, strict=True):
         error = ((got - want).norm() / want.norm()).item()
@@ -212,12 +207,6 @@ def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
         compare({name: answer}, (numbers, gradients, biases), 3e-3)
 
 
-def run_narrow(dispatcher, x_TD, ids_TK, weights_TK, gate_up, down):
-    sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    y_SD = expert_mlp_fp8(sent.x_SD, sent.weights_SK, sent.indices, gate_up, down)
-    return dispatcher.combine(y_SD, sent.ctx)
-
-
 def check_transports() -> None:
     """Tokens and what comes back of gradients travel in e4m3, and experts see the same bits."""
     sys.modules["deep_ep"] = fake_deep_ep
@@ -281,28 +270,6 @@ def test_generation_computes_in_bf16(tiny):
     Generator(model, None, num_pages=2)
     found = {module.precision for module in model.modules() if hasattr(module, "precision")}
     assert found == {"bf16"}
-
-
-def test_no_rows_are_kept_for_the_backward():
-    estimates = [
-        estimate("qwen3-30b-a3b", 1, 2, 1, f"model.num_layers=6 kernels.precision={precision}")[1]
-        for precision in ("bf16", "fp8")
-    ]
-    # Of one block, whose backward is the peak: rows of text, tokens, experts, width, bytes.
-    rows = 2 * 4096 * 8 * 2048 * 2
-    assert estimates[0].activations - estimates[1].activations == rows
-
-
-def test_ops_keep_what_the_estimate_says():
-    """Of the experts' op: tokens, weights, indices, matrices, and one tensor by row."""
-    leaves, ids_TK, _ = make_experts(tokens=9, experts=2, slots=2, dim=32, width=16)
-    indices = expert_indices(ids_TK, 2)
-    x, weights, *matrices = leaves.values()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        expert_mlp_fp8(x, weights, indices, *matrices, "triton")
-    by_row = [t for t in kept if t.shape[0] == 18]
-    assert [t.shape for t in by_row] == [(18, 32)]  # gate and up, no row of x
 
 
 # What it refuses.

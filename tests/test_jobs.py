@@ -306,8 +306,10 @@ def test_jobs_take_turns(tmp_path):
     assert order == [0, 1, 2, 0, 1, 2, 0, 2, 0, 2, 0, 0]
 
 
-@pytest.mark.parametrize("loaded", [1, 2, 9])
-def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded):
+@pytest.mark.parametrize(
+    ("loaded", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32"), (9, "float32")]
+)
+def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded, dtype):
     """However many others have turns before its end."""
     computed, forward_backward = Counter(), Engine.forward_backward
 
@@ -322,6 +324,7 @@ def test_the_beginning_of_a_step_is_computed_once(tmp_path, monkeypatch, loaded)
         yield "forward", {"data": [{"tokens": text_of(number)}]}
 
     together, alone, words = [], [], [f"jobs.max_loaded={loaded}", "jobs.save_interval=1"]
+    words.append(f"optim.gradient_dtype={dtype}")
     for number in range(4):
         with Service(config_of(tmp_path / f"alone-{number}", *words)) as service:
             ask = asker(service, service.create(seed=number)["id"])

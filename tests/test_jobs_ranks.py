@@ -19,7 +19,10 @@ SEEDS = (0, 1, 3)
 
 
 def serve(folder, runs, failing=False):
-    """On every rank: of each of ``runs``, words and seeds, results and adapters by seed."""
+    """On every rank: of each of ``runs``, words and seeds, results and adapters by seed.
+
+    ``failing``: in the first one another job fails in between.
+    """
     found = []
     for number, (words, seeds) in enumerate(runs):
         config = config_of(f"{folder}/{number}", *words)
@@ -32,7 +35,7 @@ def serve(folder, runs, failing=False):
             live, bad = list(courses.values()), service.create()["id"]
             while live:
                 live = [course for course in live if course.go_on()]
-                if failing:
+                if failing and number == 0:
                     fail(service, bad)
         dismiss(service.desk)
         at = config.output_dir

@@ -92,7 +92,7 @@ def test_fifty_jobs_with_kills_and_cancels_each_as_if_alone(start, tmp_path):
     def kill_now_and_then():
         """At moments that nobody has chosen, of a service that has got somewhere since the last."""
         while not over.wait(random.uniform(0.2, 0.6)):
-            if len(counts) >= 90 * (len(killed) + 1):
+            if len(counts) >= 100 * (len(killed) + 1):
                 service.kill()
                 killed.append(len(counts))
                 service.start()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
 from moetrain.kernels import SPECS
-from moetrain.kernels.reduction import sum_chunks
+from moetrain.kernels.reduction import block_squares, sum_chunks
 from moetrain.kernels.spec import (
     Case,
     Inputs,
@@ -63,6 +63,7 @@ devices = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=on_gpu)]
 )
 specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+SAVING = [spec for spec in SPECS if "expert_mlp" in spec.name or "entropy_sum" in spec.name]
 every_case = pytest.mark.parametrize(
     ("spec", "case", "dtype"),
     [
@@ -126,6 +127,56 @@ def test_takes_expanded_and_missing_gradients(spec, device):
         plain = torch.autograd.grad(roots, wanted, full, retain_graph=True)
         for name, a, b in zip(spec.differentiable, sums, plain, strict=True):
             assert torch.equal(a, b), name
+
+
+class Zeros(TorchDispatchMode):
+    """Keeps the shapes of zeros that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith(("aten::zeros", "aten::new_zeros")):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+class GivesNone(torch.autograd.Function):
+    """An identity whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None
+
+
+@devices
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("spec", SAVING, ids=lambda spec: spec.name)
+def test_what_is_kept_for_a_backward_gets_no_gradient(spec, how, device):
+    """No zeros of its size; and the backward, where nothing comes back, gives nothing."""
+
+    def run(has_gradient, **leaves):
+        y, *_ = as_tuple(spec.fast(**leaves))
+        return y if has_gradient else GivesNone.apply(y)
+
+    torch.compiler.reset()
+    if how == "compiled":
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for has_gradient in (True, False):
+        leaves = with_grad(spec, make(spec, spec.cases[0], device))
+        y = run(has_gradient, **leaves)
+        with Zeros() as zeros:
+            y.backward(torch.ones_like(y))
+        assert not zeros.shapes
+        found = [leaves[name].grad for name in spec.differentiable]
+        assert all((x is not None and x.any()) == has_gradient for x in found)
 
 
 class Recorder(TorchDispatchMode):
@@ -202,6 +253,19 @@ def test_every_custom_op_is_in_a_spec():
     assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
 
 
+@devices
+@pytest.mark.parametrize("name", ["expert_mlp", "expert_mlp_fp8", "adapted_expert_mlp"])
+def test_experts_keep_no_row_of_a_token(name, device):
+    """But pre-activations, and what is as narrow as an adapter: memory's estimate says so too."""
+    (spec,) = (spec for spec in SPECS if spec.name == name)
+    case = {"T": 9, "K": 2, "E": 2, "D": 64, "F": 16, "r": 16}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        spec.fast(**with_grad(spec, make(spec, case, device)))
+    by_row = sorted(tuple(t.shape[1:]) for t in kept if t.shape[0] == 18)
+    assert by_row == ([(16,), (16,)] if "adapted" in name else []) + [(32,)]
+
+
 def test_grouped_products_keep_the_rules_of_custom_ops():
     offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
     a, b = torch.randn(7, 8), torch.randn(3, 8, 12)
@@ -240,5 +304,24 @@ def test_the_sum_of_one_chunk_is_a_cast(device):
         out_N = torch.empty(3001, dtype=dtype, device=device)
         # Plain torch on a CPU: Triton's interpreter cuts off what rounds to bf16.
         assert torch.equal(sum_chunks(chunk_N[None], out_N=out_N), chunk_N.to(dtype))
-    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32"):
+    with pytest.raises(ValueError, match=r"contiguous \[3001\] of float32 or bfloat16"):
         sum_chunks(chunk_N[None], out_N=out_N, accumulate=True)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_kept_in_bf16_is_rounded_once(dtype, device):
+    """To nearest, of all that is added up in fp32; squares are of what is stored."""
+    chunks_RN = torch.randn(3, 3001, device=device).to(dtype)
+    before_N = torch.randn(3001, device=device).bfloat16()
+    for accumulate in (False, True):
+        wide_N, out_N, kernel_N = before_N.float(), before_N.clone(), before_N.clone()
+        squares_B = torch.empty(3, device=device)
+        sum_chunks(chunks_RN, wide_N, accumulate)
+        sum_chunks(chunks_RN, out_N, accumulate, squares_B=squares_B)
+        assert torch.equal(out_N, wide_N.bfloat16())
+        torch.testing.assert_close(squares_B, block_squares(out_N), rtol=1e-6, atol=0)
+        # The interpreter cuts off what rounds to bf16; squares it has of that.
+        sum_chunks(chunks_RN, kernel_N, accumulate, "triton", squares_B)
+        assert ((kernel_N - wide_N).abs() <= 2**-7 * wide_N.abs()).all()
+        torch.testing.assert_close(squares_B, block_squares(kernel_N), rtol=1e-6, atol=0)

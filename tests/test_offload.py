@@ -519,9 +519,10 @@ def test_shares_are_chosen_from_the_end_by_bytes():
         assert not bucket.is_cast
 
 
-def test_settings_that_contradict_each_other():
-    with pytest.raises(ConfigError, match=r"optim.offload_fraction: 0.5, .* 'bfloat16'"):
-        Config.load(None, ["optim.offload_fraction=0.5", "optim.state_dtype=bfloat16"], environ={})
+@pytest.mark.parametrize("name", ["state_dtype", "gradient_dtype"])
+def test_settings_that_contradict_each_other(name):
+    with pytest.raises(ConfigError, match=rf"optim.offload_fraction: 0.5, .*{name} 'bfloat16'"):
+        Config.load(None, ["optim.offload_fraction=0.5", f"optim.{name}=bfloat16"], environ={})
 
 
 def test_the_estimate_knows_what_the_host_has():

@@ -285,15 +285,18 @@ def test_nothing_is_cast_where_updates_wrote_it(monkeypatch):
 
 # ---- the norm ----------------------------------------------------------------------------------
 
+NARROW = "optim.gradient_dtype=bfloat16"
 NORMS = {
-    1: {"one": [], "one bf16": [BF16]},
+    1: {"one": [], "one bf16": [BF16], "one kept in bf16": [NARROW]},
     2: {
         "dp": [],
         "dp bf16": [BF16],
+        "dp kept in bf16": [NARROW],
         "dp last": [BF16, "parallel.reduce_at=last"],
         "dp fp32": [BF16, "parallel.reduce=fp32"],
         "tp+ep": ["parallel.tp=2", "parallel.ep=2"],
         "replicas": ["parallel.dp_replicate=2"],
+        "replicas kept in bf16": ["parallel.dp_replicate=2", NARROW],
         "frozen": ["train.freeze=embed.weight"],
     },
 }

@@ -77,14 +77,15 @@ def whole_model(engine):
     return model
 
 
-def requests(rank=0):
-    greedy = SamplingParams(max_tokens=12, temperature=0)
-    drawn = SamplingParams(max_tokens=7, seed=rank, top_k=20)
+def requests(rank=0, tokens=12):
+    greedy = SamplingParams(max_tokens=tokens, temperature=0)
+    drawn = SamplingParams(max_tokens=5, seed=rank, top_k=20)
     return [Request("a", (1, 2, 3 + rank), greedy), Request("b", (7,), drawn)]
 
 
 def tokens_of(generator, rank=0):
-    return [c.tokens for (c,) in generator.generate(requests(rank))]
+    """Of sequences that end in the third and in the second page of four tokens."""
+    return [c.tokens for (c,) in generator.generate(requests(rank, 6))]
 
 
 def check_values(engine, model, experts):

@@ -148,13 +148,19 @@ def _diff(words: argparse.Namespace) -> int:
         a, b = one[name], two[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
-        elif not torch.equal(x := a[()], y := b[()]):
-            apart = x.double() - y.double()
-            largest, rest = apart.abs().max().item(), apart.norm() / x.double().norm()
+        elif (apart := _apart(x := a[()], b[()])).any():
+            norm = x.double().nan_to_num(0.0, 0.0, 0.0).norm()
+            largest, rest = apart.abs().max().item(), apart.norm() / norm
             share = (apart != 0).double().mean().item()
             lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
     print("\n".join(lines) or "no tensor differs")
     return int(bool(lines))
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """fp64, how far ``x`` is from ``y``: 0 where both are the same infinity, or both NaN."""
+    x, y = x.double(), y.double()
+    return (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
 
 
 def _all_of(found: Checkpoint) -> dict[str, Any]:
@@ -163,6 +169,8 @@ def _all_of(found: Checkpoint) -> dict[str, Any]:
 
 def _export_hf(words: argparse.Namespace) -> int:
     found = _open(words.path)
+    if words.other.resolve().is_relative_to(found.folder.resolve()):
+        raise ConfigError("checkpoint", f"OUT {str(words.other)!r} is in the checkpoint itself")
     arch = _architecture(found)
     with torch.device("meta"):
         model = build_model(arch)

@@ -62,7 +62,7 @@ class SharedEngine(Engine):
                 continue
             squares_B = pending.gradients[f"{i}.squares"]
             if bucket.gradient_N is None:
-                bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), torch.float32)
+                bucket.gradient_N = bucket.gradients.empty(gradient_N.numel(), gradient_N.dtype)
             if bucket.squares_B is None:
                 bucket.squares_B = torch.empty_like(squares_B, device=bucket.shard_N.device)
             bucket.gradient_N.copy_(gradient_N, non_blocking=True)

@@ -5,8 +5,8 @@
     out = p in the compute dtype            (decay = lr * weight_decay, 0 where a block has none)
 
 Memory is all it waits for: a parameter's 28 bytes with fp32 moments (20 with bf16), and 2 for the
-copy, which saves reading it again. What changes from step to step is read on the device
-(:func:`adamw_rates`), the decision to skip too: then the copy alone is written.
+copy, which saves reading it again; gradients in bf16 save 2. What changes from step to step is read
+on the device (:func:`adamw_rates`), the decision to skip too: then the copy alone is written.
 
 bf16 moments are rounded stochastically: up or down with the probabilities that make the mean
 exact, since a second moment at beta2 0.95 would else never see what is below 1/256 of it. The 16
@@ -33,7 +33,7 @@ from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Case, Cost, Inputs, KernelSpec, normal, uniform
 
 BLOCK, WARPS = 1024, 4  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+GRADIENT_DTYPES = STATE_DTYPES = (torch.float32, torch.bfloat16)
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -84,7 +84,8 @@ def adamw(
     """Update ``param_N``, ``avg_N``, ``avg_sq_N`` in place, and write ``out_N`` if it is given.
 
     Args:
-        param_N, grad_N: fp32, contiguous.
+        param_N: fp32, contiguous.
+        grad_N: fp32 or bf16, contiguous.
         avg_N, avg_sq_N: the moments, contiguous, both fp32 or both bf16.
         rates_S: of :func:`adamw_rates`.
         decays_B: uint8, 1 where weight decay applies.
@@ -115,7 +116,7 @@ def _check(
 ) -> None:
     shape, state = flat["param"].shape, flat["avg"].dtype
     blocks = -(-shape.numel() // BLOCK)
-    takes = {"avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
+    takes = {"grad": GRADIENT_DTYPES, "avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
     for name, tensor in flat.items():
         dtypes = takes.get(name, (torch.float32,))
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
@@ -148,7 +149,8 @@ def adamw_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What :func:`adamw` leaves in ``param_N``, ``avg_N``, ``avg_sq_N``, which stay as they are."""
     clip, decay, size, root, skipped, step = rates_S.unbind()
-    g_N, m_N, v_N = grad_N * clip, avg_N.to(grad_N.dtype), avg_sq_N.to(grad_N.dtype)
+    g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))
+    g_N = g_N * clip
     m_N = settings.beta1 * m_N + (1 - settings.beta1) * g_N
     v_N = settings.beta2 * v_N + (1 - settings.beta2) * g_N * g_N
     decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
@@ -241,7 +243,7 @@ def _adamw_kernel(
     mask = at < size
     p = tl.load(param + at, mask, 0.0)
     if tl.load(rates + 4) == 0.0:
-        g = tl.load(grad + at, mask, 0.0) * tl.load(rates)
+        g = tl.load(grad + at, mask, 0.0).to(tl.float32) * tl.load(rates)
         m = beta1 * tl.load(avg + at, mask, 0.0).to(tl.float32) + rest1 * g
         v = beta2 * tl.load(avg_sq + at, mask, 0.0).to(tl.float32) + rest2 * g * g
         p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
@@ -284,7 +286,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     origins_B = (case.get("first", 0) + BLOCK * torch.arange(blocks, device=device)).long()
     return {
         "param_N": normal(generator, size),
-        "grad_N": normal(generator, size),
+        "grad_N": normal(generator, size).to(case.get("gradients", torch.float32)),
         "avg_N": normal(generator, size).to(dtype),
         "avg_sq_N": uniform(generator, size).to(dtype),
         "rates_S": adamw_rates(*scalars, 1e-2, 0.1, settings),
@@ -310,7 +312,8 @@ def _reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, 
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
-    return Cost(bytes=case["N"] * (4 * 3 + 2 * 4 + 2)), Cost()
+    gradient = case.get("gradients", torch.float32).itemsize
+    return Cost(bytes=case["N"] * (4 * 2 + gradient + 2 * 4 + 2)), Cost()
 
 
 SPECS = (
@@ -324,6 +327,7 @@ SPECS = (
             {"N": 1},
             {"N": 2 * BLOCK, "skipped": 1},
             {"N": BLOCK + 7, "seed": 2**40 + 5, "first": 2**36 + 4},
+            {"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},
             {"N": 0},
         ),
         benches=(),  # timed in place, by scripts/bench_optimizer.py

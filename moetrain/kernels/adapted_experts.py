@@ -1,4 +1,4 @@
-"""The expert MLP with adapters: grouped GEMMs around SwiGLU, with a low-rank one beside each.
+"""The expert MLP with adapters: :mod:`moetrain.kernels.experts`, a low-rank product beside each.
 
 With the frozen ``W1 = [gate; up]`` and ``W2 = down`` of each row's expert, and adapters A, B::
 
@@ -11,14 +11,15 @@ for an upstream ``dy`` the backward, which has no gradients of the frozen, is::
     da, dw = swiglu'(dh)
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
 
-It saves ``x``, ``a``, ``u`` and ``v``; ``h`` comes again out of the pass over ``a`` and ``dh``, as
-in :mod:`moetrain.kernels.experts`. Gate and up share A1: their adapters are one.
+It saves the tokens, ``a``, ``u`` and ``v``; ``h`` comes again out of the pass over ``a``, ``dh``,
+and the rows of ``x`` out of the tokens, as there. Gate and up share A1: their adapters are one.
 
 Worked example, one row, D = F = r = 1, x 1, W1 = [0, 2], A1 1, B1 = [0, 1], s 1: ``u = 1`` and
 ``a = [0, 3]``; with ``W2 = 0``, A2 2, B2 3 and w 2, ``h = 0``, ``v = y = 0``. For ``dy = 1``,
 ``dv = 3``, ``dh = 6``, ``da = [18, 0]``, ``du = 18 * 0 + 0 * 1 = 0``.
 
-Legend: R rows sorted by expert, E experts, D model width, F expert width, r rank of the adapters.
+Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
+width, r rank of the adapters.
 """
 
 from typing import Any
@@ -26,37 +27,49 @@ from typing import Any
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.expert_indices import ExpertIndices
+from moetrain.kernels.experts import BAD_INPUTS, check_experts, chosen, make_inputs
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.permutation import (
+    copy_to_rows,
+    permute_reference,
+    rows_of,
+    sum_rows,
+    unpermute_reference,
+)
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 from moetrain.kernels.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 
 
 def adapted_expert_mlp(
-    x_RD: torch.Tensor,
-    offsets_E: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     a_gate_up_ErD: torch.Tensor,
     b_gate_up_E2Fr: torch.Tensor,
     a_down_ErF: torch.Tensor,
     b_down_EDr: torch.Tensor,
-    weights_R: torch.Tensor,
     scale: float,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """``y_RD`` in ``x``'s dtype; rows past the last offset as in :func:`expert_mlp`.
+    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
 
     Args:
-        x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R: as there, but that the matrices are
-            frozen: they get no gradient.
+        x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF: as in
+            :func:`~moetrain.kernels.experts.expert_mlp`, but that the matrices are frozen: they get
+            no gradient.
         a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: in ``x``'s dtype, contiguous; r is a
             multiple of 16 bytes.
         scale: what adapters give is multiplied by.
 
     Raises:
-        ValueError: adapters of other shapes or dtypes.
+        ValueError: as there, and adapters of other shapes or dtypes.
     """
+    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts("adapted_expert_mlp", *inputs)
     experts, dim, width = w_down_EDF.shape
     rank = a_gate_up_ErD.shape[1]
     adapters = (a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr)
@@ -67,44 +80,51 @@ def adapted_expert_mlp(
             f"adapted_expert_mlp: adapters were given as {given}; with w_down of "
             f"{tuple(w_down_EDF.shape)} it takes [E, r, D], [E, 2F, r], [E, r, F] and [E, D, r]"
         )
-    if any(x.dtype != x_RD.dtype for x in adapters):
+    if any(x.dtype != x_TD.dtype for x in adapters):
         given = ", ".join(str(x.dtype) for x in adapters)
         raise ValueError(
-            f"adapted_expert_mlp: adapters were given in {given}; with x in {x_RD.dtype} it takes "
+            f"adapted_expert_mlp: adapters were given in {given}; with x in {x_TD.dtype} it takes "
             "that"
         )
-    inputs = (x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, *adapters, weights_R)
-    if not use_fast(backend, x_RD):
-        return adapted_expert_mlp_reference(*inputs, scale)
-    return _adapted_expert_mlp(*(x.contiguous() for x in inputs), scale)[0]
+    if not use_fast(backend, x_TD):
+        return adapted_expert_mlp_reference(*inputs, *adapters, scale)
+    routing = (weights_TK, indices.slot_row_TK, indices.offsets_E)
+    tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters)
+    rows = indices.row_slot_R.shape[0]
+    return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, rows)[0]
 
 
 def adapted_expert_mlp_reference(
-    x_RD: torch.Tensor,
-    offsets_E: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     a_gate_up_ErD: torch.Tensor,
     b_gate_up_E2Fr: torch.Tensor,
     a_down_ErF: torch.Tensor,
     b_down_EDr: torch.Tensor,
-    weights_R: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """:func:`adapted_expert_mlp` in plain torch."""
+    offsets_E = indices.offsets_E
 
     def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         low = grouped_mm(x, a.transpose(1, 2), offsets_E)
         wide = grouped_mm(x, w.detach().transpose(1, 2), offsets_E)
         return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_E)
 
+    x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
     a_R2F = product(x_RD, w_gate_up_E2FD, a_gate_up_ErD, b_gate_up_E2Fr)
-    return product(swiglu_reference(a_R2F, weights_R), w_down_EDF, a_down_ErF, b_down_EDr)
+    h_RF = swiglu_reference(a_R2F, weights_R)
+    return unpermute_reference(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices)
 
 
 @torch.library.custom_op("moetrain::adapted_expert_mlp", mutates_args=())
 def _adapted_expert_mlp(
-    x_RD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
     offsets_E: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
@@ -112,31 +132,37 @@ def _adapted_expert_mlp(
     b_gate_up_E2Fr: torch.Tensor,
     a_down_ErF: torch.Tensor,
     b_down_EDr: torch.Tensor,
-    weights_R: torch.Tensor,
     scale: float,
+    num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``y_RD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
+    """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
+    x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
     u_Rr = grouped_mm(x_RD, a_gate_up_ErD.transpose(1, 2), offsets_E)
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+    del x_RD
     a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_E), alpha=scale)
     h_RF = swiglu(a_R2F, weights_R, "triton")
     v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_E)
     y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
     y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_E), alpha=scale)
-    return y_RD, a_R2F, u_Rr, v_Rr
+    y_TD = torch.empty_like(x_TD)
+    sum_rows(y_RD, slot_row_TK, y_TD)
+    return y_TD, a_R2F, u_Rr, v_Rr
 
 
 @_adapted_expert_mlp.register_fake
-def _(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, a_gate_up_ErD, b, a, d, weights_R, scale):
-    rows, rank = x_RD.shape[0], a_gate_up_ErD.shape[1]
-    a_R2F = x_RD.new_empty(rows, w_gate_up_E2FD.shape[1])
-    return torch.empty_like(x_RD), a_R2F, x_RD.new_empty(rows, rank), x_RD.new_empty(rows, rank)
+def _(x_TD, weights, slot_row, offsets, w_gate_up, w_down, a_gate_up, b, a, d, scale, rows):
+    rank = a_gate_up.shape[1]
+    a_R2F = x_TD.new_empty(rows, w_gate_up.shape[1])
+    return torch.empty_like(x_TD), a_R2F, x_TD.new_empty(rows, rank), x_TD.new_empty(rows, rank)
 
 
 @torch.library.custom_op("moetrain::adapted_expert_mlp_backward", mutates_args=())
 def _adapted_expert_mlp_backward(
-    dy_RD: torch.Tensor,
-    x_RD: torch.Tensor,
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
     offsets_E: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
@@ -144,13 +170,13 @@ def _adapted_expert_mlp_backward(
     b_gate_up_E2Fr: torch.Tensor,
     a_down_ErF: torch.Tensor,
     b_down_EDr: torch.Tensor,
-    weights_R: torch.Tensor,
     a_R2F: torch.Tensor,
     u_Rr: torch.Tensor,
     v_Rr: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, the four adapters and weights."""
+    """The gradients of x, weights and the four adapters."""
+    dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_E).mul_(scale)
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
@@ -158,31 +184,38 @@ def _adapted_expert_mlp_backward(
     del dh_RF  # before the products below: the largest rows of the backward are here together
     d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
     d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)
-    del h_RF
+    del h_RF, dy_RD
     du_Rr = grouped_mm(da_R2F, b_gate_up_E2Fr, offsets_E).mul_(scale)
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
     dx_RD += grouped_mm(du_Rr, a_gate_up_ErD, offsets_E)
-    d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_E)
     d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale)
-    return dx_RD, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down, d_weights_R
+    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
+    x_RD = dx_RD  # its memory: all that was in it is in dx_TD
+    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_E)
+    return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
 
 
 @_adapted_expert_mlp_backward.register_fake
-def _(dy_RD, x_RD, offsets_E, w1, w2, a1, b1, a2, b2, weights_R, a_R2F, u_Rr, v_Rr, scale):
-    return tuple(torch.empty_like(x) for x in (x_RD, a1, b1, a2, b2, weights_R))
+def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, scale):
+    return tuple(torch.empty_like(x) for x in (x_TD, weights_TK, a1, b1, a2, b2))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates
 
 
-def _differentiate(ctx: Any, dy_RD: torch.Tensor, *_: torch.Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    # An expanded gradient (stride 0, as a sum's) is no operand of a grouped GEMM.
-    found = _adapted_expert_mlp_backward(dy_RD.contiguous(), *saved, ctx.scale)
-    dx_RD, *d_adapters, d_weights_R = found
-    return dx_RD, None, None, None, *d_adapters, d_weights_R, None
+def _differentiate(
+    ctx: Any, dy_TD: torch.Tensor | None, *_: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return (None,) * 12
+    found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale)
+    dx_TD, d_weights_TK, *d_adapters = found
+    return dx_TD, d_weights_TK, None, None, None, None, *d_adapters, None, None
 
 
 _adapted_expert_mlp.register_autograd(_differentiate, setup_context=_save)
@@ -190,46 +223,34 @@ worth_saving("experts", torch.ops.moetrain.adapted_expert_mlp.default)
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    counts, dim, width, rank = case["counts"], case["D"], case["F"], case["r"]
-    experts, used = len(counts), sum(counts)
-    x_RD = normal(generator, used + case.get("unused", 0), dim)
-    x_RD[used:] = float("nan")
+    experts, dim, width, rank = case["E"], case["D"], case["F"], case["r"]
 
     def matrices(out: int, into: int) -> torch.Tensor:
         return (normal(generator, experts, out, into) * into**-0.5).to(dtype)
 
-    return {
-        "x_RD": x_RD.to(dtype),
-        "offsets_E": torch.tensor(counts, device=generator.device).cumsum(0).int(),
-        "w_gate_up_E2FD": matrices(2 * width, dim),
-        "w_down_EDF": matrices(dim, width),
+    return make_inputs(case, dtype, generator) | {
         "a_gate_up_ErD": matrices(rank, dim),
         "b_gate_up_E2Fr": matrices(2 * width, rank),
         "a_down_ErF": matrices(rank, width),
         "b_down_EDr": matrices(dim, rank),
-        "weights_R": uniform(generator, x_RD.shape[0]),
         "scale": 0.75,
     }
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
-    rows, dim, width, rank = sum(case["counts"]), case["D"], case["F"], case["r"]
-    frozen, adapters = 3 * dim * width, 2 * rank * (dim + width) + rank * width
-    weight_bytes = 2.0 * len(case["counts"]) * (frozen + adapters)
-    row_bytes, saved_bytes = 2.0 * rows * dim, 4.0 * rows * (width + rank)
+    tokens, dim, width, rank = case["T"], case["D"], case["F"], case["r"]
+    rows, frozen = tokens * case["K"], 3 * dim * width
+    adapters = 2 * rank * (dim + width) + rank * width
+    weight_bytes, adapter_bytes = 2.0 * case["E"] * (frozen + adapters), 2.0 * case["E"] * adapters
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * (width + rank)
     flops = 2.0 * rows * (frozen + adapters)
-    adapter_bytes = 2.0 * len(case["counts"]) * adapters
     return (
-        Cost(2 * row_bytes + weight_bytes + saved_bytes, flops),
+        Cost(2 * token_bytes + weight_bytes + saved_bytes, flops),
         Cost(
-            3 * row_bytes + weight_bytes + adapter_bytes + saved_bytes,
+            3 * token_bytes + weight_bytes + adapter_bytes + saved_bytes,
             flops + 2.0 * rows * adapters,
         ),
     )
-
-
-def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    return x[: inputs["offsets_E"][-1]]
 
 
 _ADAPTERS = ("a_gate_up_ErD", "b_gate_up_E2Fr", "a_down_ErF", "b_down_EDr")
@@ -241,20 +262,20 @@ SPECS = (
         reference=adapted_expert_mlp_reference,
         make_inputs=_make_inputs,
         cases=(
-            {"counts": (7, 0, 20, 1, 3), "D": 16, "F": 24, "r": 8},
-            {"counts": (33,), "D": 8, "F": 8, "r": 8},
-            {"counts": (0, 100, 0, 0, 0), "D": 32, "F": 16, "r": 16, "unused": 6},
-            {"counts": (0, 0), "D": 16, "F": 8, "r": 8, "unused": 5},
+            {"T": 13, "K": 2, "E": 3, "D": 16, "F": 24, "r": 8},
+            {"T": 20, "K": 1, "E": 1, "D": 8, "F": 8, "r": 8},
+            {"T": 20, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
+            {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
         ),
-        benches=(Bench({"counts": (1024,) * 128, "D": 2048, "F": 768, "r": 16}),),
+        benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
         cpu_dtypes=(torch.float32,),
         cost=_cost,
-        differentiable=("x_RD", *_ADAPTERS, "weights_R"),
-        select=_used,
-        select_grads={"x_RD": _used, "weights_R": _used},
+        differentiable=("x_TD", "weights_TK", *_ADAPTERS),
+        select_grads={"weights_TK": chosen},
         ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward),
-        bad_inputs={
+        bad_inputs=BAD_INPUTS
+        | {
             r"\[E, r, D\]": lambda x: x | {"a_gate_up_ErD": x["a_gate_up_ErD"][:, 1:]},
             "it takes that": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
         },

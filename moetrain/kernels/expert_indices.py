@@ -261,6 +261,16 @@ INDEX_CASES = (
     {"T": 300, "K": 3, "E": 5, "rows": 700},
     {"T": 7, "K": 4, "E": 128, "routing": "none", "rows": 0},
 )
+# For kernels with a program a token, of which more tokens than a few show nothing more.
+ROW_CASES = (
+    *INDEX_CASES[:3],
+    {"T": 11, "K": 8, "E": 128},
+    {"T": 33, "K": 3, "E": 5, "routing": "even"},
+    {"T": 17, "K": 1, "E": 5, "routing": "one"},
+    *INDEX_CASES[6:9],
+    {"T": 30, "K": 3, "E": 5, "rows": 70},
+    INDEX_CASES[10],
+)
 INDEX_BENCH = {"T": 16384, "K": 8, "E": 128, "routing": "even"}
 
 SPECS = (

@@ -30,7 +30,15 @@ from typing import Any
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.expert_indices import ExpertIndices, expert_indices_reference
+from moetrain.kernels.expert_indices import ExpertIndices
+from moetrain.kernels.experts import (
+    BAD_INPUTS,
+    BENCHES,
+    CASES,
+    check_experts,
+    chosen,
+    make_inputs,
+)
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.permutation import (
     permute_reference,
@@ -47,7 +55,7 @@ from moetrain.kernels.quantise import (
 )
 from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.scaled_mm import scaled_grouped_mm
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.spec import Case, Cost, KernelSpec
 from moetrain.kernels.swiglu import swiglu_reference
 from moetrain.kernels.swiglu_fp8 import swiglu_backward_quantised, swiglu_quantised
 
@@ -72,9 +80,11 @@ def expert_mlp_fp8(
     Raises:
         ValueError: shapes or dtypes other than these, or widths that are no multiples of 16.
     """
-    _check(x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts("expert_mlp_fp8", *inputs)
+    _check_widths(w_down_EDF)
     if not use_fast(backend, x_TD):
-        return expert_mlp_fp8_reference(x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+        return expert_mlp_fp8_reference(*inputs)
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, w_gate_up_E2FD, w_down_EDF)
     return _expert_mlp_fp8(*(x.contiguous() for x in tensors), indices.row_slot_R.shape[0])[0]
 
@@ -128,34 +138,11 @@ class _Product(torch.autograd.Function):
         return grad_x, grouped_weight_grad(g_RN.contiguous(), x_RM, offsets_E), None
 
 
-def _check(
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-) -> None:
-    experts, dim, width = w_down_EDF.shape
-    if w_gate_up_E2FD.shape != (experts, 2 * width, dim) or x_TD.shape[1:] != (dim,):
-        raise ValueError(
-            f"expert_mlp_fp8: x, w_gate_up and w_down were given as {tuple(x_TD.shape)}, "
-            f"{tuple(w_gate_up_E2FD.shape)} and {tuple(w_down_EDF.shape)}; it takes [T, D], "
-            "[E, 2F, D] and [E, D, F]"
-        )
+def _check_widths(w_down_EDF: torch.Tensor) -> None:
+    _, dim, width = w_down_EDF.shape
     if dim % MULTIPLE or width % MULTIPLE:
         raise ValueError(
             f"expert_mlp_fp8: the widths are {dim} and {width}; it takes multiples of {MULTIPLE}"
-        )
-    if not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
-        raise ValueError(
-            f"expert_mlp_fp8: x, w_gate_up and w_down were given in {x_TD.dtype}, "
-            f"{w_gate_up_E2FD.dtype} and {w_down_EDF.dtype}; it takes one dtype"
-        )
-    if weights_TK.shape != indices.slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
-        raise ValueError(
-            f"expert_mlp_fp8: x, weights and indices were given as {tuple(x_TD.shape)}, "
-            f"{tuple(weights_TK.shape)} and {tuple(indices.slot_row_TK.shape)}; it takes [T, D], "
-            "[T, K] and [T, K]"
         )
 
 
@@ -231,9 +218,12 @@ def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F,
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)  # no zeros of a's size, which nobody differentiates
 
 
-def _differentiate(ctx: Any, dy_TD: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return (None,) * 7
     is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
     dx_TD, d_weights_TK, *matrices = _expert_mlp_fp8_backward(
         dy_TD.contiguous(), *ctx.saved_tensors, is_trained
@@ -243,20 +233,6 @@ def _differentiate(ctx: Any, dy_TD: torch.Tensor, _: torch.Tensor | None) -> tup
 
 _expert_mlp_fp8.register_autograd(_differentiate, setup_context=_save)
 worth_saving("experts", torch.ops.moetrain.expert_mlp_fp8.default)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    tokens, slots, experts = case["T"], case["K"], case["E"]
-    dim, width = case["D"], case["F"]
-    ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
-    ids_TK[uniform(generator, tokens, slots) < case.get("empty", 0.0)] = -1
-    return {
-        "x_TD": normal(generator, tokens, dim).to(dtype),
-        "weights_TK": uniform(generator, tokens, slots),
-        "indices": expert_indices_reference(ids_TK, experts, case.get("rows")),
-        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
-        "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
-    }
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
@@ -272,40 +248,23 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     )
 
 
-def _chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    return x[inputs["indices"].slot_row_TK >= 0]
-
-
 SPECS = (
     KernelSpec(
         name="expert_mlp_fp8",
         fast=lambda **inputs: expert_mlp_fp8(**inputs, backend="triton"),
         reference=expert_mlp_fp8_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 13, "K": 2, "E": 3, "D": 32, "F": 16},
-            {"T": 20, "K": 1, "E": 1, "D": 16, "F": 16},
-            {"T": 20, "K": 3, "E": 6, "D": 16, "F": 16, "empty": 0.3},
-            {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 0.5, "rows": 15},
-            {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
-            {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0, "rows": 0},
-        ),
-        benches=(
-            Bench({"T": 16384, "K": 8, "E": 16, "D": 2048, "F": 768}),
-            Bench({"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}),
-            Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768}),
-        ),
+        make_inputs=make_inputs,
+        cases=CASES,
+        benches=BENCHES,
         # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
         cpu_dtypes=(torch.float32,),
         cost=_cost,
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
-        select_grads={"weights_TK": _chosen},
+        select_grads={"weights_TK": chosen},
         ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),
-        bad_inputs={
-            r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
-            "it takes one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
-            r"\[T, K\] and \[T, K\]": lambda x: x | {"weights_TK": x["weights_TK"][1:]},
+        bad_inputs=BAD_INPUTS
+        | {
             "takes multiples of 16": lambda x: (
                 x
                 | {

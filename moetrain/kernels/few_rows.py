@@ -34,6 +34,13 @@ def serves(x: torch.Tensor) -> bool:
     return is_fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def serve_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
+    """Whether :func:`expert_mlp_few` is to take the rows of ``x``, of which that many are usual."""
+    experts, dim, width = w_down_EDF.shape
+    fits = dim % 32 == width % 32 == 0 and serves(x_TD)
+    return fits and typical_rows <= MAX_ROWS_PER_EXPERT * experts
+
+
 def fit(weights: Sequence[torch.Tensor]) -> bool:
     """Whether :func:`linears` takes ``weights``."""
     aligned = all(w.is_contiguous() and w.shape[0] % 16 == w.shape[1] % 8 == 0 for w in weights)
@@ -108,7 +115,7 @@ def expert_mlp_few(
     weights_R: torch.Tensor,
     typical_rows: int,
 ) -> torch.Tensor:
-    """``y_RD`` as :func:`moetrain.kernels.experts.expert_mlp`; contiguous inputs.
+    """``y_RD`` as :func:`moetrain.kernels.experts.expert_rows`; contiguous inputs.
 
     D and F are multiples of 32; tiles are for ``typical_rows``.
     """

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.expert_indices import (
     INDEX_BENCH,
-    INDEX_CASES,
+    ROW_CASES,
     ExpertIndices,
     make_ids,
     make_indices,
@@ -135,9 +135,7 @@ def _require_contiguous(kernel: str, rows: torch.Tensor) -> None:
 def _permute(
     x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
-    _copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
-    return x_RD, weights_R
+    return rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
 
 
 @_permute.register_fake
@@ -175,7 +173,7 @@ def _(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("moetrain::permute_tokens", mutates_args=())
 def _permute_tokens(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    _copy_to_rows(x_TD, slot_row_TK, x_RD)
+    copy_to_rows(x_TD, slot_row_TK, x_RD)
     return x_RD
 
 
@@ -216,7 +214,16 @@ _permute_tokens.register_autograd(_differentiate_permute_tokens, setup_context=_
 _unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
 
 
-def _copy_to_rows(
+def rows_of(
+    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`permute` within an op: no autograd, contiguous inputs that belong together."""
+    x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
+    copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
+    return x_RD, weights_R
+
+
+def copy_to_rows(
     x_TD: torch.Tensor,
     slot_row_TK: torch.Tensor,
     x_RD: torch.Tensor,
@@ -315,7 +322,7 @@ def _rows_cost(case: Case) -> tuple[Cost, Cost]:
 
 _CASES = tuple(
     dict(case) | {"D": width}
-    for case, width in zip(INDEX_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
+    for case, width in zip(ROW_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
 )
 _BENCHES = (
     Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.8, "backward_fraction": 0.8}),

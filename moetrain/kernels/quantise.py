@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.expert_indices import INDEX_BENCH, INDEX_CASES, make_ids, make_indices
+from moetrain.kernels.expert_indices import INDEX_BENCH, ROW_CASES, make_ids, make_indices
 from moetrain.kernels.portable_triton import INTERPRETED, tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
@@ -449,7 +449,7 @@ SPECS = (
         make_inputs=_to_rows_inputs,
         cases=tuple(
             dict(case) | {"D": width}
-            for case, width in zip(INDEX_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
+            for case, width in zip(ROW_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
         ),
         benches=(Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.7}),),
         tolerance=_EXACT,

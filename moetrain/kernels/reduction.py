@@ -9,6 +9,10 @@ not depend on timing. Worked example: chunks [[1], [2]], out [10] accumulating: 
 While the sums are there, their squares are added up too, block by block, so that the norm of a
 gradient is a sum of few numbers, in a fixed order, and nobody reads the gradient for it.
 
+What is stored may be bf16 (``optim.gradient_dtype``): the sum is rounded once, to nearest, and the
+squares are those of what is stored. Worked example: chunks [[1], [2^-9]], out [2^-8] in bf16,
+accumulating: 1 + 3 * 2^-9, of which 1 + 2^-7 is stored.
+
 It leaves out the collective, which is ``parallel``'s, and gradients: it runs inside a backward.
 
 Legend: R chunks (ranks), N elements a chunk, B blocks of :data:`BLOCK` elements.
@@ -27,6 +31,8 @@ from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 # Launch settings, measured on one H200.
 BLOCK, WARPS = 1024, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ADDED_TO = DTYPES[:2]
+"""What a sum may be added to."""
 
 
 def sum_chunks(
@@ -45,9 +51,8 @@ def sum_chunks(
             the rows of others are not aligned for 16-byte loads.
         out_N: contiguous, written in place; fp32, or what the sum is rounded to (the cast of one
             chunk, at the speed of memory).
-        accumulate: add to what ``out_N`` (fp32) holds instead of overwriting it.
-        squares_B: fp32, contiguous: gets each block's sum of squares of what ``out_N`` (fp32) is
-            then.
+        accumulate: add, in fp32, what ``out_N`` (fp32 or bf16) holds instead of overwriting it.
+        squares_B: fp32, contiguous: gets each block's sum of squares of what ``out_N`` is then.
         own_N, own: the chunk ``own``, contiguous, which is read from here, not from ``chunks_RN``:
             a rank's own did not travel.
 
@@ -64,11 +69,11 @@ def sum_chunks(
             raise ValueError("sum_chunks: accumulate was given without out_N; it takes both")
         out_N = chunks_RN.new_empty(chunks_RN.shape[1], dtype=torch.float32)
     fits = out_N.shape == chunks_RN.shape[1:] and out_N.is_contiguous()
-    if not fits or out_N.dtype not in (DTYPES[:1] if accumulate else DTYPES):
+    if not fits or out_N.dtype not in (ADDED_TO if accumulate else DTYPES):
         raise ValueError(
             f"sum_chunks: out was given as {out_N.dtype} {tuple(out_N.shape)} with strides "
             f"{out_N.stride()}; with chunks of {tuple(chunks_RN.shape)} it takes a contiguous "
-            f"[{chunks_RN.shape[1]}] of {'float32' if accumulate else 'a float dtype'}"
+            f"[{chunks_RN.shape[1]}] of {'float32 or bfloat16' if accumulate else 'a float dtype'}"
         )
     if squares_B is not None:
         blocks = (num_blocks(out_N.numel()),)
@@ -103,9 +108,10 @@ def num_blocks(size: int) -> int:
 
 
 def block_squares(x_N: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each block, in plain torch."""
+    """The sum of squares of each block, in fp32 or wider, in plain torch."""
     padding = num_blocks(x_N.numel()) * BLOCK - x_N.numel()
-    return F.pad(x_N, (0, padding)).view(-1, BLOCK).square().sum(1)
+    wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
+    return F.pad(wide_N, (0, padding)).view(-1, BLOCK).square().sum(1)
 
 
 def sum_chunks_reference(
@@ -169,17 +175,20 @@ def _sum_kernel(
             total += tl.load(chunk, mask, 0.0).to(tl.float32)
         chunk += size
     if ACCUMULATE:
-        total += tl.load(out + at, mask, 0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask)
+        total += tl.load(out + at, mask, 0.0).to(tl.float32)
+    stored = total.to(out.dtype.element_ty)
+    tl.store(out + at, stored, mask)
     if squares is not None:
+        total = stored.to(tl.float32)
         tl.store(squares + tl.program_id(0), tl.sum(total * total, 0))
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     chunks, size, accumulate = case["R"], case["N"], case.get("accumulate", False)
+    out_dtype = case.get("out", torch.float32)
     return {
         "chunks_RN": normal(generator, chunks, size).to(dtype),
-        "out_N": normal(generator, size) if accumulate else None,
+        "out_N": normal(generator, size).to(out_dtype) if accumulate or "out" in case else None,
         "accumulate": accumulate,
         "squares_B": normal(generator, num_blocks(size)) if case.get("squares") else None,
         "own_N": normal(generator, size).to(dtype) if "own" in case else None,
@@ -215,11 +224,15 @@ def _reference(
 
 
 def _cost(case: Case) -> tuple[Cost, Cost]:
-    return Cost(bytes=case["N"] * (2 * case["R"] + 4)), Cost()
+    out = case.get("out", torch.float32).itemsize
+    return Cost(
+        bytes=case["N"] * (2 * case["R"] + out * (1 + case.get("accumulate", False)))
+    ), Cost()
 
 
 _TARGET = {"forward_fraction": 0.85}
 _BENCH_SIZE = 32 << 20  # elements: 64 MiB of bf16 a chunk
+_NARROW = {"out": torch.bfloat16}
 
 SPECS = (
     KernelSpec(
@@ -247,6 +260,26 @@ SPECS = (
             "chunk 4 was given": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
             "chunk 0 was given": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
             r"elements take float32 \[1\]": lambda i: i | {"squares_B": torch.zeros(2)},
+        },
+    ),
+    KernelSpec(
+        name="sum_chunks_to_bf16",
+        fast=_fast,
+        reference=_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"R": 4, "N": 100, "accumulate": True, "squares": True, **_NARROW},
+            {"R": 3, "N": 1100, "own": 2, "squares": True, **_NARROW},
+            {"R": 1, "N": 2049, "accumulate": True, **_NARROW},
+            {"R": 2, "N": 0, **_NARROW},
+        ),
+        benches=tuple(Bench({"R": r, "N": _BENCH_SIZE, **_NARROW}) for r in (1, 4)),
+        # A rounding, of squares twice that; Triton's interpreter even cuts off.
+        tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
+        cost=_cost,
+        ops=(_sum_chunks,),
+        bad_inputs={
+            "of float32 or bfloat16": lambda i: i | {"out_N": i["out_N"].half()},
         },
     ),
 )

@@ -205,8 +205,8 @@ SPECS = (
         cases=(
             {"R": 7, "F": 24},
             {"R": 1, "F": 1},
-            {"R": 100, "F": 257, "unused": 3},
-            {"R": 257, "F": 64, "weights": False},
+            {"R": 13, "F": 257, "unused": 3},
+            {"R": 9, "F": 64, "weights": False},
             {"R": 0, "F": 16},
         ),
         benches=(

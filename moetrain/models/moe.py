@@ -27,10 +27,8 @@ from moetrain.kernels import (
     expert_indices,
     expert_mlp,
     expert_mlp_fp8,
-    permute,
     router_logits,
     router_topk,
-    unpermute,
 )
 from moetrain.models.layers import Context
 from moetrain.models.lora import Adaptable
@@ -84,12 +82,8 @@ class RoutedExperts(Part):
         return self.num_active_params()
 
     def activations(self, share: Share) -> float:
-        """Rows (in fp8 the tokens that they are copies of), pre-activations and the routing."""
-        row = share.width * 2 * self.moe_intermediate_size
-        if not share.is_fp8:
-            row += share.width * self.hidden_size
-        rows = share.own_tokens * (self.num_experts_per_token * row + self._routing())
-        return rows + (self._received(share) if share.is_fp8 else 0.0)
+        """The tokens that rows are copies of, the rows' pre-activations, and the routing."""
+        return self.saved(share)["experts"] + self._received(share)
 
     def saved(self, share: Share) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
@@ -334,30 +328,16 @@ class Experts(Adaptable):
         typical_rows: int | None = None,
     ) -> torch.Tensor:
         """``y_SD``: the sum over each token's experts here of what they give, times its weight."""
-        weights = self.w_gate_up.to(x_SD.dtype), self.w_down.to(x_SD.dtype)
+        weights, backend = (self.w_gate_up.to(x_SD.dtype), self.w_down.to(x_SD.dtype)), self.backend
         if self.precision == "fp8":
-            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, self.backend)
-        x_RD, weights_R = permute(x_SD, weights_SK, indices, self.backend)
-        y_RD = self._rows(x_RD, indices.offsets_E, weights, weights_R, typical_rows)
-        return unpermute(y_RD, indices, self.backend)
-
-    def _rows(
-        self,
-        x_RD: torch.Tensor,
-        offsets_E: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor],
-        weights_R: torch.Tensor,
-        typical_rows: int | None,
-    ) -> torch.Tensor:
-        """``y_RD``: each row through its expert, times its routing weight."""
-        gate_up, down = (self.adapter(name, x_RD.dtype) for name in self.weights)
+            return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend)
+        gate_up, down = (self.adapter(name, x_SD.dtype) for name in self.weights)
         if gate_up is None or down is None:
             return expert_mlp(
-                x_RD, offsets_E, *weights, weights_R, self.backend, typical_rows=typical_rows
+                x_SD, weights_SK, indices, *weights, backend, typical_rows=typical_rows
             )
-        halves = (gate_up.a, gate_up.b, down.a, down.b)
-        scale, backend = gate_up.scale, self.backend
-        return adapted_expert_mlp(x_RD, offsets_E, *weights, *halves, weights_R, scale, backend)
+        halves, scale = (gate_up.a, gate_up.b, down.a, down.b), gate_up.scale
+        return adapted_expert_mlp(x_SD, weights_SK, indices, *weights, *halves, scale, backend)
 
 
 class MoE(nn.Module):

@@ -44,8 +44,6 @@ class Share:
     width: int
     """Bytes of a number in the compute dtype."""
     is_compiled: bool
-    is_fp8: bool = False
-    """Whether products are."""
 
     @property
     def own_tokens(self) -> int:

@@ -77,8 +77,9 @@ def parallelize(
         reduce_last=parallel.reduce_at == "last",
     )
     shared = None if stages.twin is None else model.embed
-    host = {"host_share": config.optim.offload_fraction, "shared": shared}
-    shard_model(model, stages.rules, units, meshes, fsdp, dtype, **host)
+    state: dict[str, Any] = {"gradient_dtype": getattr(torch, config.optim.gradient_dtype)}
+    state |= {"host_share": config.optim.offload_fraction, "shared": shared}
+    shard_model(model, stages.rules, units, meshes, fsdp, dtype, **state)
     if stages.twin is not None:
         twin = Twin(stages.group, stages.twin)
         (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)

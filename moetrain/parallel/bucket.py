@@ -139,13 +139,15 @@ class Bucket:
     dtype: torch.dtype
     """What it is gathered in."""
     gradients: Arena
-    """Where its gradient lies."""
+    """Where its gradient lies, ..."""
+    gradient_dtype: torch.dtype
+    """... and in what: sums, which are made in fp32, are rounded to it as they are stored."""
     host: HostShard | None = None
     """Of which :attr:`shard_N` is the master; None: the shard is on the device."""
     float8: Float8Shard | None = None
     """Of which :attr:`shard_N` is the codes, and which is gathered; None: the shard is values."""
     gradient_N: torch.Tensor | None = None
-    """fp32, this step's; None: there is none yet, or never."""
+    """This step's; None: there is none yet, or never."""
     squares_B: torch.Tensor | None = None
     """fp32, of that gradient: each block's sum of squares, as its last reduction left them."""
     has_gradient: bool = False
@@ -391,7 +393,8 @@ class Bucket:
             if self.host is not None and self.host.has_gradient:
                 self.host.give_back(self.gradient_N)
         if self.squares_B is None:
-            self.squares_B = self.gradient_N.new_empty(num_blocks(self.shard_N.numel()))
+            blocks = num_blocks(self.shard_N.numel())
+            self.squares_B = self.gradient_N.new_empty(blocks, dtype=torch.float32)
         into: Any = {"out_N": self.gradient_N, "squares_B": self.squares_B}
         into["accumulate"], self.has_gradient = self.has_gradient, True
         if self.peers is not None and mode == "fp32_accum":
@@ -405,7 +408,7 @@ class Bucket:
     def _new_gradient(self) -> torch.Tensor:
         # What goes down to the host is here for a short time.
         new = self.gradients.empty if self.host is None else self.gradients.loose
-        return new(self.shard_N.numel(), torch.float32)
+        return new(self.shard_N.numel(), self.gradient_dtype)
 
     @property
     def is_reduced_at_once(self) -> bool:
@@ -452,16 +455,23 @@ class Bucket:
             self.gradient_N = self._new_gradient()
         if not self.has_gradient:  # nothing used these parameters in this step
             self.gradient_N.zero_()
-        copies = 1
-        if self.replicas is not None:
-            dist.all_reduce(self.gradient_N, group=self.replicas)
-            copies *= self.replicas.size()
-        if self.twin is not None:
-            self.gradient_N += self.twin.exchange(self.gradient_N)
-            copies *= 2
+        copies = 1 if self.is_reduced_at_once else self._add_copies(self.gradient_N)
         if copies == 1 and self.has_gradient and self.squares_B is not None:
             return self.squares_B
-        return (torch.linalg.vector_norm(self.gradient_N).square() / copies)[None]
+        norm = torch.linalg.vector_norm(self.gradient_N, dtype=torch.float32)
+        return (norm.square() / copies)[None]
+
+    def _add_copies(self, gradient_N: torch.Tensor) -> int:
+        """Add gradients of this shard's copies to its own; returns how many have the sum now."""
+        wide_N, copies = gradient_N.float(), 1
+        if self.replicas is not None:
+            dist.all_reduce(wide_N, group=self.replicas)
+            copies *= self.replicas.size()
+        if self.twin is not None:
+            wide_N += self.twin.exchange(wide_N)
+            copies *= 2
+        gradient_N.copy_(wide_N)  # nothing where that is fp32: they are one
+        return copies
 
     def show_gradient(self) -> None:
         """Let every member have its piece of what is complete as its ``grad``; of a host's shard

@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from moetrain.config import Config, ConfigError
 from moetrain.models import Architecture
 from moetrain.parallel.copy_engines import is_wanted
@@ -96,9 +98,10 @@ def _cost(config: Config, arch: Architecture, ep: int, shards: int) -> Cost:
     sent = tokens * reached * (1 - 1 / ep) * 2 * arch.hidden_size
     exchange = 2 * (forwards + 1) * sent / _EXCHANGE + (ep > 1) * _HOST_WAIT
     gathers = 0 if shards == 1 else 2 if full or config.parallel.reshard_after_forward else 1
-    # Each number of what is held: 2 bytes a product, gradients written in 2 and added to 4; of a
-    # gather written and, by peers, read; of a reduction read, written, and read again.
-    moved = 2 * (forwards + 1) + 8 * learns + 4 * gathers + 4 * learns * (shards > 1)
+    # Each number of what is held: 2 bytes a product, gradients written in 2, read, added to 4 or
+    # 2; of a gather written and, by peers, read; of a reduction read, written, and read again.
+    kept = getattr(torch, config.optim.gradient_dtype).itemsize
+    moved = 2 * (forwards + 1) + (4 + kept) * learns + 4 * gathers + 4 * learns * (shards > 1)
     travels = 2 * held * (1 - 1 / shards) * (gathers + learns) / _GATHER
     layer = arch.layers()[arch.moe_layer_indices[0]]
     block = sum(part.products_per_token(config.data.seq_len) for part in layer)

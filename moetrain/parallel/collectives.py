@@ -91,7 +91,7 @@ def reduce_scatter_start(
     Args:
         chunks_WN: bf16, fp16 or fp32, contiguous, one row for each rank in order. It must not
             change before the work is done.
-        out_N: fp32, contiguous; ``finish`` writes the sum to it.
+        out_N: fp32 or bf16, contiguous; ``finish`` writes the sum to it, rounded once.
         accumulate: add to what ``out_N`` holds then instead of overwriting it.
         mode: how, see the head of this file.
         squares_B: as :func:`~moetrain.kernels.reduction.sum_chunks` takes it.

@@ -6,7 +6,7 @@ the embedding, or the head: the parameters that are gathered together. Its life 
 
     unshard   its full parameters lie in its region of memory, gathered there if they do not yet
     reshard   they no longer do: its region is another unit's, or free
-    reduce    gradients of full parameters are summed into this rank's fp32 gradient
+    reduce    gradients of full parameters are summed in fp32 into this rank's gradient
 
 All of it happens within :meth:`FSDP.work`, during which parameters do not change: however many
 micro-batches are in flight, and in whatever order their forwards and backwards come, a unit that is

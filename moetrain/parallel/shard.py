@@ -31,6 +31,7 @@ def shard_model(
     fsdp: FSDP,
     dtype: torch.dtype,
     *,
+    gradient_dtype: torch.dtype = torch.float32,
     host_share: float = 0.0,
     shared: nn.Module | None = None,
 ) -> None:
@@ -41,6 +42,7 @@ def shard_model(
         units: modules whose parameters are gathered together, in forward order; together they hold
             every parameter. A block is a unit of its own.
         dtype: what parameters are gathered in where their rule does not say.
+        gradient_dtype: what a rank's part of their gradients lies in.
         host_share: of what is trained, the part, in bytes, whose masters lie in host memory.
         shared: a module of which another rank updates a copy: its master stays on the device, since
             the host's arithmetic rounds in other places.
@@ -73,7 +75,10 @@ def shard_model(
     hosted = _chosen([_places(group)[-1] for group in movable], host_share * total)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
     for modules, unit in zip(units, found, strict=True):
-        buckets = [_make_bucket(g, fsdp, dtype, link if id(g) in on_host else None) for g in unit]
+        buckets = [
+            _make_bucket(g, fsdp, dtype, gradient_dtype, link if id(g) in on_host else None)
+            for g in unit
+        ]
         fsdp.add(buckets, modules, is_block=all(module in blocks for module in modules))
     fsdp.members = {name: members[name] for name in names.values()}
     for module in model.modules():
@@ -104,7 +109,11 @@ def _places(members: Sequence[Member]) -> list[int]:
 
 
 def _make_bucket(
-    members: list[Member], fsdp: FSDP, dtype: torch.dtype, link: Link | None
+    members: list[Member],
+    fsdp: FSDP,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    link: Link | None,
 ) -> Bucket:
     """``link``: to the host, if the master is to lie there."""
     *starts, size = _places(members)
@@ -125,5 +134,7 @@ def _make_bucket(
         member.parameter = nn.Parameter(
             member.layout.dtensor(here), requires_grad=member.rule.trainable
         )
+        if rule.trainable:  # else torch takes a gradient in the parameter's own dtype alone
+            member.local.grad_dtype = member.parameter.grad_dtype = gradient_dtype
         member.module.register_parameter(member.name, member.parameter)
-    return Bucket(members, shard_N, gathered, fsdp.gradients, host, float8)
+    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, float8)

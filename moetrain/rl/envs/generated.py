@@ -12,6 +12,7 @@ from moetrain.config import ConfigError
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
 
 MOST_DIGITS = 20
+MOST_TERMS = 200
 """Of a number in a sum: a policy may ask for any, and products grow."""
 _WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
@@ -91,8 +92,8 @@ def check_sum(digits: int, terms: int) -> None:
     check_whole(digits=digits, terms=terms)
     if not 1 <= digits <= MOST_DIGITS:
         raise ConfigError("rl.env_args", f"digits {digits}: 1 to {MOST_DIGITS}")
-    if terms < 1:
-        raise ConfigError("rl.env_args", f"terms {terms}: 1 or more")
+    if not 1 <= terms <= MOST_TERMS:
+        raise ConfigError("rl.env_args", f"terms {terms}: 1 to {MOST_TERMS}")
 
 
 def evaluate(text: str) -> int:
