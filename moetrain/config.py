@@ -277,6 +277,8 @@ class Config(Section):
 
 
 _SOME, _SEVERAL = range(1, 2**63), range(2, 2**63)
+_SENT = {AUTO, *range(2, 2**12)}
+"""Of parallel.ep: tokens are, or may be, sent."""
 # A setting that changes nothing, unless another is one of these.
 _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("model.init_std", "model.path", {None}),
@@ -297,8 +299,8 @@ _ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
     ("parallel.pp_stages", "parallel.pp", _SEVERAL),
     ("parallel.pp_split", "parallel.pp", _SEVERAL),
     ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),
-    ("moe.deepep_num_sms", "parallel.ep", (AUTO, *range(2, 2**12))),
-    ("moe.dispatch_mode", "parallel.ep", (AUTO, *range(2, 2**12))),
+    ("moe.deepep_num_sms", "parallel.ep", _SENT),
+    ("moe.dispatch_mode", "parallel.ep", _SENT),
     ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
     # Rows that tensor parallel ranks cut would have other scales; adapters of experts lie between
     # products; exact promises the bits of generation, which computes in bf16.

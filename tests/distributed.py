@@ -33,6 +33,8 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.nn.attention.flex_attention",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "moetrain.rl.trainer",
 ]
 if not torch.cuda.is_available():  # else it would begin with the GPU, which no fork survives
@@ -62,8 +64,7 @@ def spawn(
     if device_type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
     timeout *= SHARED
-    context = multiprocessing.get_context("forkserver")
-    _start_forkserver(context)
+    context = fork_server()
     call = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], {}
@@ -85,8 +86,12 @@ def spawn(
 
 
 @functools.cache
-def _start_forkserver(context: Any) -> None:
-    """It imports by name, and finds this folder as what it is started with says."""
+def fork_server() -> Any:
+    """The context of processes that have imported all this: its server runs.
+
+    It imports by name, and finds this folder as what it is started with says.
+    """
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [path])])
@@ -97,6 +102,7 @@ def _start_forkserver(context: Any) -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = path
+    return context
 
 
 def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float) -> list[Any]:

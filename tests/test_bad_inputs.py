@@ -532,6 +532,11 @@ FILES = [
         "halves would take each other's parameters away; use no",
     ),
     (
+        PP + " --parallel.pp_schedule merged_1f1b --parallel.reshard_after_forward 2",
+        "parallel.reshard_after_forward",
+        "2 does not work with parallel.pp_schedule 'merged_1f1b'",
+    ),
+    (
         "--launch.nproc 2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "
         "--train.global_batch_size 3 --train.micro_batch_size 1 --model.num_layers 4",
         "parallel.pp_schedule",

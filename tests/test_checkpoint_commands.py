@@ -145,6 +145,17 @@ def test_no_export_goes_into_a_checkpoint(out, saved, capsys):
     assert set(newest.iterdir()) == there
 
 
+def test_no_export_takes_the_place_of_a_runs_settings(saved, tmp_path, capsys):
+    settings = (saved / "config.json").read_bytes()
+    (tmp_path / "link").symlink_to(saved)
+    for out in (saved, tmp_path / "link"):
+        assert main(["export-hf", str(saved), str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"{str(out)!r} is a run's output folder, whose config.json" in error
+        assert error.count("\n") == 1
+    assert (saved / "config.json").read_bytes() == settings
+
+
 @pytest.mark.parametrize("command", ["export-hf", "import-hf"])
 @pytest.mark.parametrize("out", ["file", "file/sub", "n" * 300])
 def test_a_place_that_cannot_be_written_is_one_line(command, out, saved, tmp_path, capsys):

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import rewrite, save, save_first_format, tensors_of
+from distributed import spawn
 
 from moetrain.checkpoint import list_checkpoints
 from moetrain.checkpoint import save as checkpoint_save
@@ -265,14 +268,20 @@ def test_restarts_that_nobody_would_make_are_an_error(tiny, monkeypatch):
         join_world(config, resolve_architecture(config.model))
 
 
+def soak(words):
+    """The exit code of scripts/soak.py, and its row."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+    import soak  # scripts are no package
+
+    with redirect_stdout(StringIO()) as text:
+        code = soak.main(words.split())
+    return code, json.loads(text.getvalue())
+
+
 def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end():
     """The short form of scripts/soak.py: one process, and so the same bits."""
-    soak = Path(__file__).parent.parent / "scripts" / "soak.py"
     words = "--seconds 500 --runs 1 --disturbances 2 --steps 30 --patience 1 --seed 1"
     words += " --layouts one --same --kinds launcher stop flip"
-    done = subprocess.run(
-        [sys.executable, str(soak), *words.split()], capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    row = json.loads(done.stdout)
+    ((code, row),) = spawn(1, soak, words, timeout=550)  # which need not import torch
+    assert code == 0, row
     assert (row["runs"], row["steps"], sum(row["disturbances"].values())) == (1, 30, 2)

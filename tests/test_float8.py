@@ -18,11 +18,12 @@ from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.service import Service
+from moetrain.kernels.quantise import E4M3
 from moetrain.memory import estimate_memory
 from moetrain.models import build_model, load_hf, resolve_architecture, save_hf
 from moetrain.models.rules import SCALED, is_adapter
 from moetrain.parallel.arena import Arena
-from moetrain.parallel.float8 import CODES, Float8Shard, quantise
+from moetrain.parallel.float8 import Float8Shard, quantise
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.trainer import Trainer
 
@@ -33,7 +34,7 @@ ROUND = ["model.hidden_size=64", "model.head_dim=32", "model.moe_intermediate_si
 
 def stored(x):
     """What is stored of numbers, by search over all codes and scales."""
-    codes = torch.arange(256, dtype=torch.uint8).view(CODES).float()
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     codes = codes[codes.isfinite()]
     found = torch.empty_like(x)
     for i, group in enumerate(x.view(-1, SCALED)):

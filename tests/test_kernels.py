@@ -266,6 +266,22 @@ def test_experts_keep_no_row_of_a_token(name, device):
     assert by_row == ([(16,), (16,)] if "adapted" in name else []) + [(32,)]
 
 
+@devices
+@pytest.mark.parametrize("name", ["expert_mlp", "expert_mlp_fp8", "adapted_expert_mlp"])
+def test_room_that_no_row_takes_is_not_read(name, device):
+    """Deterministic mode fills what nobody has written with NaN."""
+    (spec,) = (spec for spec in SPECS if spec.name == name)
+    case = {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "r": 16, "empty": 0.5, "rows": 17}
+    inputs = make(spec, case, device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1, device=device).isnan().all()
+        errors = relative_errors(spec, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert max(errors.values()) <= spec.tolerance[dtypes(spec, device)[0]], errors
+
+
 def test_grouped_products_keep_the_rules_of_custom_ops():
     offsets = torch.tensor([2, 2, 7], dtype=torch.int32)
     a, b = torch.randn(7, 8), torch.randn(3, 8, 12)

@@ -9,20 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from distributed import fork_server
 from torch.distributed import TCPStore
 
+from moetrain import launch
 from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.config_sources import LaunchedPlace, read_place
 from moetrain.parallel.meeting import find_ranks
 from moetrain.train import main
 
-# A launcher, and ranks that run the real command line with a trainer that does what it is told.
-LAUNCHER = """
-import sys
-from moetrain import launch
-launch.GRACE_SECONDS = 2.0
-sys.exit(launch.start_ranks(sys.argv[1:], 3))
-"""
+# What ranks run: the real command line, with a trainer that does what it is told.
 RANK = """
 import glob, os, signal, sys, time, types
 from moetrain.config import ConfigError, RunFailed
@@ -151,21 +147,39 @@ sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 """
 
 
+class Launcher:
+    """A process that starts ranks; forked, as it would take longer to import torch than to work."""
+
+    def __init__(self, folder, script, *words, nproc=3):
+        (folder / "rank.py").write_text(script)
+        self.texts = [folder / name for name in ("stdout", "stderr")]
+        command = [str(folder / "rank.py"), *words]
+        self.process = fork_server().Process(target=_launch, args=(command, nproc, self.texts))
+        self.process.start()
+
+    def send_signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def end(self, timeout=90):
+        """Its exit code and what was written, once it has ended."""
+        self.process.join(timeout)
+        code = self.process.exitcode
+        self.process.kill()  # where it has not
+        return code, *(path.read_text() for path in self.texts)
+
+
+def _launch(command, nproc, texts):
+    for fd, path in enumerate(texts, start=1):  # several processes write at its end
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    launch.GRACE_SECONDS = 2.0
+    sys.exit(launch.start_ranks(command, nproc))
+
+
 @pytest.fixture
 def start(tmp_path):
-    """``start(behaviour)``: a launcher of three such ranks, as a running process."""
-    (tmp_path / "rank.py").write_text(RANK)
-
-    def run(behaviour: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(tmp_path / "rank.py"), behaviour, str(tmp_path)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return run
+    """``start(behaviour)``: the launcher of ranks that behave so (three), as a running process."""
+    return lambda behaviour, **how: Launcher(tmp_path, RANK, behaviour, str(tmp_path), **how)
 
 
 def assert_nobody_is_left(folder):
@@ -177,8 +191,8 @@ def assert_nobody_is_left(folder):
 
 
 def test_success(start, tmp_path):
-    out, error = (process := start("succeed")).communicate(timeout=90)
-    assert (process.returncode, error) == (0, "")
+    code, out, error = start("succeed").end()
+    assert (code, error) == (0, "")
     assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
     assert_nobody_is_left(tmp_path)
 
@@ -191,13 +205,13 @@ def test_success(start, tmp_path):
     ],
 )
 def test_what_all_ranks_find_is_said_once(behaviour, code, line, start):
-    _, error = (process := start(behaviour)).communicate(timeout=90)
-    assert (process.returncode, error) == (code, line + "\n")
+    found, _, error = start(behaviour, nproc=2).end()
+    assert (found, error) == (code, line + "\n")
 
 
 def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
-    _, error = (process := start("one_raises")).communicate(timeout=90)
-    assert process.returncode == 1
+    code, _, error = start("one_raises").end()
+    assert code == 1
     assert error.startswith("Traceback")
     assert error.endswith("ValueError: the cause\n")
     assert error.count("Traceback") == 1
@@ -206,24 +220,17 @@ def test_an_error_is_reported_by_its_rank_and_ends_the_others(start, tmp_path):
 
 @pytest.mark.parametrize("others", ["one_is_killed", "others_meet_a_death"])
 def test_a_killed_rank_ends_the_others(others, start, tmp_path):
-    _, error = (process := start(others)).communicate(timeout=90)
-    assert (process.returncode, error) == (1, "failed: rank 2 was killed by signal 9 (Killed)\n")
+    code, _, error = start(others).end()
+    assert (code, error) == (1, "failed: rank 2 was killed by signal 9 (Killed)\n")
     assert_nobody_is_left(tmp_path)
 
 
 def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
-    (tmp_path / "rank.py").write_text(MEETING)
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path / "rank.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 1
-    assert sorted(done.stdout.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
-    assert done.stderr.endswith("ValueError: the cause\n")
-    assert done.stderr.count("Traceback") == 1
+    code, out, error = Launcher(tmp_path, MEETING).end(timeout=180)
+    assert code == 1
+    assert sorted(out.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
+    assert error.endswith("ValueError: the cause\n")
+    assert error.count("Traceback") == 1
 
 
 def test_ranks_die_with_their_launcher(start, tmp_path):
@@ -232,8 +239,8 @@ def test_ranks_die_with_their_launcher(start, tmp_path):
     while len(list(tmp_path.glob("ready*"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.kill()
-    process.communicate(timeout=90)  # their ends of the pipes close when they are gone
+    process.send_signal(signal.SIGKILL)
+    assert process.end() == (-signal.SIGKILL, "", "")
     deadline = time.monotonic() + 5
     while any(map(is_running, pids_of(tmp_path))):
         assert time.monotonic() < deadline
@@ -253,17 +260,8 @@ def is_running(pid):
 
 
 def test_a_wait_for_work_has_no_limit_and_one_for_the_dead_has(tmp_path):
-    (tmp_path / "rank.py").write_text(PATIENCE)
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER.replace(", 3)", ", 2)"), str(tmp_path / "rank.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.stdout == "from 0\n", done.stderr
     line = "failed: rank 1 of 2 gave no sign of life for 3 s\n"
-    assert (done.returncode, done.stderr) == (1, line)
+    assert Launcher(tmp_path, PATIENCE, nproc=2).end(timeout=180) == (1, "from 0\n", line)
 
 
 # ---- where ranks meet ---------------------------------------------------------------------------
@@ -334,9 +332,9 @@ def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    out, error = process.communicate(timeout=90)
+    code, out, error = process.end()
     means = signal.SIGTERM if number == signal.SIGUSR1 else number
-    assert (process.returncode, error) == (128 + means, "")
+    assert (code, error) == (128 + means, "")
     assert sorted(out.splitlines()) == ["saved 0", "saved 1", "saved 2"]
     assert_nobody_is_left(tmp_path)
 

@@ -78,7 +78,7 @@ ONLY = {
         "compile": [],
         "compile+recompute": ["ep+efsdp", "hsdp+ep", "dp+tp", "dp+tp+ep", "hsdp+tp+ep"],
         "accumulate+last": ["hsdp", "ep+efsdp", "dp+tp"],
-        "compile+accumulate": [],
+        "compile+accumulate": ["dp+tp"],
         "selective": ["ep+efsdp"],
         "compile+selective": [],
         "reshard": ["dp", "ep+efsdp"],

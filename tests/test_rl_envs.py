@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import threading
 import time
 
@@ -14,6 +15,7 @@ from moetrain.rl.buffer import Tasks, Window
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import GENERATED, Demonstrates, Turn, open_environment
 from moetrain.rl.envs.generated import evaluate
+from moetrain.rl.envs.jsonl import load_function
 
 TOKENIZER = ByteTokenizer()
 
@@ -165,6 +167,20 @@ def test_rewards_of_a_user(lines):
     assert scores == [4, 4]  # what one call does to its line, the next does not see
     own = opened(f"{file}:Mine", env_args='{"power": 3}')
     assert (own.num_tasks, own.power) == (3, 3)
+
+
+@pytest.mark.parametrize("name", ["plain", "no-identifier 2", "with.dots", "für"])
+def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
+    file = tmp_path / f"{name}.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Score:\n"
+        "    value: float = 0.5\n"
+    )
+    made = load_function(f"{file}:Score", "rl.reward", "shipped")()
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 @pytest.mark.parametrize(

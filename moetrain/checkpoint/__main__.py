@@ -169,8 +169,12 @@ def _all_of(found: Checkpoint) -> dict[str, Any]:
 
 def _export_hf(words: argparse.Namespace) -> int:
     found = _open(words.path)
-    if words.other.resolve().is_relative_to(found.folder.resolve()):
+    out = words.other.resolve()
+    if out.is_relative_to(found.folder.resolve()):
         raise ConfigError("checkpoint", f"OUT {str(words.other)!r} is in the checkpoint itself")
+    if list_checkpoints(out / "checkpoints"):  # which could not be resumed afterwards
+        problem = "is a run's output folder, whose config.json would be replaced; give another"
+        raise ConfigError("checkpoint", f"OUT {str(words.other)!r} {problem}")
     arch = _architecture(found)
     with torch.device("meta"):
         model = build_model(arch)

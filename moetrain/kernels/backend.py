@@ -28,3 +28,11 @@ def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
             'backend="auto" or "reference" here, or set TRITON_INTERPRET=1 before importing triton'
         )
     return backend == "triton" or (backend == "auto" and tensor.is_cuda)
+
+
+def require_contiguous(kernel: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for another ``tensor``."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{kernel}: was given strides {tensor.stride()}; it takes a contiguous tensor"
+        )

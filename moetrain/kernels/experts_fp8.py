@@ -33,11 +33,13 @@ from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.expert_indices import ExpertIndices
 from moetrain.kernels.experts import (
     BAD_INPUTS,
-    BENCHES,
     CASES,
+    SIZES,
     check_experts,
     chosen,
+    cost_of,
     make_inputs,
+    register_experts,
 )
 from moetrain.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.permutation import (
@@ -55,7 +57,7 @@ from moetrain.kernels.quantise import (
 )
 from moetrain.kernels.saving import worth_saving
 from moetrain.kernels.scaled_mm import scaled_grouped_mm
-from moetrain.kernels.spec import Case, Cost, KernelSpec
+from moetrain.kernels.spec import Bench, KernelSpec
 from moetrain.kernels.swiglu import swiglu_reference
 from moetrain.kernels.swiglu_fp8 import swiglu_backward_quantised, swiglu_quantised
 
@@ -169,11 +171,6 @@ def _expert_mlp_fp8(
     return y_TD, a_R2F
 
 
-@_expert_mlp_fp8.register_fake
-def _(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, num_rows):
-    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
-
-
 @torch.library.custom_op("moetrain::expert_mlp_fp8_backward", mutates_args=())
 def _expert_mlp_fp8_backward(
     dy_TD: torch.Tensor,
@@ -209,44 +206,11 @@ def _expert_mlp_fp8_backward(
     return dx_TD, d_weights_TK, d_gate_up, d_down
 
 
-@_expert_mlp_fp8_backward.register_fake
-def _(dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F, is_trained):
-    matrices = (torch.empty_like(w) if is_trained else w.new_empty(0) for w in (w_gate_up, w_down))
-    return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, _ = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.set_materialize_grads(False)  # no zeros of a's size, which nobody differentiates
-
-
-def _differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    if dy_TD is None:
-        return (None,) * 7
-    is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    dx_TD, d_weights_TK, *matrices = _expert_mlp_fp8_backward(
-        dy_TD.contiguous(), *ctx.saved_tensors, is_trained
-    )
-    return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None, None)), None
-
-
-_expert_mlp_fp8.register_autograd(_differentiate, setup_context=_save)
+register_experts(_expert_mlp_fp8, _expert_mlp_fp8_backward)
 worth_saving("experts", torch.ops.moetrain.expert_mlp_fp8.default)
 
 
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    tokens, dim, width = case["T"], case["D"], case["F"]
-    rows = tokens * case["K"]
-    # At bf16's rate, which the weights' gradients have; the others' is twice that.
-    flops = 3.0 * rows * dim * width
-    weight_bytes = 6.0 * case["E"] * dim * width
-    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * width
-    return (
-        Cost(2 * token_bytes + weight_bytes + saved_bytes, flops),
-        Cost(3 * token_bytes + 2 * weight_bytes + saved_bytes, 3 * flops),
-    )
-
+_FOUR_RANKS = {"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}
 
 SPECS = (
     KernelSpec(
@@ -255,11 +219,12 @@ SPECS = (
         reference=expert_mlp_fp8_reference,
         make_inputs=make_inputs,
         cases=CASES,
-        benches=BENCHES,
+        benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
         # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
         tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
         cpu_dtypes=(torch.float32,),
-        cost=_cost,
+        # At twice bf16's rate.
+        cost=lambda case: cost_of(case, 1.0),
         differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
         select_grads={"weights_TK": chosen},
         ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
 from moetrain.kernels.expert_indices import (
     INDEX_BENCH,
     ROW_CASES,
@@ -55,7 +55,7 @@ def permute(
         )
     if not use_fast(backend, x_TD):
         return permute_reference(x_TD, weights_TK, indices)
-    _require_contiguous("permute", x_TD)
+    require_contiguous("permute", x_TD)
     rows = indices.row_slot_R.shape[0]
     return _permute(x_TD, weights_TK.contiguous(), indices.slot_row_TK, rows)
 
@@ -85,7 +85,7 @@ def permute_tokens(
         )
     if not use_fast(backend, x_TD):
         return permute_tokens_reference(x_TD, indices)
-    _require_contiguous("permute_tokens", x_TD)
+    require_contiguous("permute_tokens", x_TD)
     return _permute_tokens(x_TD, indices.slot_row_TK, indices.row_slot_R.shape[0])
 
 
@@ -112,7 +112,7 @@ def unpermute(
         )
     if not use_fast(backend, y_RD):
         return unpermute_reference(y_RD, indices)
-    _require_contiguous("unpermute", y_RD)
+    require_contiguous("unpermute", y_RD)
     return _unpermute(y_RD, indices.slot_row_TK)
 
 
@@ -122,13 +122,6 @@ def unpermute_reference(y_RD: torch.Tensor, indices: ExpertIndices) -> torch.Ten
     rows_TKD = F.pad(y_RD, (0, 0, 0, 1))[indices.slot_row_TK]
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     return rows_TKD.sum(1, dtype=wide).to(y_RD.dtype)
-
-
-def _require_contiguous(kernel: str, rows: torch.Tensor) -> None:
-    if not rows.is_contiguous():
-        raise ValueError(
-            f"{kernel}: was given rows with strides {rows.stride()}; it takes a contiguous tensor"
-        )
 
 
 @torch.library.custom_op("moetrain::permute", mutates_args=())
@@ -287,7 +280,8 @@ def _sum_kernel(
     tl.store(x + token * width + column, total, column < width)
 
 
-def _permute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+def token_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Tokens, weights and indices of a case of :data:`CASES`."""
     ids_TK = make_ids(case, generator)
     return {
         "x_TD": normal(generator, case["T"], case["D"]).to(dtype),
@@ -297,7 +291,7 @@ def _permute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) 
 
 
 def _permute_tokens_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    inputs = _permute_inputs(case, dtype, generator)
+    inputs = token_inputs(case, dtype, generator)
     return {"x_TD": inputs["x_TD"], "indices": inputs["indices"]}
 
 
@@ -309,7 +303,8 @@ def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
     return {"y_RD": y_RD, "indices": indices}
 
 
-def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+def used_rows(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    """Of what is by row, those with a token."""
     return x[inputs["indices"].row_slot_R >= 0]
 
 
@@ -320,7 +315,7 @@ def _rows_cost(case: Case) -> tuple[Cost, Cost]:
     return cost, cost
 
 
-_CASES = tuple(
+CASES = tuple(
     dict(case) | {"D": width}
     for case, width in zip(ROW_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
 )
@@ -333,13 +328,13 @@ _PERMUTE = KernelSpec(
     name="permute",
     fast=partial(permute, backend="triton"),
     reference=permute_reference,
-    make_inputs=_permute_inputs,
-    cases=_CASES,
+    make_inputs=token_inputs,
+    cases=CASES,
     benches=_BENCHES,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
     cost=_rows_cost,
     differentiable=("x_TD", "weights_TK"),
-    select=_used,
+    select=used_rows,
     ops=(_permute, _permute_backward),
     bad_inputs={
         r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
@@ -365,12 +360,12 @@ SPECS = (
         fast=partial(unpermute, backend="triton"),
         reference=unpermute_reference,
         make_inputs=_unpermute_inputs,
-        cases=_CASES,
+        cases=CASES,
         benches=_BENCHES,
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
         cost=_rows_cost,
         differentiable=("y_RD",),
-        select_grads={"y_RD": _used},
+        select_grads={"y_RD": used_rows},
         ops=(_unpermute, _permute_tokens),
         bad_inputs={
             r"rows \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},

@@ -26,10 +26,11 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.expert_indices import INDEX_BENCH, ROW_CASES, make_ids, make_indices
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
+from moetrain.kernels.expert_indices import INDEX_BENCH
+from moetrain.kernels.permutation import CASES, token_inputs, used_rows
 from moetrain.kernels.portable_triton import INTERPRETED, tl, triton
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -59,7 +60,7 @@ def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
     """
     if not use_fast(backend, x_XM):
         return quantise_rows_reference(x_XM)
-    _require_contiguous("quantise_rows", x_XM)
+    require_contiguous("quantise_rows", x_XM)
     values, scales = _quantise_rows(x_XM.flatten(0, -2))
     return Quantised(values.view_as(x_XM), scales.view(x_XM.shape[:-1]))
 
@@ -82,7 +83,7 @@ def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantise
     """
     if not use_fast(backend, w_ENM):
         return quantise_columns_reference(w_ENM)
-    _require_contiguous("quantise_columns", w_ENM)
+    require_contiguous("quantise_columns", w_ENM)
     return Quantised(*_quantise_columns(w_ENM))
 
 
@@ -137,11 +138,6 @@ def quantise_to_rows(
         x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide
     )
     return Quantised(values_RD, scales_R), weights_R, x_RD
-
-
-def _require_contiguous(kernel: str, x: torch.Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{kernel}: was given strides {x.stride()}; it takes a contiguous tensor")
 
 
 @torch.library.custom_op("moetrain::quantise_rows", mutates_args=())
@@ -359,15 +355,6 @@ def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) 
     return {"w_ENM": normal(generator, case["E"], case["N"], case["M"]).to(dtype)}
 
 
-def _to_rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    ids_TK = make_ids(case, generator)
-    return {
-        "x_TD": normal(generator, case["T"], case["D"]).to(dtype),
-        "weights_TK": uniform(generator, *ids_TK.shape),
-        "indices": make_indices(case, ids_TK),
-    }
-
-
 def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
     rows = indices.row_slot_R.shape[0]
     quantised, weights_R, x_RD = quantise_to_rows(
@@ -382,10 +369,6 @@ def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
     quantised = quantise_rows_reference(x_TD)
     weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
     return *(x[token_R] for x in quantised), weights_R, x_RD
-
-
-def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    return x[inputs["indices"].row_slot_R >= 0]
 
 
 _EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
@@ -446,18 +429,15 @@ SPECS = (
         name="quantise_to_rows",
         fast=_to_rows,
         reference=_to_rows_reference,
-        make_inputs=_to_rows_inputs,
-        cases=tuple(
-            dict(case) | {"D": width}
-            for case, width in zip(ROW_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
-        ),
+        make_inputs=token_inputs,
+        cases=CASES,
         benches=(Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.7}),),
         tolerance=_EXACT,
         cost=lambda case: (
             Cost(bytes=case["T"] * case["D"] * (2 + 3 * case["K"]) + 12 * case["T"] * case["K"]),
             Cost(),
         ),
-        select=_used,
+        select=used_rows,
         ops=(_quantise_to_rows,),
         bad_inputs={r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]}},
     ),

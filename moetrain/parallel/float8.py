@@ -22,32 +22,26 @@ import math
 import torch
 import torch.distributed as dist
 
+from moetrain.kernels.quantise import E4M3, quantise_rows_reference
 from moetrain.models.rules import SCALED
 from moetrain.parallel.arena import Arena
 from moetrain.parallel.collectives import all_gather_start
 
-CODES = torch.float8_e4m3fn
-LARGEST_MANTISSA, LARGEST_EXPONENT = 0.875, 9
-"""Of e4m3's largest number, 448 = 0.875 x 2^9."""
-BIAS = 127
-"""Of fp32's exponents, and so of scales: a byte, of which 0 means 0."""
 BAD = 255
 """Scale of a group with a number that is not finite, of which all are NaN then."""
 
 
 def quantise(x_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N] (e4m3) and scales [G] (uint8: exponents) of ``x_N`` (floating).
+    """Codes [N] (e4m3) and scales [G] (uint8: fp32's exponents) of ``x_N`` (floating).
 
     Worked example, groups of 2: of (3, 1000) the scale is 4, since 1000 > 2 x 448, and codes are
     0.75 and 256 (250 is between 240 and 256, and nearer to this): what is stored is (3, 1024).
     """
     x_GS = x_N.float().view(-1, SCALED)
-    largest_G = x_GS.abs().amax(1)
-    mantissa_G, exponent_G = torch.frexp(largest_G)
-    power_G = exponent_G - LARGEST_EXPONENT + (mantissa_G > LARGEST_MANTISSA)
-    scales_G = (power_G + BIAS).clamp(min=1).masked_fill(~largest_G.isfinite(), BAD)
-    scales_G = scales_G.to(torch.uint8)
-    return (x_GS / _values_of(scales_G)[:, None]).to(CODES).view(-1), scales_G
+    is_bad_G = ~x_GS.isfinite().all(1)
+    codes_GS, scales_G = quantise_rows_reference(x_GS.masked_fill(is_bad_G[:, None], 0.0))
+    bytes_G = (scales_G.view(torch.int32) >> 23).masked_fill(is_bad_G, BAD)
+    return codes_GS.view(-1), bytes_G.to(torch.uint8)
 
 
 def _values_of(scales_G: torch.Tensor) -> torch.Tensor:
@@ -63,11 +57,11 @@ class Float8Shard:
         self._codes = -(-numel // SCALED) * SCALED
         self.bytes = weights.empty(self._codes + self._codes // SCALED, torch.uint8).zero_()
         """All that is gathered: codes, and behind them scales."""
-        self.codes_N = self.bytes[:numel].view(CODES)
+        self.codes_N = self.bytes[:numel].view(E4M3)
 
     def _apart(self, bytes_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes_WN, scales_WG = bytes_W[:, : self._codes], bytes_W[:, self._codes :]
-        return codes_WN.view(CODES), scales_WG
+        return codes_WN.view(E4M3), scales_WG
 
     # ---- for whoever reads and writes values ----------------------------------------------------
 

@@ -129,11 +129,13 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
             f"recomputed; use one of {', '.join(name for name in RECIPES if name not in SPLIT)}, "
             "or compile.enabled no and activation.policy none",
         )
-    if parallel.pp_schedule in PAIRS and parallel.reshard_after_forward:
+    reshard = parallel.reshard_after_forward
+    if parallel.pp_schedule in PAIRS and reshard:
         raise ConfigError(
             "parallel.reshard_after_forward",
-            f"yes does not work with parallel.pp_schedule {parallel.pp_schedule!r}, whose halves "
-            "would take each other's parameters away; use no",
+            f"{'yes' if reshard is True else reshard} does not work with parallel.pp_schedule "
+            f"{parallel.pp_schedule!r}, whose halves would take each other's parameters away; "
+            "use no",
         )
     number = config.train.micro_batches(dims.data_ranks)
     if number < dims.pp:

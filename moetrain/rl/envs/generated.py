@@ -12,8 +12,9 @@ from moetrain.config import ConfigError
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
 
 MOST_DIGITS = 20
-MOST_TERMS = 200
 """Of a number in a sum: a policy may ask for any, and products grow."""
+MOST_TERMS = 200
+"""Of a sum: Python writes no product of more such numbers."""
 _WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 
 

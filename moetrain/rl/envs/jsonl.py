@@ -105,7 +105,7 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
         raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
     if path.suffix != ".py":
         raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
-    module_name = f"moetrain_user_{path.stem}"
+    module_name = f"moetrain_user_{path.stem.replace('.', '_')}"  # a dot: it is in a package
     loader = _AsItIsNow(module_name, str(path))
     spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     assert spec is not None
