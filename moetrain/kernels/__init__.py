@@ -25,8 +25,8 @@ from moetrain.kernels.narrow import narrow_products
 from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
 from moetrain.kernels.reduction import sum_chunks
-from moetrain.kernels.rms_norm import add_rms_norm, rms_norm
-from moetrain.kernels.rotary import rotary
+from moetrain.kernels.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
+from moetrain.kernels.rotary import fusible_rotary, rotary
 from moetrain.kernels.router import Routed, router_topk
 from moetrain.kernels.router_logits import router_logits
 from moetrain.kernels.swiglu import swiglu
@@ -48,6 +48,8 @@ __all__ = [
     "expert_indices",
     "expert_mlp",
     "expert_mlp_fp8",
+    "fusible_rms_norm",
+    "fusible_rotary",
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",

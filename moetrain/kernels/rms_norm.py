@@ -1,13 +1,19 @@
-"""RMS norm, alone or of a sum, as one op: ``n = round(x / rms(x)) * w`` (arXiv 1910.07467).
+"""RMS norm, alone or of a sum (arXiv 1910.07467), and its gradients in one pass.
 
-The compiler would fuse a norm into its neighbours, and round elsewhere in every graph. An op takes
-its inputs as they lie in memory and rounds where the formula says, in training as in generation:
-its rows have the same bits anywhere. :func:`add_rms_norm` is ``s = round(x + y)`` and the norm of
-``s`` in one pass. The backwards are plain torch, for the compiler to fuse with what is around::
+    r = 1 / rms(x)    n = x * r    y = round(n) * w
+    dn = dy * w       dx = r * (dn - n * mean(dn * n))      dw = sum over rows of dy * round(n)
 
-    r = 1 / rms(x)    n = x * r    dn = dy * w    dx = r * (dn - n * mean(dn * n))    dw = dy * n
+:func:`rms_norm` is one op. The compiler would fuse a norm into its neighbours, and round elsewhere
+in every graph; an op takes its inputs as they lie in memory and rounds where the formula says, in
+training as in generation: its rows have the same bits anywhere. :func:`add_rms_norm` is
+``s = round(x + y)`` and the norm of ``s`` in one pass. Where bits may differ,
+:func:`fusible_rms_norm` leaves the forward to the compiler.
 
-Legend: N rows, D width.
+The gradients are an op for all of them. ``dw`` is a sum over rows where ``dx`` needs sums over
+columns: a compiler makes two kernels of that, and both read ``dy`` and ``x``. Here a program
+takes every P-th row, and adds up its ``dw`` in registers.
+
+Legend: N rows, D width, P programs of the backward.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -62,6 +68,20 @@ def add_rms_norm_reference(
     """:func:`add_rms_norm` in plain torch."""
     s = x + y
     return s, rms_norm_reference(s, weight_D, eps)
+
+
+def fusible_rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` and its :func:`rms_norm`, in plain torch, for a compiler to fuse with what is around.
+
+    Who goes on with this ``x`` lets what it is used for beside the norm add to its gradient where
+    that is made.
+    """
+    _check("fusible_rms_norm", x, x, weight_D)
+    if not use_fast(backend, x):
+        return x, rms_norm_reference(x, weight_D, eps)
+    return _Fusible.apply(x, weight_D, eps, backend)
 
 
 def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
@@ -130,16 +150,101 @@ def _norm_kernel(x_ptr, y_ptr, w_ptr, s_ptr, out_ptr, eps, D: tl.constexpr, BLOC
 
 
 def norm_gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, eps: float
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    ds: torch.Tensor | None = None,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of ``x`` (fp32) and ``weight`` (its dtype) for ``dy`` of any float dtype."""
-    wide, dy = x.float(), dy.float()
+    """The gradients of ``x``, with ``ds`` added to it, and of ``weight``, in their dtypes.
+
+    Args:
+        dy: [..., D], of the norm of ``x``.
+        ds: of ``x`` itself, from where else it is used.
+    """
+    if use_fast(backend, x):
+        beside = None if ds is None else ds.contiguous()
+        return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, beside)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    n = wide * r
-    dn = dy * weight_D.to(x.dtype).float()
+    n, dy = wide * r, dy.to(wide.dtype)
+    dn = dy * weight_D.to(x.dtype).to(wide.dtype)
     dx = r * (dn - n * (dn * n).mean(-1, keepdim=True))
     dw = (dy * n.to(x.dtype)).flatten(0, -2).sum(0)
-    return dx, dw.to(weight_D.dtype)
+    return (dx if ds is None else dx + ds).to(x.dtype), dw.to(weight_D.dtype)
+
+
+_PROGRAMS = 528
+"""Of a backward, at most: four for each of an H200's multiprocessors, and as many on any other."""
+
+
+@torch.library.custom_op("moetrain::norm_gradients", mutates_args=())
+def _norm_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    ds: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dx, width = torch.empty_like(x), x.shape[-1]
+    rows, block = x.numel() // width, triton.next_power_of_2(width)
+    programs = min(-(-rows // 4), _PROGRAMS)
+    dw_PD = x.new_empty(programs, width, dtype=torch.float32)
+    if rows:
+        warps = min(8, max(1, block // 256))
+        _norm_gradients_kernel[(programs,)](
+            dy, x, weight_D, ds, dx, dw_PD, rows, eps, D=width, BLOCK=block, num_warps=warps
+        )
+    return dx, dw_PD.sum(0).to(weight_D.dtype)
+
+
+@_norm_gradients.register_fake
+def _(dy, x, weight_D, eps, ds):
+    return torch.empty_like(x), torch.empty_like(weight_D)
+
+
+@triton.jit
+def _norm_gradients_kernel(
+    dy_ptr, x_ptr, w_ptr, ds_ptr, dx_ptr, dw_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    mask = column < D
+    dtype = dx_ptr.dtype.element_ty
+    w = tl.load(w_ptr + column, mask=mask, other=0.0).to(dtype).to(tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = tl.cast(row, tl.int64) * D + column
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        n, dn = x * r, dy * w
+        dx = r * (dn - n * (tl.sum(dn * n, 0) / D))
+        if ds_ptr is not None:
+            dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx, mask=mask)
+        dw += dy * n.to(dtype).to(tl.float32)
+    tl.store(dw_ptr + tl.program_id(0) * D + column, dw, mask=mask)
+
+
+class _Fusible(torch.autograd.Function):
+    """``x`` as it is, and its norm in plain torch; the gradients of both are one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight_D)
+        ctx.set_materialize_grads(False)  # nobody may go on with x
+        ctx.eps, ctx.backend = eps, backend
+        return x.view_as(x), rms_norm_reference(x, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (ds, dy), (x, weight_D) = grads, ctx.saved_tensors
+        if dy is None:
+            return ds, None, None, None
+        return *norm_gradients(dy, x, weight_D, ctx.eps, ds, ctx.backend), None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -149,8 +254,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight_D = ctx.saved_tensors
-    dx, dw = norm_gradients(dy, x, weight_D, ctx.eps)
-    return dx.to(x.dtype), dw, None
+    return *norm_gradients(dy, x, weight_D, ctx.eps, None, "triton"), None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -162,8 +266,7 @@ def _differentiate_sum(
     ctx: Any, ds: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     s, weight_D = ctx.saved_tensors
-    dx, dw = norm_gradients(dy, s, weight_D, ctx.eps)
-    d_sum = (dx + ds.float()).to(s.dtype)
+    d_sum, dw = norm_gradients(dy, s, weight_D, ctx.eps, ds, "triton")
     return d_sum, d_sum, dw, None
 
 
@@ -206,7 +309,20 @@ SPECS = (
         tolerance=_TOLERANCE,
         cost=_cost(2),
         differentiable=("x", "weight_D"),
-        ops=(_rms_norm,),
+        ops=(_rms_norm, _norm_gradients),
+        bad_inputs={r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]}},
+    ),
+    KernelSpec(
+        name="fusible_rms_norm",
+        fast=lambda **inputs: fusible_rms_norm(**inputs, backend="triton"),
+        reference=lambda x, **others: (x.view_as(x), rms_norm_reference(x, **others)),
+        make_inputs=_make_inputs,
+        cases=_CASES,
+        benches=tuple(Bench(bench.case) for bench in _BENCHES),  # the forward is the compiler's
+        tolerance=_TOLERANCE,
+        cost=_cost(2),
+        differentiable=("x", "weight_D"),
+        ops=(_norm_gradients,),
         bad_inputs={r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]}},
     ),
     KernelSpec(
@@ -219,7 +335,7 @@ SPECS = (
         tolerance=_TOLERANCE,
         cost=_cost(4),
         differentiable=("x", "y", "weight_D"),
-        ops=(_add_rms_norm,),
+        ops=(_add_rms_norm, _norm_gradients),
         bad_inputs={
             r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
             "of one shape": lambda i: i | {"y": i["y"][1:]},

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
-from moetrain.kernels import Backend, attention, rotary
+from moetrain.kernels import Backend, attention, fusible_rotary, rotary
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.parts import FP32, AttentionPart, Share, Weight
-from moetrain.models.rope import Rotation, rotate
+from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 
 
@@ -154,9 +154,8 @@ class Attention(nn.Module):
 
     def _turn(self, x_BSHd: torch.Tensor, norm: RMSNorm | None, rotation: Rotation) -> torch.Tensor:
         """Queries or keys, normalised where there is a norm, turned by their positions."""
-        if not self.exact:
-            return rotate(x_BSHd if norm is None else norm(x_BSHd), rotation)
         cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in rotation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        y_THd = rotary(x_BSHd.flatten(0, 1), cos_Sd, sin_Sd, weight, eps, self.backend)
+        turn = rotary if self.exact else fusible_rotary
+        y_THd = turn(x_BSHd.flatten(0, 1), cos_Sd, sin_Sd, weight, eps, self.backend)
         return y_THd.unflatten(0, x_BSHd.shape[:2])

@@ -23,12 +23,12 @@ from moetrain.kernels import (
     Backend,
     add_rms_norm,
     few_rows,
+    fusible_rms_norm,
     linears_fp8,
     narrow_products,
     rms_norm,
     swiglu,
 )
-from moetrain.kernels.rms_norm import rms_norm_reference
 from moetrain.models.lora import Adaptable
 from moetrain.models.parts import Part, Share, Weight
 from moetrain.models.rope import Rotation
@@ -54,16 +54,20 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.beside(x)[1]
+
+    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` to go on with, and its norm: what else ``x`` is used for adds to its gradient
+        where the norm's is made."""
         if self.exact:
-            return rms_norm(x, self.weight, self.eps, self.backend)
-        return rms_norm_reference(x, self.weight, self.eps)
+            return x, rms_norm(x, self.weight, self.eps, self.backend)
+        return fusible_rms_norm(x, self.weight, self.eps, self.backend)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x + y``, and its norm."""
         if self.exact:
             return add_rms_norm(x, y, self.weight, self.eps, self.backend)
-        s = x + y
-        return s, self(s)
+        return self.beside(x + y)
 
 
 class Linear(Adaptable):

@@ -39,13 +39,6 @@ class RotaryEmbedding(nn.Module):
         return Rotation(angles.cos() * self.scale, angles.sin() * self.scale)
 
 
-def rotate(x_BSHd: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates the pairs ``(x[i], x[i + d/2])`` of every head, in fp32, rounded once."""
-    x1, x2 = x_BSHd.float().chunk(2, dim=-1)
-    cos, sin = rotation
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BSHd.dtype)
-
-
 def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
     """Radians a token of each of the d/2 pairs (fp32, CPU), and the factor on cos and sin."""
     rope = arch.rope

@@ -53,7 +53,8 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, RouterStats | None]:
         """The residual stream after this block, and its routing (None: it has no experts)."""
         attention, feed_forward = self.parts
-        mixed_BSD = getattr(self, attention)(self.attn_norm(x_BSD), context)
+        x_BSD, normed_BSD = self.attn_norm.beside(x_BSD)
+        mixed_BSD = getattr(self, attention)(normed_BSD, context)
         x_BSD, normed_BSD = self.mlp_norm.of_sum(x_BSD, mixed_BSD)
         y_BSD, stats = getattr(self, feed_forward)(normed_BSD, context)
         return x_BSD + y_BSD, stats
