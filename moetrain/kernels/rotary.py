@@ -12,7 +12,9 @@ Legend: T tokens, H heads, d head width, S rows of angles: token t has those of 
 programs of the backward.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+# (Triton's launch settings, unrolled ranges and constant conditions are not typed.)
 
 from collections.abc import Callable
 from typing import Any
