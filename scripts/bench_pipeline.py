@@ -40,7 +40,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench_train import commit, device_name, mark, profile_step, seconds_between, wait
+from bench_train import (
+    attribute,
+    commit,
+    device_name,
+    mark,
+    profile_step,
+    seconds_between,
+    wait,
+)
 
 from moetrain.config import Config, launched_place
 from moetrain.launch import start_ranks
@@ -236,7 +244,7 @@ def bench(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
     }
     if trainer.engine.passes.pipeline is not None:
         row |= idle_times(trainer)
-    if args.profile and (parts := profile_step(trainer)).get("dispatch + combine"):
+    if args.profile and (parts := attribute(profile_step(trainer))).get("dispatch + combine"):
         row["hidden"] = 1 - parts["dispatch + combine exposed"] / parts["dispatch + combine"]
     trainer.world.leave()
     return row if trainer.world.is_main else None

@@ -1,12 +1,14 @@
 """Time training steps of any recipe, say where the time goes, and set a peer beside it.
 
     python scripts/bench_train.py RECIPE [--section.key value ...] [--bench-steps 10]
-        [--peer COMMAND] [--results FILE.jsonl]
+        [--kernels N] [--peer COMMAND] [--results FILE.jsonl]
 
 Real steps, optimizer included: a few to warm up, then the timed ones, then one under the profiler,
 whose GPU time is attributed by kernel and by the part of moetrain that launched it. "Exposed" is
 the time in which communication ran and no computation did. FLOPs are counted as
-``Architecture.flops_per_token`` says: no recomputation, causal attention halved.
+``Architecture.flops_per_token`` says: no recomputation, causal attention halved. The first step is
+said to be done so many seconds after this command began: importing, starting ranks and compiling
+are part of it. ``--kernels N`` prints the N kernels that took most of the profiled step.
 
 With several processes (``--launch.nproc``) rank 0 speaks. ``--peer`` runs a shell command
 afterwards on the same GPUs, which prints a line that holds ``<number> tok/s/gpu``. ``--results``
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +41,8 @@ from moetrain.run_control import garbage_collector_off
 from moetrain.trainer import Trainer
 
 WARMUP_STEPS = 4
+BEGAN = "BENCH_TRAIN_BEGAN"
+"""Environment variable: when the command began, for its ranks."""
 
 # What a kernel is for: the first pattern found in "<launching scopes> / <kernel name>".
 PARTS = (
@@ -66,14 +71,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time training steps.", allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--bench-steps", type=int, default=10)
+    parser.add_argument("--kernels", type=int, default=0, metavar="N")
     parser.add_argument("--peer")
     parser.add_argument("--results", type=Path)
     args, settings = parser.parse_known_args()
+    os.environ.setdefault(BEGAN, str(time.time() - process_seconds()))
     config = Config.load(args.recipe, settings)
     nproc = num_processes(config)
     if launched_place() is not None or nproc == 1:
         with garbage_collector_off():  # as in a run
-            row = bench(config, args.bench_steps)
+            row = bench(config, args.bench_steps, args.kernels)
         if row is not None:
             print(report(row), flush=True)
             if args.results is not None:
@@ -86,10 +93,22 @@ def main() -> int:
     return run_peer(args.peer, args.results) if args.peer else 0
 
 
-def bench(config: Config, steps: int) -> dict[str, Any] | None:
+def process_seconds() -> float:
+    """Since this process began, where Linux says it; else since main."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return 0.0
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None:
     """Measure; the row of results on rank 0, None elsewhere."""
     trainer = Trainer(config)
-    losses = [trainer.train_step().loss for _ in range(WARMUP_STEPS)]
+    losses = [trainer.train_step().loss]
+    wait(trainer)
+    first_step = time.time() - float(os.environ[BEGAN])
+    losses += [trainer.train_step().loss for _ in range(WARMUP_STEPS - 1)]
     wait(trainer)
     start, tokens, moments = time.perf_counter(), trainer.tokens, [mark(trainer.device)]
     for _ in range(steps):
@@ -99,7 +118,8 @@ def bench(config: Config, steps: int) -> dict[str, Any] | None:
     seconds = (time.perf_counter() - start) / steps
     each = [seconds_between(*pair) for pair in itertools.pairwise(moments)]
     rate = (trainer.tokens - tokens) / steps / seconds / trainer.world.size
-    breakdown = profile_step(trainer)
+    profiled = profile_step(trainer)
+    breakdown = attribute(profiled)
     waits = {part: ms for part, ms in breakdown.items() if part == "idle" or "exposed" in part}
     meeting = trainer.world.meeting
     by_rank = [] if meeting is None else meeting.gather(json.dumps(waits))
@@ -113,12 +133,14 @@ def bench(config: Config, steps: int) -> dict[str, Any] | None:
         "memory_gib": peak_memory_gib(trainer.device),
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "first_step_after_seconds": first_step,
         "step_seconds": seconds,
         "fastest_step_seconds": min(each),
         "slowest_step_seconds": max(each),
         "first_loss": losses[0].item(),
         "last_loss": losses[-1].item(),
         "step_ms": breakdown,
+        "kernels": largest_kernels(profiled)[:kernels],
         "waits_ms_by_rank": [json.loads(text) for text in by_rank],
     }
     trainer.world.leave()
@@ -146,10 +168,14 @@ def wait(trainer: Trainer) -> None:
     trainer.world.wait()
 
 
-def profile_step(trainer: Trainer) -> dict[str, float]:
-    """Milliseconds of one step's GPU time by part, exposed communication, and idle time."""
+Span = tuple[str, str, float, float]
+"""A part, a kernel's name and grid, and from when to when it ran, in microseconds."""
+
+
+def profile_step(trainer: Trainer) -> list[Span]:
+    """What ran on the GPU in one step; nothing on a CPU."""
     if trainer.device.type != "cuda":
-        return {}
+        return []
     with new_profiler(trainer.device) as profiler:
         trainer.train_step()
         wait(trainer)
@@ -157,11 +183,11 @@ def profile_step(trainer: Trainer) -> dict[str, float]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return attribute(events)
+    return spans_of(events)
 
 
-def attribute(events: list[dict[str, Any]]) -> dict[str, float]:
-    """GPU milliseconds by part of a trace's events (Chrome's format, microseconds)."""
+def spans_of(events: list[dict[str, Any]]) -> list[Span]:
+    """What ran on the GPU of a trace's events (Chrome's format)."""
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     launches = {
         e["args"]["correlation"]: e
@@ -172,12 +198,22 @@ def attribute(events: list[dict[str, Any]]) -> dict[str, float]:
     for e in events:
         if e.get("cat") in ("cpu_op", "user_annotation") and "dur" in e:
             scopes[e["tid"]].append((e["ts"], e["ts"] + e["dur"], e["name"]))
-    busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    names = enclosing_names(kernels, launches, scopes)
-    for kernel, scope in zip(kernels, names, strict=True):
+    found = []
+    for kernel, scope in zip(kernels, enclosing_names(kernels, launches, scopes), strict=True):
         text = f"{scope} / {kernel['name']}"
         part = next((p for p, pattern in PARTS if re.search(pattern, text, re.I)), "the rest")
-        busy[part].append((kernel["ts"], kernel["ts"] + kernel["dur"]))
+        name = f"{kernel['name'][:90]} {kernel['args'].get('grid', '')}"
+        found.append((part, name, kernel["ts"], kernel["ts"] + kernel["dur"]))
+    return found
+
+
+def attribute(spans: list[Span]) -> dict[str, float]:
+    """GPU milliseconds by part, of exposed communication, and without anything."""
+    if not spans:
+        return {}
+    busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for part, _, first, last in spans:
+        busy[part].append((first, last))
     compute = [span for part, spans in busy.items() if part not in COMMUNICATION for span in spans]
     everything = [span for spans in busy.values() for span in spans]
     result = {part: total(spans) / 1e3 for part, spans in sorted(busy.items())}
@@ -189,6 +225,17 @@ def attribute(events: list[dict[str, Any]]) -> dict[str, float]:
     result["idle"] = (last - first - total(everything)) / 1e3
     result["step"] = (last - first) / 1e3
     return result
+
+
+def largest_kernels(spans: list[Span]) -> list[str]:
+    """A line a kernel: milliseconds, how often it ran, and microseconds each time."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for part, name, first, last in spans:
+        found[part, name].append(last - first)
+    return [
+        f"{sum(us) / 1e3:8.2f} ms = {len(us):5} x {sum(us) / len(us):8.1f} us  {part}: {name}"
+        for (part, name), us in sorted(found.items(), key=lambda item: -sum(item[1]))
+    ]
 
 
 def enclosing_names(
@@ -234,12 +281,14 @@ def report(row: dict[str, Any]) -> str:
         f"({row['reserved_gib']:.1f} reserved, {row['allocator_retries']} retries)  "
         f"{row['step_seconds'] * 1e3:.1f} ms a step "
         f"({row['fastest_step_seconds'] * 1e3:.1f} to {row['slowest_step_seconds'] * 1e3:.1f})  "
-        f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}",
+        f"loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}  "
+        f"first step after {row['first_step_after_seconds']:.1f} s",
     ]
     step = row["step_ms"].get("step")
     lines += [f"  {ms:8.2f} ms {ms / step:6.1%}  {part}" for part, ms in row["step_ms"].items()]
     for rank, waits in enumerate(row["waits_ms_by_rank"]):
         lines.append(f"  rank {rank} " + ", ".join(f"{k} {ms:.1f}" for k, ms in waits.items()))
+    lines += row["kernels"]
     return "\n".join(lines)
 
 
