@@ -62,6 +62,9 @@ class Tokenizer(Protocol):
     """Its own Jinja template for conversations."""
     special_tokens: dict[str, str]
     """Variables of that template: ``bos_token``, ``eos_token``, ..., where they exist."""
+    byte_ids: frozenset[int]
+    """Tokens of one byte each, a run of which has a text only as a whole: a byte that makes it no
+    UTF-8 spoils all of it (byte fallback)."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokens of each text, with nothing added at either end."""
@@ -94,6 +97,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eos_id = 256
     bos_ids = ()
+    byte_ids = frozenset()  # a bad one spoils nothing beside it
     fingerprint = "byte"
 
     def __init__(self) -> None:
@@ -136,6 +140,7 @@ class HFTokenizer(Tokenizer):
         if not vocabulary:
             raise ConfigError("data.tokenizer", f"{file} has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
+        self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
         self.special_tokens = _special_tokens(config, folder)
         if "eos_token" not in self.special_tokens:
             self.special_tokens["eos_token"] = _guess_eos(vocabulary, file)

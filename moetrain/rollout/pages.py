@@ -15,13 +15,26 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 PAGE_SIZE = 64
 """Tokens, where nobody says otherwise: what the kernels on CUDA read at once."""
 
 Key = tuple[int, tuple[int, ...]]
-"""The serial number of the published page before (0: none), and a page's tokens."""
+"""The serial number of the text before (0: none), and a page's tokens."""
+
+
+@dataclass
+class _Text:
+    """What one full page and those before it hold."""
+
+    key: Key
+    serial: int
+    """Never used twice: what followed a text that is gone can never be found again."""
+    pages: dict[int, None] = field(default_factory=dict)
+    """Those that hold it, at least one. The first is found; when it goes, the next is, so that what
+    a sequence has published can be found as long as the sequence has its pages."""
 
 
 class Pages:
@@ -33,10 +46,8 @@ class Pages:
         self._references = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Published pages without references, the longest unused first."""
-        self._published: dict[Key, int] = {}
-        self._key_of: dict[int, Key] = {}
-        self._serial_of: dict[int, int] = {}
-        """Never used twice: what followed a page that is gone can never be found again."""
+        self._texts: dict[Key, _Text] = {}
+        self._text_of: dict[int, _Text] = {}
         self._serials = count(1)
 
     @property
@@ -63,31 +74,42 @@ class Pages:
         """The published pages that hold the first of ``tokens``, one more reference to each."""
         pages, serial = [], 0
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            page = self._published.get((serial, tuple(tokens[start : start + self.page_size])))
-            if page is None:
+            text = self._texts.get((serial, tuple(tokens[start : start + self.page_size])))
+            if text is None:
                 break
-            serial = self._serial_of[page]
+            page, serial = next(iter(text.pages)), text.serial
             self._idle.pop(page, None)
             self._references[page] += 1
             pages.append(page)
         return pages
 
-    def publish(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Let others find what ``pages``, in order, now hold: ``tokens``, as far as pages are full.
+    def publish(
+        self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int | None = None
+    ) -> None:
+        """Let others find what ``pages``, in order, now hold, as far as pages are full.
 
-        Of two pages that hold the same, the first published is found.
+        Of two pages that hold the same, the first published is found. Pages that were published
+        before are not looked at again, so a sequence that grows costs what is new of it.
+
+        Args:
+            pages: of one sequence, which has a reference to each.
+            tokens: what they hold, and what they will hold.
+            num_tokens: which pages hold already; None: all.
         """
-        serial = 0
-        for page, start in zip(
-            pages, range(0, len(tokens) - self.page_size + 1, self.page_size), strict=False
-        ):
-            key = (serial, tuple(tokens[start : start + self.page_size]))
-            if key not in self._published:
-                if page in self._key_of:  # published behind a page that is gone since
-                    self._retract(page)
-                self._published[key], self._key_of[page] = page, key
-                self._serial_of[page] = next(self._serials)
-            serial = self._serial_of[self._published[key]]
+        size = self.page_size
+        num_full = min(len(pages), (len(tokens) if num_tokens is None else num_tokens) // size)
+        known = num_full
+        while known and pages[known - 1] not in self._text_of:
+            known -= 1
+        serial = self._text_of[pages[known - 1]].serial if known else 0
+        for i in range(known, num_full):
+            key = (serial, tuple(tokens[i * size : (i + 1) * size]))
+            text = self._texts.get(key)
+            if text is None:
+                text = self._texts[key] = _Text(key, next(self._serials))
+            text.pages[pages[i]] = None
+            self._text_of[pages[i]] = text
+            serial = text.serial
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one reference to each; the end of a sequence is forgotten before its start."""
@@ -95,17 +117,23 @@ class Pages:
             assert self._references[page] > 0  # it was allocated or matched
             self._references[page] -= 1
             if self._references[page] == 0:
-                if page in self._key_of:
+                text = self._text_of.get(page)
+                if text is not None and next(iter(text.pages)) == page:
                     self._idle[page] = None
                 else:
+                    if text is not None:  # another page holds the same, and is found
+                        self._retract(page)
                     self._free.append(page)
 
     def forget(self) -> None:
         """Let nobody find anything that pages hold now."""
-        for page in list(self._key_of):
-            self._retract(page)
+        self._texts.clear()
+        self._text_of.clear()
         self._free.extend(self._idle)
         self._idle.clear()
 
     def _retract(self, page: int) -> None:
-        del self._published[self._key_of.pop(page)], self._serial_of[page]
+        text = self._text_of.pop(page)
+        del text.pages[page]
+        if not text.pages:
+            del self._texts[text.key]

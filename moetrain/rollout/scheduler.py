@@ -129,7 +129,7 @@ class Scheduler:
         before, size = sequence.num_read, self.pages.page_size
         sequence.num_read += number
         if not sequence.request.params.routes and before // size < sequence.num_read // size:
-            self.pages.publish(sequence.pages, sequence.tokens[: sequence.num_read])
+            self.pages.publish(sequence.pages, sequence.tokens, sequence.num_read)
 
     def remove(self, sequence: Running) -> None:
         """``sequence`` is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 
@@ -12,6 +13,9 @@ from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models import Transformer, attach_peft, load_hf
 from moetrain.models.hf.files import resolve
+
+_KEPT = 32
+"""Tokens: many characters, where any of them may take four; few enough to be read at each one."""
 
 
 def load_model(
@@ -79,25 +83,38 @@ class TextStream:
     """The text of a completion as far as it is sure: whole characters, and no part of a stop text.
 
     A stop text and what follows it are no part of the text.
+
+    What a token reads depends on its neighbours: half a character, a space that only the first
+    token lacks. So the last tokens are read again with each new one, and not fewer than it takes
+    for what comes to read as it would behind all of them: a window of :data:`_KEPT` to twice as
+    many, and longer ones where stop texts are long, or while tokens give no text or no valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._held_back = max((len(text) - 1 for text in stop), default=0)
+        self._kept = _KEPT + 4 * self._held_back  # a character takes four tokens at most
         self._tokens: list[int] = []
+        """The window; of its text the first ``_given`` characters were given."""
         self._given = 0
+        self._false = 0
+        """Characters at its start that the whole text does not have so."""
 
     def push(self, token: int, is_last: bool = False) -> str:
         """What ``token`` adds to the text; ``is_last``: and all that was held back."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        found = [text.index(stop) for stop in self._stop if stop in text]
+        text = whole = self._tokenizer.decode(self._tokens)
+        starts = [text.find(stop, self._false) for stop in self._stop]
+        found = [start for start in starts if start >= 0]
         if found:
             text = text[: min(found)]
         elif not is_last:
             text = text.rstrip("\ufffd")
             text = text[: max(0, len(text) - self._held_back)]
-        return self._new(text)
+        new = self._new(text)
+        if not found and len(self._tokens) >= 2 * self._kept:
+            self._shorten(whole)
+        return new
 
     def end(self) -> str:
         """What was held back, after the last token."""
@@ -106,3 +123,19 @@ class TextStream:
     def _new(self, text: str) -> str:
         new, self._given = text[self._given :], max(self._given, len(text))
         return new
+
+    def _shorten(self, text: str) -> None:
+        """Forget the start of the window, which reads ``text``, if what comes reads the same then.
+
+        The last tokens must read as they do in ``text``, from what was given on; and begin with one
+        that has a text (what comes is not first then) and ends a run of bytes before it.
+        """
+        last = self._tokens[-self._kept :]
+        if last[0] in self._tokenizer.byte_ids or not self._tokenizer.decode(last[:1]):
+            return
+        short = self._tokenizer.decode(last)
+        pairs = zip(reversed(short), reversed(text), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same > len(text) - self._given:
+            self._tokens, self._false = last, len(short) - same
+            self._given += len(short) - len(text)

@@ -1,0 +1,118 @@
+"""Pages of the cache: who finds what, and what it costs to publish it."""
+
+import random
+
+import pytest
+
+from moetrain.rollout.pages import Pages
+from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.scheduler import Running, Scheduler
+
+SIZE = 2  # of pages here
+
+
+def test_a_page_that_goes_leaves_what_it_held_to_another_that_holds_the_same():
+    pages = Pages(5, SIZE)
+    (gone,), mine = pages.allocate(1), pages.allocate(1)
+    pages.publish([gone], [1, 2])
+    pages.publish(mine, [1, 2])
+    mine += pages.allocate(1)
+    pages.publish(mine, [1, 2, 3, 4])
+    assert pages.match([1, 2, 3, 4]) == [gone, mine[1]]
+    pages.release([gone, mine[1]])
+    pages.release([gone])
+    others = pages.allocate(3)  # all but mine
+    assert pages.match([1, 2, 3, 4]) == mine
+    for held in (mine, mine, others):
+        pages.release(held)
+    assert pages.num_available == 5
+    assert pages.match([1, 2, 3, 4]) == mine
+
+
+def test_of_two_pages_that_hold_the_same_the_second_is_free_when_its_sequence_ends():
+    pages = Pages(3, SIZE)
+    first, second = pages.allocate(1), pages.allocate(1)
+    pages.publish(first, [1, 2])
+    pages.publish(second, [1, 2])
+    pages.release(second)
+    pages.release(first)
+    assert sorted(pages.allocate(2)) == [*second, 2]  # not what holds something
+    assert pages.match([1, 2]) == first
+
+
+def test_sequences_that_run_when_all_is_forgotten_publish_anew():
+    pages = Pages(3, SIZE)
+    own = pages.allocate(2)
+    pages.publish(own, [1, 2, 3, 4])
+    pages.forget()
+    assert pages.match([1, 2, 3, 4]) == []
+    own += pages.allocate(1)
+    pages.publish(own, [1, 2, 3, 4, 5, 6])
+    assert pages.match([1, 2, 3, 4, 5, 6]) == own
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_sequences_publish_is_found_as_long_as_they_run(seed):
+    """Of two tokens, so that many are alike; read beside each other, in hardly enough pages."""
+    rng = random.Random(seed)
+    pages = Pages(13, SIZE)
+    holds: dict[int, tuple[int, ...]] = {}  # a page: its sequence as far as to its end
+    running: list[tuple[list[int], list[int]]] = []  # tokens, and the pages that hold them
+    in_others = 0
+
+    def prefixes(tokens: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
+
+    for _ in range(400):
+        waits = len(running) < 6 and rng.random() < 0.4
+        if not running or waits:
+            tokens = rng.choices((0, 1), k=SIZE * rng.randrange(1, 4))
+            sequence = (tokens, pages.match(tokens) if rng.random() < 0.5 else [])
+            running.append(sequence)
+        else:
+            sequence = rng.choice(running)
+            sequence[0].extend(rng.choices((0, 1), k=SIZE))
+        tokens, own = sequence
+        new = pages.allocate(len(tokens) // SIZE - len(own))
+        if new is None or rng.random() < 0.2:
+            pages.release([*own, *(new or [])])
+            running.remove(sequence)
+        else:
+            own += new
+            holds |= zip(own, prefixes(tokens), strict=True)
+            pages.publish(own, tokens)
+        assert pages.num_available == 13 - len({page for _, own in running for page in own})
+        for tokens, own in running:
+            found = pages.match(tokens)
+            assert [holds[page] for page in found] == prefixes(tokens)
+            in_others += found != own
+            pages.release(found)
+    assert in_others  # what is found is not all their own
+
+
+class CountedTokens(list):
+    """Tokens that know how many of them were read."""
+
+    num_read = 0
+
+    def __getitem__(self, at):
+        part = super().__getitem__(at)
+        self.num_read += len(part) if isinstance(at, slice) else 1
+        return part
+
+
+def test_publishing_reads_every_token_once():
+    scheduler = Scheduler(Pages(600, SIZE), max_sequences=4, max_tokens=7)
+    request = Request("a", tuple(range(100)), SamplingParams(max_tokens=1000))
+    sequence = Running.of(request, 0, 600)
+    sequence.tokens = CountedTokens(sequence.tokens)
+    scheduler.add(sequence)
+    while len(sequence.tokens) < 1100:
+        ((_, number),) = scheduler.plan()
+        scheduler.was_read(sequence, number)
+        if sequence.num_unread == 0:
+            sequence.tokens.append(7)
+    read_at_all = 1098  # the last full page ends there
+    assert sequence.tokens.num_read == 99 + read_at_all  # to look for others' pages, to publish
+    scheduler.remove(sequence)
+    assert len(scheduler.pages.match(sequence.tokens)) == read_at_all // SIZE
