@@ -18,11 +18,12 @@ Legend: N rows, D width, P programs of the backward.
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
 from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
@@ -33,7 +34,7 @@ def rms_norm(
     """``x`` [..., D] normalised in fp32, rounded to its dtype, times ``weight`` in its dtype.
 
     Raises:
-        ValueError: a weight of another width.
+        ValueError: a weight of another width, or not contiguous.
     """
     _check("rms_norm", x, x, weight_D)
     if not use_fast(backend, x):
@@ -54,7 +55,7 @@ def add_rms_norm(
     """``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype.
 
     Raises:
-        ValueError: they have not, or a weight of another width.
+        ValueError: they have not, or a weight of another width, or not contiguous.
     """
     _check("add_rms_norm", x, y, weight_D)
     if not use_fast(backend, x):
@@ -90,6 +91,7 @@ def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor
             f"{kernel}: was given {x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)} and a "
             f"weight {tuple(weight_D.shape)}; it takes [..., D] of one shape and dtype, and [D]"
         )
+    require_contiguous(kernel, weight_D)
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
@@ -297,6 +299,10 @@ _CASES = ({"N": 7, "D": 40}, {"N": 1, "D": 5}, {"N": 33, "D": 128}, {"N": 0, "D"
 _BENCHES = (Bench({"N": 16384, "D": 2048}, {"forward_fraction": 0.8}),)
 # The backward rounds once where autograd through the formula would three times.
 _TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+_BAD_WEIGHTS: dict[str, Callable[[Inputs], Inputs]] = {
+    r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
+    r"strides \(0,\)": lambda i: i | {"weight_D": i["weight_D"][:1].expand(40)},
+}
 
 SPECS = (
     KernelSpec(
@@ -310,7 +316,7 @@ SPECS = (
         cost=_cost(2),
         differentiable=("x", "weight_D"),
         ops=(_rms_norm, _norm_gradients),
-        bad_inputs={r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]}},
+        bad_inputs=_BAD_WEIGHTS,
     ),
     KernelSpec(
         name="fusible_rms_norm",
@@ -323,7 +329,7 @@ SPECS = (
         cost=_cost(2),
         differentiable=("x", "weight_D"),
         ops=(_norm_gradients,),
-        bad_inputs={r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]}},
+        bad_inputs=_BAD_WEIGHTS,
     ),
     KernelSpec(
         name="add_rms_norm",
@@ -336,8 +342,8 @@ SPECS = (
         cost=_cost(4),
         differentiable=("x", "y", "weight_D"),
         ops=(_add_rms_norm, _norm_gradients),
-        bad_inputs={
-            r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
+        bad_inputs=_BAD_WEIGHTS
+        | {
             "of one shape": lambda i: i | {"y": i["y"][1:]},
             "float64": lambda i: i | {"y": i["y"].double()},
         },
