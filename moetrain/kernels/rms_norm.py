@@ -82,7 +82,7 @@ def fusible_rms_norm(
     _check("fusible_rms_norm", x, x, weight_D)
     if not use_fast(backend, x):
         return x, rms_norm_reference(x, weight_D, eps)
-    return _Fusible.apply(x, weight_D, eps, backend)
+    return _Fusible.apply(x, weight_D, eps)
 
 
 def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
@@ -157,7 +157,6 @@ def norm_gradients(
     weight_D: torch.Tensor,
     eps: float,
     ds: torch.Tensor | None = None,
-    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of ``x``, with ``ds`` added to it, and of ``weight``, in their dtypes.
 
@@ -165,16 +164,8 @@ def norm_gradients(
         dy: [..., D], of the norm of ``x``.
         ds: of ``x`` itself, from where else it is used.
     """
-    if use_fast(backend, x):
-        beside = None if ds is None else ds.contiguous()
-        return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, beside)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    n, dy = wide * r, dy.to(wide.dtype)
-    dn = dy * weight_D.to(x.dtype).to(wide.dtype)
-    dx = r * (dn - n * (dn * n).mean(-1, keepdim=True))
-    dw = (dy * n.to(x.dtype)).flatten(0, -2).sum(0)
-    return (dx if ds is None else dx + ds).to(x.dtype), dw.to(weight_D.dtype)
+    beside = None if ds is None else ds.contiguous()
+    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, beside)
 
 
 _PROGRAMS = 528
@@ -234,19 +225,19 @@ class _Fusible(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_D)
         ctx.set_materialize_grads(False)  # nobody may go on with x
-        ctx.eps, ctx.backend = eps, backend
+        ctx.eps = eps
         return x.view_as(x), rms_norm_reference(x, weight_D, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (ds, dy), (x, weight_D) = grads, ctx.saved_tensors
         if dy is None:
-            return ds, None, None, None
-        return *norm_gradients(dy, x, weight_D, ctx.eps, ds, ctx.backend), None, None
+            return ds, None, None
+        return *norm_gradients(dy, x, weight_D, ctx.eps, ds), None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -256,7 +247,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight_D = ctx.saved_tensors
-    return *norm_gradients(dy, x, weight_D, ctx.eps, None, "triton"), None
+    return *norm_gradients(dy, x, weight_D, ctx.eps), None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -268,7 +259,7 @@ def _differentiate_sum(
     ctx: Any, ds: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     s, weight_D = ctx.saved_tensors
-    d_sum, dw = norm_gradients(dy, s, weight_D, ctx.eps, ds, "triton")
+    d_sum, dw = norm_gradients(dy, s, weight_D, ctx.eps, ds)
     return d_sum, d_sum, dw, None
 
 
