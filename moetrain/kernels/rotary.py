@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
 from moetrain.kernels.portable_triton import tl, triton
 from moetrain.kernels.rms_norm import rms_norm_reference
 from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
@@ -42,10 +42,10 @@ def rotary(
     Args:
         x_THd: each token's numbers lie together; tokens may lie apart.
         cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
-        weight_d: of the norm; None: there is none.
+        weight_d: of the norm, contiguous; None: there is none.
 
     Raises:
-        ValueError: shapes other than these.
+        ValueError: shapes or strides other than these.
     """
     _check(x_THd, cos_Sd, sin_Sd, weight_d)
     if not use_fast(backend, x_THd):
@@ -79,6 +79,8 @@ def _check(
         )
     if weight_d is not None and weight_d.shape != (d,):
         raise ValueError(f"rotary: was given a weight {tuple(weight_d.shape)} for heads of {d}")
+    for tensor in (cos_Sd, sin_Sd) if weight_d is None else (cos_Sd, sin_Sd, weight_d):
+        require_contiguous("rotary", tensor)
 
 
 def rotary_reference(
@@ -222,7 +224,8 @@ def _rotary_gradients_kernel(
                 x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
                 x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
                 squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
-                r = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+                r = tl.rsqrt(squares / (2 * HALF) + eps)
+                r = tl.where(head < H, r, 0.0)[:, None]  # infinite where there is no head, nor eps
                 n1, n2 = x1 * r, x2 * r
                 dw1 += tl.sum(dx1 * n1.to(dtype).to(tl.float32), 0)
                 dw2 += tl.sum(dx2 * n2.to(dtype).to(tl.float32), 0)
@@ -286,7 +289,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
         "cos_Sd": angles_Sd.cos(),
         "sin_Sd": angles_Sd.sin(),
         "weight_d": None if weight_d is None else weight_d.to(dtype).float(),
-        "eps": 1e-6,
+        "eps": case.get("eps", 1e-6),
     }
 
 
@@ -309,6 +312,7 @@ def _spec(
             {"T": 1, "H": 1, "d": 2, "S": 1, "norm": True},
             {"T": 0, "H": 2, "d": 8, "S": 1, "norm": True},
             {"T": 0, "H": 2, "d": 8, "S": 0, "norm": False},
+            {"T": 6, "H": 9, "d": 6, "S": 2, "norm": True, "eps": 0.0},
         ),
         benches=(
             Bench({"T": 16384, "H": 32, "d": 128, "S": 16384, "norm": True}, targets),
@@ -322,6 +326,9 @@ def _spec(
             "S divides T": lambda i: i | {"x_THd": i["x_THd"][1:]},
             r"sin \(7, 11\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:, 1:]},
             r"a weight \(23,\) for heads of 24": lambda i: i | {"weight_d": i["weight_d"][1:]},
+            r"strides \(1, 7\)": lambda i: i | {"cos_Sd": i["cos_Sd"].T.contiguous().T},
+            r"strides \(0, 1\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:1].expand(7, -1)},
+            r"strides \(0,\)": lambda i: i | {"weight_d": i["weight_d"][:1].expand(24)},
         },
     )
 
