@@ -197,7 +197,7 @@ def _(dy, x, weight_D, eps, ds):
     return torch.empty_like(x), torch.empty_like(weight_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_gradients_kernel(
     dy_ptr, x_ptr, w_ptr, ds_ptr, dx_ptr, dw_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
