@@ -26,7 +26,7 @@ from moetrain.kernels.packed_attention import attention_packed
 from moetrain.kernels.permutation import permute, permute_tokens, unpermute
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.kernels.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
-from moetrain.kernels.rotary import fusible_rotary, rotary
+from moetrain.kernels.rotary import rotary
 from moetrain.kernels.router import Routed, router_topk
 from moetrain.kernels.router_logits import router_logits
 from moetrain.kernels.swiglu import swiglu
@@ -49,7 +49,6 @@ __all__ = [
     "expert_mlp",
     "expert_mlp_fp8",
     "fusible_rms_norm",
-    "fusible_rotary",
     "grouped_mm",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",

@@ -3,8 +3,8 @@
     n = rms_norm(x), or x     y[i] = n[i] c - n[i + d/2] s     y[i + d/2] = n[i + d/2] c + n[i] s
 
 A head turns by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded once.
-One op so that its bits do not depend on what the compiler would fuse it with; where they may, the
-forward of :func:`fusible_rotary` is the compiler's. The gradients are one op for both, as in
+One op so that its bits do not depend on what the compiler would fuse it with; where they may
+(``fusible``), the forward is the compiler's. The gradients are one op for both, as in
 :mod:`moetrain.kernels.rms_norm`: the weight's is a sum over all tokens and heads, the others' over
 each head. With ``dy`` turned back by the same angles they are a norm's.
 
@@ -16,7 +16,6 @@ programs of the backward.
 # pyright: reportPossiblyUnboundVariable=false
 # (Triton's launch settings, unrolled ranges and constant conditions are not typed.)
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +35,8 @@ def rotary(
     weight_d: torch.Tensor | None = None,
     eps: float = 0.0,
     backend: Backend = "auto",
+    *,
+    fusible: bool = False,
 ) -> torch.Tensor:
     """[T, H, d], contiguous, in ``x``'s dtype.
 
@@ -43,6 +44,7 @@ def rotary(
         x_THd: each token's numbers lie together; tokens may lie apart.
         cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
         weight_d: of the norm, contiguous; None: there is none.
+        fusible: the forward is plain torch, for a compiler to fuse with what is around it.
 
     Raises:
         ValueError: shapes or strides other than these.
@@ -50,22 +52,9 @@ def rotary(
     _check(x_THd, cos_Sd, sin_Sd, weight_d)
     if not use_fast(backend, x_THd):
         return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+    if fusible:
+        return _Fusible.apply(x_THd, cos_Sd, sin_Sd, weight_d, eps)
     return _rotary(x_THd, cos_Sd, sin_Sd, weight_d, eps)
-
-
-def fusible_rotary(
-    x_THd: torch.Tensor,
-    cos_Sd: torch.Tensor,
-    sin_Sd: torch.Tensor,
-    weight_d: torch.Tensor | None = None,
-    eps: float = 0.0,
-    backend: Backend = "auto",
-) -> torch.Tensor:
-    """:func:`rotary` in plain torch, for a compiler to fuse with what is around it."""
-    _check(x_THd, cos_Sd, sin_Sd, weight_d)
-    if not use_fast(backend, x_THd):
-        return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
-    return _Fusible.apply(x_THd, cos_Sd, sin_Sd, weight_d, eps)
 
 
 def _check(
@@ -298,12 +287,10 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
     return Cost(bytes=2 * numbers), Cost(bytes=3 * numbers)
 
 
-def _spec(
-    name: str, fast: Callable[..., torch.Tensor], targets: dict[str, float], *ops: Any
-) -> KernelSpec:
+def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> KernelSpec:
     return KernelSpec(
         name=name,
-        fast=lambda **inputs: fast(**inputs, backend="triton"),
+        fast=lambda **inputs: rotary(**inputs, backend="triton", fusible=fusible),
         reference=rotary_reference,
         make_inputs=_make_inputs,
         cases=(
@@ -334,6 +321,6 @@ def _spec(
 
 
 SPECS = (
-    _spec("rotary", rotary, {"forward_fraction": 0.7}, _rotary, _rotary_gradients),
-    _spec("fusible_rotary", fusible_rotary, {}, _rotary_gradients),  # a compiler's forward
+    _spec("rotary", False, {"forward_fraction": 0.7}, _rotary, _rotary_gradients),
+    _spec("fusible_rotary", True, {}, _rotary_gradients),  # a compiler's forward
 )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
-from moetrain.kernels import Backend, attention, fusible_rotary, rotary
+from moetrain.kernels import Backend, attention, rotary
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
 from moetrain.models.parts import FP32, AttentionPart, Share, Weight
 from moetrain.models.rope import Rotation
@@ -156,6 +156,6 @@ class Attention(nn.Module):
         """Queries or keys, normalised where there is a norm, turned by their positions."""
         cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in rotation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        turn = rotary if self.exact else fusible_rotary
-        y_THd = turn(x_BSHd.flatten(0, 1), cos_Sd, sin_Sd, weight, eps, self.backend)
+        x_THd, fusible = x_BSHd.flatten(0, 1), not self.exact
+        y_THd = rotary(x_THd, cos_Sd, sin_Sd, weight, eps, self.backend, fusible=fusible)
         return y_THd.unflatten(0, x_BSHd.shape[:2])
