@@ -37,7 +37,7 @@ PRELOAD = [
     "matplotlib.figure",
     "moetrain.rl.trainer",
 ]
-if not torch.cuda.is_available():  # else it would begin with the GPU, which no fork survives
+if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
     PRELOAD += ["torch._inductor.compile_fx", "compiled_once"]
 
 

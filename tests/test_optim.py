@@ -149,7 +149,7 @@ COPIES = {
         "ep": [BF16, "parallel.ep=2"],
         "tp+ep": [BF16, "parallel.tp=2", "parallel.ep=2"],
         "replicas": [BF16, "parallel.dp_replicate=2"],
-        "fp32": [],
+        "fp32": ["train.dtype=float32"],
     },
 }
 

@@ -48,8 +48,12 @@ class Quantised(NamedTuple):
     """[...] fp32, powers of two."""
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """What it stands for; exact in bf16 and wider."""
-        return (self.values.float() * self.scales[..., None]).to(dtype)
+        """What it stands for; exact in bf16 and wider.
+
+        Not a cast, which may be to the dtype that is there: compiled by torch 2.11, what has
+        another name in an autograd function's forward gets no gradient.
+        """
+        return self.values.to(dtype) * self.scales[..., None].to(dtype)
 
 
 def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:

@@ -8,8 +8,8 @@ One op so that its bits do not depend on what the compiler would fuse it with; w
 :mod:`moetrain.kernels.rms_norm`: the weight's is a sum over all tokens and heads, the others' over
 each head. With ``dy`` turned back by the same angles they are a norm's.
 
-Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S; P
-programs of the backward.
+Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S; N is T/S;
+P programs of the backward.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -53,7 +53,7 @@ def rotary(
     if not use_fast(backend, x_THd):
         return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
     if fusible:
-        return _Fusible.apply(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+        return _Fusible.apply(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
     return _rotary(x_THd, cos_Sd, sin_Sd, weight_d, eps)
 
 
@@ -80,17 +80,24 @@ def rotary_reference(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """:func:`rotary` in plain torch."""
+    return _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
+
+
+def _turned(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """[N, S, H, d], a tensor that has no other name."""
     n_THd = x_THd if weight_d is None else rms_norm_reference(x_THd, weight_d, eps)
-    return _turn(n_THd, cos_Sd, sin_Sd).to(x_THd.dtype)
-
-
-def _turn(x_THd: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor) -> torch.Tensor:
-    if not x_THd.shape[0]:  # T and S may both be 0
-        return x_THd
-    wide = x_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
-    x1, x2 = wide.unflatten(0, (-1, cos_Sd.shape[0])).chunk(2, dim=-1)
+    wide = n_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
+    T, S = x_THd.shape[0], cos_Sd.shape[0]
+    x1, x2 = wide.unflatten(0, (T // max(1, S), S)).chunk(2, dim=-1)
     cos, sin = cos_Sd[:, None], sin_Sd[:, None]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(0, 1)
+    halves = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.cat([half.to(x_THd.dtype) for half in halves], dim=-1)
 
 
 @torch.library.custom_op("moetrain::rotary", mutates_args=())
@@ -249,7 +256,11 @@ _rotary.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Fusible(torch.autograd.Function):
-    """The reference, with the gradients of the op."""
+    """The reference, with the gradients of the op.
+
+    What it gives must have no other name in the forward, as a view or a cast to its own dtype has:
+    compiled by torch 2.11, that one gets the gradient, and this gets zeros.
+    """
 
     @staticmethod
     def forward(
@@ -260,13 +271,14 @@ class _Fusible(torch.autograd.Function):
         weight_d: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        y_THd = rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
-        _save(ctx, (x_THd, cos_Sd, sin_Sd, weight_d, eps), y_THd)
-        return y_THd
+        y_NSHd = _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+        _save(ctx, (x_THd, cos_Sd, sin_Sd, weight_d, eps), y_NSHd)
+        return y_NSHd
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _differentiate(ctx, *grads)
+        (dy_NSHd,) = grads
+        return _differentiate(ctx, dy_NSHd.flatten(0, 1))
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
