@@ -10,10 +10,12 @@ of r's inbox, which r adds up by the kernel that adds up what an all-to-all brin
 the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
 at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
 
-What keeps them apart are barriers, on the device: no host waits. Shards are written by an update,
-after the gradients' norm was summed over all ranks, and between the two barriers of
-:meth:`Peers.open` and :meth:`Peers.barrier`; they are read only after the second. A reduction has
-one before it writes, when every rank has added up the one before, and one before it adds up.
+What keeps them apart are barriers, on the device: no host waits, and no SM either (see
+:mod:`moetrain.parallel.stream_memory`). Shards are written by an update, after the gradients' norm
+was summed over all ranks, and between the two barriers of :meth:`Peers.open` and
+:meth:`Peers.barrier`; they are read only after the second. A barrier is in two parts, to arrive and
+to wait for who has not: a reduction arrives at one when it has added up, which the next waits for
+before it writes, and at another when it has written, which it waits for before it adds up.
 
 On CPUs it is the same with memory that processes map, and with copies that are done at once.
 
@@ -39,10 +41,10 @@ from moetrain.annotate import annotate
 from moetrain.kernels.reduction import sum_chunks
 from moetrain.parallel.arena import aligned
 from moetrain.parallel.mapped import count_bytes
-from moetrain.parallel.meeting import TIMEOUT
+from moetrain.parallel.stream_memory import wait_for_word, write_word
 
-_SHARDS, _GRADIENTS = range(2)
-"""Barriers' channels: one for each stream that has barriers."""
+_SHARDS, _WRITTEN, _SUMMED = range(3)
+"""Barriers."""
 
 
 class PeerMemory(Protocol):
@@ -51,8 +53,12 @@ class PeerMemory(Protocol):
     parts: list[torch.Tensor]
     """uint8, by rank."""
 
-    def barrier(self, channel: int) -> None:
-        """Let the current stream go on when all ranks' have come to theirs of ``channel``."""
+    def arrive(self, barrier: int) -> None:
+        """Tell all ranks when the current stream has come here."""
+        ...
+
+    def wait(self, barrier: int) -> None:
+        """Let the current stream go on when all ranks have arrived as often as this one."""
         ...
 
 
@@ -61,24 +67,43 @@ class DeviceMemory:
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
+        me, ranks = group.rank(), group.size()
+        start = aligned(size)
+        whole = start + 3 * ranks * torch.int32.itemsize
         torch.cuda.empty_cache()
         try:
             # Not symmetric_memory.empty, which in newer versions keeps what was freed.
-            own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+            own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
         except RuntimeError as error:
             if "out of memory" in str(error):
-                raise torch.OutOfMemoryError(f"{size / 2**30:.2f} GiB for peers: {error}") from None
+                raise torch.OutOfMemoryError(
+                    f"{whole / 2**30:.2f} GiB for peers: {error}"
+                ) from None
             raise
-        # What signals are written to is made zero by then, and no signal erased.
-        torch.cuda.synchronize(device)
+        own[start:].zero_()
+        torch.cuda.synchronize(device)  # words are zero before a peer can write them
         handle: Any = _symmetric_memory.rendezvous(own, group)
-        self.parts = [handle.get_buffer(r, (size,), torch.uint8) for r in range(group.size())]
+        parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
+        self.parts = [part[:size] for part in parts]
+        # Of each rank, by barrier and by who writes it: how often that one has arrived.
+        words = [part[start:].view(torch.int32).view(3, ranks, 1) for part in parts]
+        others = [rank for rank in range(ranks) if rank != me]
+        self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in range(3)]
+        self._mine = [[words[me][barrier, rank] for rank in others] for barrier in range(3)]
+        self._counts = [0] * 3
+        """By barrier, how often this rank has arrived."""
         self._own, self._handle = own, handle  # which parts do not keep
-        count_bytes(device, size)
-        weakref.finalize(self, count_bytes, device, -size).atexit = False
+        count_bytes(device, whole)
+        weakref.finalize(self, count_bytes, device, -whole).atexit = False
 
-    def barrier(self, channel: int) -> None:
-        self._handle.barrier(channel=channel, timeout_ms=int(TIMEOUT.total_seconds() * 1000))
+    def arrive(self, barrier: int) -> None:
+        self._counts[barrier] += 1
+        for word in self._theirs[barrier]:
+            write_word(word, self._counts[barrier])
+
+    def wait(self, barrier: int) -> None:
+        for word in self._mine[barrier]:
+            wait_for_word(word, self._counts[barrier])
 
 
 class MappedMemory:
@@ -97,7 +122,10 @@ class MappedMemory:
         if file is not None:
             os.close(file)
 
-    def barrier(self, channel: int) -> None:
+    def arrive(self, barrier: int) -> None:
+        """Nothing: who waits does so for ranks to come as far."""
+
+    def wait(self, barrier: int) -> None:
         dist.barrier(self.group)
 
 
@@ -200,7 +228,8 @@ class Peers:
     def barrier(self) -> None:
         """Wait, on the device, until every rank's shards are what others are to read."""
         assert self._memory is not None  # opened
-        self._memory.barrier(_SHARDS)
+        self._memory.arrive(_SHARDS)
+        self._memory.wait(_SHARDS)
 
     def release(self) -> None:
         """Give the memory back until the next :meth:`open`. Collective, and waits on the host: it
@@ -251,12 +280,14 @@ class Peers:
         inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)
         with push.behind():
             with annotate("copy_engines"):
-                memory.barrier(_GRADIENTS)
+                memory.wait(_SUMMED)
                 for rank in others:
                     target_N = inboxes[rank][me * numel :][:numel]
                     target_N.copy_(chunks_WN[rank], non_blocking=True)
-                memory.barrier(_GRADIENTS)
+                memory.arrive(_WRITTEN)
+                memory.wait(_WRITTEN)
             inbox_WN = inboxes[me].view(ranks, numel)
             own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
             sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
+            memory.arrive(_SUMMED)
         return Copied.by(push, kept=(chunks_WN,))
