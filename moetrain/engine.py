@@ -13,6 +13,7 @@ Every method is collective: all ranks call them in the same order, with as many 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ import torch
 
 from moetrain.annotate import annotated
 from moetrain.config import Config, ConfigError
+from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.loss import Objective
 from moetrain.models import (
     Architecture,
@@ -42,6 +44,8 @@ from moetrain.models.hf.save import (
     what_does_not_fit,
 )
 from moetrain.models.lora import Adapter, own_draws
+from moetrain.models.planned import compute_dtype
+from moetrain.models.rehearsal import Place, rehearse
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.weight_map import all_pieces
 from moetrain.optim import (
@@ -57,6 +61,8 @@ from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 from moetrain.passes import B, Pass, Passes, Schedule, Totals, sequential
+
+logger = logging.getLogger("moetrain")
 
 Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
 OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
@@ -94,6 +100,7 @@ class Engine:
             ConfigError: ``model.path`` cannot be loaded.
         """
         self.config, self.arch, self.world = config, arch, world
+        _compile_ahead(config, arch, world)
         self.stages = Stages.of(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
         pipeline = None
@@ -375,3 +382,22 @@ class Engine:
         share = Share(world.rank, world.size, world.wait)
         weights = self.weights(hf=True)
         save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
+
+
+def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
+    """Begin to compile the kernels of a step, of ranks that only share data; the others' are
+    compiled as they are launched."""
+    dims, device = world.dims, world.device
+    if not can_compile_ahead(device) or dims.tp * dims.ep > 1:
+        return
+    place = Place(
+        device,
+        compute_dtype(config, device),
+        ranks=dims.sharding_ranks,
+        rank=world.rank % dims.sharding_ranks,
+        micro_batches=config.train.micro_batches(dims.data_ranks),
+    )
+    try:
+        compile_ahead(launches_of(lambda: rehearse(config, arch, place)), device)
+    except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
+        logger.warning("kernels will be compiled as they are launched: %s", error)

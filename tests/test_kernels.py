@@ -34,6 +34,7 @@ from moetrain.kernels.spec import (
 # wrappers of torch's and cuDNN's operators, parts of other files' kernels; and what generation
 # alone uses, neither differentiated nor compiled (tests/test_exact.py).
 NOT_KERNELS = {
+    "ahead",
     "attention",
     "backend",
     "cudnn_attention",

@@ -1,0 +1,131 @@
+"""Kernels compiled ahead of their first launch, several at once.
+
+A process that launches thirty kernels for the first time compiles them one after the other: some
+half a second each, most of it in compilers that other threads could run meanwhile. Which ones, with
+which constants, is known before: a rehearsal of the step on tensors that have no memory launches
+all of them, and what it would launch is compiled in threads, while the model is being built.
+
+A kernel that is launched before it is there, or that no rehearsal launched, is compiled then, as
+ever.
+
+Left out on purpose: kernels that the compiler writes (it has processes of its own for that), and
+those of libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moetrain.kernels.portable_triton import INTERPRETED, TensorDescriptor, triton
+
+logger = logging.getLogger("moetrain")
+
+THREADS = 16
+
+Launch = tuple[tuple[Any, ...], dict[str, Any]]
+"""A kernel's arguments, of which tensors are what Triton takes for one (its MockTensor)."""
+Launches = dict[Any, list[Launch]]
+"""By kernel."""
+
+
+def launches_of(rehearsal: Callable[[], object]) -> Launches:
+    """What ``rehearsal`` launches, which runs on tensors without memory (of a FakeTensorMode): the
+    device has none of it."""
+    found: Launches = {}
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _caught(found),
+        _Opened(),
+        torch.autograd.set_multithreading_enabled(False),  # modes are one thread's
+    ):
+        rehearsal()
+    return found
+
+
+def compile_ahead(launches: Launches, device: torch.device) -> list[Future[None]]:
+    """Begin to compile ``launches`` for ``device``; one that fails is logged."""
+    pool = ThreadPoolExecutor(THREADS, "compile", torch.cuda.set_device, (device,))
+    futures = [pool.submit(_compile, *item) for item in launches.items()]
+    for future in futures:
+        future.add_done_callback(_log_failure)
+    pool.shutdown(wait=False)
+    return futures
+
+
+def _compile(kernel: Any, launches: list[Launch]) -> None:
+    for args, settings in launches:
+        # Asked for how to run it, Triton compiles a host function that launches it as well.
+        _ = kernel.warmup(*args, grid=(1,), **settings).run
+
+
+def _log_failure(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:
+        logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
+
+
+@contextmanager
+def _caught(found: Launches) -> Iterator[None]:
+    """Meanwhile launches that are given tensors without memory are put to ``found`` instead."""
+    kinds: Any = triton.runtime.jit.KernelInterface
+    original = kinds.__getitem__
+
+    def at(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **settings: Any) -> Any:
+            if not any(map(_is_fake, args)):
+                return original(kernel, grid)(*args, **settings)
+            found.setdefault(kernel, []).append((tuple(map(_without_tensor, args)), settings))
+
+        return launch
+
+    kinds.__getitem__ = at
+    try:
+        yield
+    finally:
+        kinds.__getitem__ = original
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value.base if isinstance(value, TensorDescriptor) else value, FakeTensor)
+
+
+def _without_tensor(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        base = _without_tensor(value.base)
+        return TensorDescriptor(base, value.shape, value.strides, value.block_shape)
+    if isinstance(value, torch.Tensor):
+        return triton.runtime.jit.MockTensor(value.dtype, list(value.shape))
+    return value
+
+
+class _Opened(TorchDispatchMode):
+    """Runs what our ops do where torch would only say what shapes they give."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments, implementation = kwargs or {}, _implementations().get(func)
+        if implementation is None:
+            return func(*args, **arguments)
+        with self:
+            return implementation(*args, **arguments)
+
+
+@functools.cache
+def _implementations() -> dict[Any, Callable[..., object]]:
+    """Of every op that launches kernels of Triton."""
+    from moetrain.kernels import SPECS
+
+    ops = {op for spec in SPECS if spec.name != "attention_packed" for op in spec.ops}
+    return {op._opoverload: op._init_fn for op in ops}
+
+
+def can_compile_ahead(device: torch.device) -> bool:
+    """Whether ``device`` runs compiled kernels."""
+    return device.type == "cuda" and not INTERPRETED

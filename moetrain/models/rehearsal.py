@@ -1,0 +1,110 @@
+"""A step without a device: which kernels it will launch (:mod:`moetrain.kernels.ahead`).
+
+Left out on purpose: what tensor, expert and vocabulary parallelism change. Ranks that only share
+data launch what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from moetrain.config import Config
+from moetrain.kernels import adamw, sum_chunks
+from moetrain.kernels.adamw import BLOCK, Settings
+from moetrain.kernels.reduction import num_blocks
+from moetrain.models.architecture import Architecture
+from moetrain.models.planned import plan_model
+from moetrain.models.rules import Rule
+from moetrain.models.transformer import Inputs, Transformer
+
+
+class Place(NamedTuple):
+    """Where a step would be done."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """The compute dtype."""
+    ranks: int
+    """Among which parameters are sharded."""
+    rank: int
+    """This one, of those."""
+    micro_batches: int
+    """Of a step."""
+
+
+def rehearse(config: Config, arch: Architecture, place: Place) -> None:
+    """One micro-batch, forward and backward, through one block of each kind and the loss, and an
+    update; within a FakeTensorMode."""
+    if config.kernels.attention != "exact":  # a library's, or the compiler's
+        kernels = config.kernels.model_copy(update={"attention": "reference"})
+        config = config.model_copy(update={"kernels": kernels})
+    model, rules = plan_model(config, arch, place.dtype)
+    _rehearse_micro_batch(config, model, rules, place)
+    for dtype in {rule.gather or place.dtype for rule in rules.values() if rule.trainable}:
+        _rehearse_update(config, dtype, place)
+
+
+def _rehearse_micro_batch(
+    config: Config, model: Transformer, rules: Mapping[str, Rule], place: Place
+) -> None:
+    kinds = {part: i for i, part in reversed(list(enumerate(model.arch.layers())))}
+    seen = tuple(f"layers.{i}." for i in kinds.values())
+    for name, parameter in list(model.named_parameters()):
+        if name.startswith("layers.") and not name.startswith(seen):
+            continue
+        parent, _, last = name.rpartition(".")
+        dtype = rules[name].gather or place.dtype
+        whole = torch.empty(parameter.shape, dtype=dtype, device=place.device)
+        made = torch.nn.Parameter(whole, requires_grad=rules[name].trainable)
+        setattr(model.get_submodule(parent), last, made)
+    _move_buffers(model, place.device)
+    model.compute_dtype = place.dtype
+    shape = (config.train.micro_batch_size, config.data.seq_len)
+    tokens_BS = torch.empty(shape, dtype=torch.int64, device=place.device)
+    x_BSD, rows = model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS))
+    losses: list[torch.Tensor] = []
+    for i in kinds.values():
+        x_BSD, statistics = model.run(x_BSD, rows, i, i + 1)
+        found = (x for one in statistics for x in one if x is not None)
+        losses += [x.sum() for x in found if x.requires_grad]
+    hidden_TD = model.head(x_BSD, rows).flatten(0, 1)
+    targets_T = tokens_BS.flatten()
+    weights_T = torch.ones_like(targets_T, dtype=torch.float32)
+    losses.append(model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0])
+    torch.autograd.backward(losses)
+
+
+def _move_buffers(model: Transformer, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
+    """The cast, sums of ranks' gradients and AdamW, of a shard of some size that is gathered in
+    ``dtype``."""
+    optim, size = config.optim, 16 * BLOCK
+    empty = partial(torch.empty, device=place.device)
+    master_N, cast_N = empty(size), None
+    if dtype != master_N.dtype:
+        cast_N = empty(size, dtype=dtype)
+        sum_chunks(master_N[None], out_N=cast_N)
+    gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
+    chunks_RN = empty(place.ranks, size, dtype=dtype)
+    own = {"own_N": chunks_RN[0], "own": place.rank} if place.ranks > 1 else {}
+    last = min(3, place.micro_batches) - 1
+    for number in range(last + 1):
+        squares_B = empty(num_blocks(size)) if number == last else None
+        how = {"accumulate": number > 0, "squares_B": squares_B}
+        sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)
+    avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
+    decays_B = empty(size // BLOCK, dtype=torch.uint8)
+    is_narrow = optim.state_dtype == "bfloat16"
+    origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
+    settings = Settings(optim.beta1, optim.beta2, optim.eps, config.train.seed)
+    tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
+    adamw(*tensors, decays_B, settings, origins_B, cast_N)

@@ -1,0 +1,140 @@
+"""A rehearsal launches what a step launches, and what it launches is compiled before."""
+
+import sys
+from concurrent.futures import Future
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_engine import DENSE, make_batches, make_engine, objective_of
+
+from moetrain.kernels import ahead, rms_norm
+from moetrain.kernels.portable_triton import TensorDescriptor, triton
+from moetrain.models.rehearsal import Place, rehearse
+
+CASES = {
+    "moe": [],
+    "dense": [],
+    "fp8": ["kernels.precision=fp8", "model.hidden_size=32", "model.moe_intermediate_size=16"],
+    "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
+    "bf16": ["train.dtype=bfloat16", "moe.z_loss_coef=0"],
+    "balanced": ["moe.force_balanced=yes"],
+}
+
+
+def kind(value):
+    """What a kernel is compiled for, of an argument."""
+    if isinstance(value, TensorDescriptor):
+        return ("descriptor", kind(value.base), tuple(value.block_shape))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "one" if value == 1 else "int"  # whether 16 divides it depends on the size of a case
+    return getattr(value, "dtype", None) or type(value).__name__
+
+
+def signature(kernel, args, settings):
+    """What :class:`Launches` has a kernel compiled for."""
+    return kernel.fn.__qualname__, tuple(map(kind, args)), tuple(sorted(settings.items(), key=str))
+
+
+def launched_in(run):
+    """What ``run`` launches; of what it compiles, the settings alone are compared."""
+    found, kinds = set(), triton.runtime.jit.KernelInterface
+    original = kinds.__getitem__
+
+    def at(kernel, grid):
+        def launch(*args, **settings):
+            found.add(signature(kernel, args, settings))
+            return original(kernel, grid)(*args, **settings)
+
+        return launch
+
+    with patch.object(kinds, "__getitem__", at):
+        run()
+    return found
+
+
+def always(backend, tensor):
+    return True
+
+
+def rehearsed(engine):
+    config, world = engine.config, engine.world
+    dtype = engine.model.compute_dtype
+    place = Place(world.device, dtype, ranks=1, rank=0, micro_batches=1)
+    launches = ahead.launches_of(lambda: rehearse(config, engine.arch, place))
+    return {signature(kernel, *one) for kernel, all in launches.items() for one in all}
+
+
+def step(engine):
+    batches = make_batches(0, engine.config.train.micro_batch_size)
+    engine.forward_backward(batches[:1], objective_of(engine))
+    engine.step(1e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rehearsal_launches_what_a_step_does(case, monkeypatch):
+    for kernel in ("adamw", "reduction"):  # which have no setting; as on a GPU
+        monkeypatch.setattr(sys.modules[f"moetrain.kernels.{kernel}"], "use_fast", always)
+    base = {"base": DENSE} if case == "dense" else {}
+    words = ["kernels.backend=triton", "compile.enabled=no", "model.num_layers=1", *CASES[case]]
+    engine = make_engine(*words, "train.global_batch_size=1", micro=1, **base)
+    before, random = {name: x.clone() for name, x in engine.weights()}, torch.get_rng_state()
+    found = rehearsed(engine)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(x, before[name]) for name, x in engine.weights())
+    assert found
+    assert launched_in(lambda: step(engine)) == found
+
+
+def test_what_has_memory_is_launched_meanwhile():
+    x, weight, found = torch.randn(3, 8), torch.ones(8), {}
+    expected = rms_norm(x, weight, 1e-6, backend="triton")
+    with ahead._caught(found):
+        assert torch.equal(rms_norm(x, weight, 1e-6, backend="triton"), expected)
+    assert not found
+
+
+class Kernel:
+    """One whose compilation fails, or is told of."""
+
+    def __init__(self, seen, fails):
+        self.seen, self.fails = seen, fails
+
+    def warmup(self, *args, grid, **settings):
+        if self.fails:
+            raise RuntimeError("no such register")
+        self.seen.append((args, settings))
+        return self
+
+    run = None
+
+
+def test_a_failure_is_said_and_ends_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    seen = []
+    launches = {Kernel(seen, True): [((1,), {})], Kernel(seen, False): [((2,), {"D": 8})] * 2}
+    futures = ahead.compile_ahead(launches, torch.device("cuda", 0))
+    assert all(isinstance(future, Future) for future in futures)
+    assert isinstance(futures[0].exception(), RuntimeError)
+    assert futures[1].result() is None
+    assert seen == [((2,), {"D": 8})] * 2
+    assert "could not be compiled ahead of its launch: no such register" in caplog.text
+
+
+def test_a_rehearsal_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
+    monkeypatch.setattr("moetrain.engine.can_compile_ahead", lambda device: True)
+    monkeypatch.setattr("moetrain.engine.rehearse", lambda *args: 1 / 0)
+    step(make_engine())
+    assert "kernels will be compiled as they are launched: division by zero" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_rehearsal_launches_what_a_step_on_a_gpu_does(case):
+    words = ["train.device=cuda", "model.hidden_size=128", "model.head_dim=32", *CASES[case]]
+    base = {"base": DENSE} if case == "dense" else {"words": ["model.moe_intermediate_size=64"]}
+    words += base.pop("words", [])
+    engine = make_engine(*words, "compile.enabled=no", "train.global_batch_size=8", **base)
+    found = rehearsed(engine)
+    launched = launched_in(lambda: step(engine))
+    assert {one for one in launched if one[0] != "_layout_kernel"} <= found  # attention's library
