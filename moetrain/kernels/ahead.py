@@ -30,6 +30,7 @@ from moetrain.kernels.portable_triton import INTERPRETED, TensorDescriptor, trit
 logger = logging.getLogger("moetrain")
 
 THREADS = 16
+"""For each process; they wait for compilers most of the time."""
 
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments, of which tensors are what Triton takes for one (its MockTensor)."""
@@ -55,21 +56,18 @@ def compile_ahead(launches: Launches, device: torch.device) -> list[Future[None]
     """Begin to compile ``launches`` for ``device``; one that fails is logged."""
     pool = ThreadPoolExecutor(THREADS, "compile", torch.cuda.set_device, (device,))
     futures = [pool.submit(_compile, *item) for item in launches.items()]
-    for future in futures:
-        future.add_done_callback(_log_failure)
     pool.shutdown(wait=False)
     return futures
 
 
 def _compile(kernel: Any, launches: list[Launch]) -> None:
-    for args, settings in launches:
-        # Asked for how to run it, Triton compiles a host function that launches it as well.
-        _ = kernel.warmup(*args, grid=(1,), **settings).run
-
-
-def _log_failure(future: Future[None]) -> None:
-    if (error := future.exception()) is not None:
+    try:
+        for args, settings in launches:
+            # Asked for how to run it, Triton compiles a host function that launches it as well.
+            _ = kernel.warmup(*args, grid=(1,), **settings).run
+    except Exception as error:
         logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
+        raise
 
 
 @contextmanager
@@ -119,7 +117,7 @@ class _Opened(TorchDispatchMode):
 
 @functools.cache
 def _implementations() -> dict[Any, Callable[..., object]]:
-    """Of every op that launches kernels of Triton."""
+    """Of our ops, but packed attention's, which is cuDNN's and takes tensors with memory."""
     from moetrain.kernels import SPECS
 
     ops = {op for spec in SPECS if spec.name != "attention_packed" for op in spec.ops}

@@ -43,8 +43,7 @@ from moetrain.parallel.arena import aligned
 from moetrain.parallel.mapped import count_bytes
 from moetrain.parallel.stream_memory import wait_for_word, write_word
 
-_SHARDS, _WRITTEN, _SUMMED = range(3)
-"""Barriers."""
+_SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
 
 
 class PeerMemory(Protocol):
@@ -69,7 +68,7 @@ class DeviceMemory:
         """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
         me, ranks = group.rank(), group.size()
         start = aligned(size)
-        whole = start + 3 * ranks * torch.int32.itemsize
+        whole = start + len(_BARRIERS) * ranks * torch.int32.itemsize
         torch.cuda.empty_cache()
         try:
             # Not symmetric_memory.empty, which in newer versions keeps what was freed.
@@ -86,11 +85,11 @@ class DeviceMemory:
         parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
         self.parts = [part[:size] for part in parts]
         # Of each rank, by barrier and by who writes it: how often that one has arrived.
-        words = [part[start:].view(torch.int32).view(3, ranks, 1) for part in parts]
+        words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
         others = [rank for rank in range(ranks) if rank != me]
-        self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in range(3)]
-        self._mine = [[words[me][barrier, rank] for rank in others] for barrier in range(3)]
-        self._counts = [0] * 3
+        self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
+        self._mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
+        self._counts = [0 for _ in _BARRIERS]
         """By barrier, how often this rank has arrived."""
         self._own, self._handle = own, handle  # which parts do not keep
         count_bytes(device, whole)
