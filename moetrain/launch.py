@@ -17,18 +17,23 @@ How a run ends:
 Where it ends with 1, all ranks may be started again (``launch.max_restarts``); a run then goes on
 from its newest checkpoint.
 
+Importing torch and the rest takes a rank seconds, in which the launcher can look at the settings:
+the ranks wait behind a gate, a locked file, until it has. The system opens it for those whose
+launcher has died; they die as well.
+
 Left out on purpose: several machines (torchrun, srun).
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +57,47 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 """Signals that torch's start_processes sets handlers for, and what batch systems warn with."""
 FAILED = 1
 
+Handlers = Mapping[signal.Signals, Any]
+Check = Callable[[], None]
+"""Looks at the settings of a run, and raises what is wrong with them."""
 
-def start_ranks(command: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
+
+def start_ranks(
+    command: Sequence[str],
+    nproc: int,
+    max_restarts: int = 0,
+    check: Check | None = None,
+) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
     Only from the main thread, which is where signals arrive.
 
     Args:
         max_restarts: how often to start all ranks again after a failure.
+        check: called once, while the ranks start, and before one is through
+            :func:`moetrain.rank.pass_gate`. What it raises ends them and comes out of here.
     """
     restarts = 0
-    while (code := _run_ranks(command, nproc, restarts, max_restarts)) == FAILED:
+    while (code := _run_ranks(command, nproc, restarts, max_restarts, check)) == FAILED:
         if restarts == max_restarts:
             break
         restarts += 1
+        check = None
         print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
     return code
 
 
-def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: int) -> int:
+class _Stopped(BaseException):
+    """A stop signal came while settings were looked at; no ``except Exception`` there keeps it."""
+
+    def __init__(self, sigval: int) -> None:
+        super().__init__()
+        self.sigval = sigval
+
+
+def _run_ranks(
+    command: Sequence[str], nproc: int, restarts: int, max_restarts: int, check: Check | None
+) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -86,9 +113,13 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
         "LOCAL_WORLD_SIZE": str(nproc),
         "OMP_NUM_THREADS": str(max(1, threads)),
     }
-    follower = ("-m", "moetrain.rank", str(os.getpid()), *command)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="moetrain-") as folder,
+        open(Path(folder) / "gate", "w") as gate,
+    ):
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        follower = ("-m", "moetrain.rank", str(os.getpid()), gate.name, *command)
         try:
             ranks = start_processes(
                 "moetrain",
@@ -98,16 +129,29 @@ def _run_ranks(command: Sequence[str], nproc: int, restarts: int, max_restarts: 
                 logs_specs=DefaultLogsSpecs(folder),
             )
             try:
+                if check is not None:
+                    _set_handlers(handlers, _stop)
+                    check()
+                fcntl.flock(gate, fcntl.LOCK_UN)
                 mark = failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
                 ranks.close(signal.SIGKILL)  # and whatever they started
-        except SignalException as stop:  # before _watch took the signals over
+        except (SignalException, _Stopped) as stop:  # before _watch took the signals over
             print("interrupted", file=sys.stderr)
             return 128 + stop.sigval
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+def _set_handlers(before: Handlers, handler: Callable[[int, Any], None]) -> None:
+    for number, was in before.items():  # what nohup ignores stays ignored
+        signal.signal(number, was if was is signal.SIG_IGN else handler)
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise _Stopped(number)
 
 
 def failure_mark(error_file: str) -> Path:
@@ -118,7 +162,7 @@ def failure_mark(error_file: str) -> Path:
     return Path(error_file).parent.parent / "failed"
 
 
-def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any], failed_mark: Path) -> int:
+def _watch(pids: Sequence[int], handlers: Handlers, failed_mark: Path) -> int:
     """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
     forwarded: list[int] = []
 
@@ -128,8 +172,7 @@ def _watch(pids: Sequence[int], handlers: Mapping[signal.Signals, Any], failed_m
         for pid in pids:
             os.kill(pid, number)
 
-    for number, handler in handlers.items():  # what nohup ignores stays ignored
-        signal.signal(number, handler if handler is signal.SIG_IGN else forward)
+    _set_handlers(handlers, forward)
     deadline = float("inf")
     while True:
         codes = [_exit_code(pid) for pid in pids]

@@ -32,7 +32,8 @@ from moetrain.models import Architecture, compute_dtype, resolve_architecture
 from moetrain.models.rules import ROUTER
 from moetrain.parallel.choose_ep import costs, describe
 from moetrain.parallel.deepep import why_not_here
-from moetrain.parallel.world import num_processes, plan_world
+from moetrain.parallel.processes import num_processes
+from moetrain.parallel.world import plan_world
 
 logger = logging.getLogger("moetrain")
 

@@ -31,6 +31,7 @@ from moetrain.config import (
     launched_place,
 )
 from moetrain.config_help import format_help
+from moetrain.rank import pass_gate
 
 
 class Program(NamedTuple):
@@ -47,7 +48,7 @@ class Program(NamedTuple):
     """``MODULE:FUNCTION`` of settings and model, for a dry run: raises ConfigError for what the run
     would refuse, and says how much memory it takes."""
     inspect: str | None = None
-    """The same before several processes are started, without a look at devices; None: no need."""
+    """The same while several processes start, without a look at devices; None: no need."""
 
     @staticmethod
     def find(name: str) -> Any:
@@ -115,25 +116,30 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
 
 def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     # These import torch, which --help or a misspelt setting need not wait for.
-    from moetrain.parallel.world import num_processes, plan_world
+    from moetrain.parallel.processes import num_processes
 
     nproc, max_restarts = num_processes(config), config.launch.max_restarts
     if nproc == 1 and not max_restarts:
         return _fit(config, program)
     from moetrain.launch import start_ranks
-    from moetrain.preflight import prepare
 
-    resolved = prepare(config)
-    plan_world(*resolved, nproc)  # before anything is started
-    if program.inspect is not None:
-        program.find(program.inspect)(*resolved)
-    return start_ranks(["-m", program.module, *words], nproc, max_restarts)
+    def check() -> None:
+        from moetrain.parallel.world import plan_world
+        from moetrain.preflight import prepare
+
+        resolved = prepare(config)
+        plan_world(*resolved, nproc)
+        if program.inspect is not None:
+            program.find(program.inspect)(*resolved)
+
+    return start_ranks(["-m", program.module, *words], nproc, max_restarts, check)
 
 
 def _fit(config: Config, program: Program) -> int:
     from safetensors import SafetensorError
 
-    run = program.find(program.run)
+    run = program.find(program.run)  # imports torch and more, while the launcher works
+    pass_gate()
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()

@@ -25,7 +25,7 @@ from bench_train import wait
 from moetrain.config import Config, launched_place
 from moetrain.launch import start_ranks
 from moetrain.metrics import peak_memory_gib
-from moetrain.parallel.world import num_processes
+from moetrain.parallel.processes import num_processes
 from moetrain.trainer import Trainer
 
 SETTLED = 50

@@ -56,7 +56,7 @@ from moetrain.metrics import peak_memory_gib
 from moetrain.parallel.pipeline.schedules import RECIPES, Work
 from moetrain.parallel.pipeline.simulator import run_on_paper
 from moetrain.parallel.pipeline.stages import SPLIT
-from moetrain.parallel.world import num_processes
+from moetrain.parallel.processes import num_processes
 from moetrain.run_control import garbage_collector_off
 from moetrain.trainer import Trainer
 

@@ -28,17 +28,17 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moetrain.config import Config, launched_place
 from moetrain.launch import start_ranks
-from moetrain.metrics import peak_memory_gib
-from moetrain.parallel.world import num_processes
-from moetrain.profiling import new_profiler
+from moetrain.parallel.processes import num_processes
 from moetrain.run_control import garbage_collector_off
-from moetrain.trainer import Trainer
+
+if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it takes seconds
+    from moetrain.trainer import Trainer
 
 WARMUP_STEPS = 4
 BEGAN = "BENCH_TRAIN_BEGAN"
@@ -104,6 +104,9 @@ def process_seconds() -> float:
 
 def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None:
     """Measure; the row of results on rank 0, None elsewhere."""
+    from moetrain.metrics import peak_memory_gib
+    from moetrain.trainer import Trainer
+
     trainer = Trainer(config)
     losses = [trainer.train_step().loss]
     wait(trainer)
@@ -174,6 +177,8 @@ Span = tuple[str, str, float, float]
 
 def profile_step(trainer: Trainer) -> list[Span]:
     """What ran on the GPU in one step; nothing on a CPU."""
+    from moetrain.profiling import new_profiler
+
     if trainer.device.type != "cuda":
         return []
     with new_profiler(trainer.device) as profiler:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from moetrain.train import main
 # What ranks run: the real command line, with a trainer that does what it is told.
 RANK = """
 import glob, os, signal, sys, time, types
+import moetrain.rank, moetrain.train
 from moetrain.config import ConfigError, RunFailed
 from moetrain.train import main
 
@@ -75,6 +77,12 @@ class Trainer:
         raise SystemExit(128 + got[0])
 
 
+def at_the_gate():
+    open(os.path.join(folder, f"gate{rank}"), "w").close()
+    moetrain.rank.pass_gate()
+
+
+moetrain.train.pass_gate = at_the_gate
 module = types.ModuleType("moetrain.sample")
 module.Trainer = Trainer
 sys.modules["moetrain.sample"] = module
@@ -150,11 +158,12 @@ sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 class Launcher:
     """A process that starts ranks; forked, as it would take longer to import torch than to work."""
 
-    def __init__(self, folder, script, *words, nproc=3):
+    def __init__(self, folder, script, *words, nproc=3, check=None):
         (folder / "rank.py").write_text(script)
         self.texts = [folder / name for name in ("stdout", "stderr")]
         command = [str(folder / "rank.py"), *words]
-        self.process = fork_server().Process(target=_launch, args=(command, nproc, self.texts))
+        args = (command, nproc, self.texts, check)
+        self.process = fork_server().Process(target=_launch, args=args)
         self.process.start()
 
     def send_signal(self, number):
@@ -168,12 +177,16 @@ class Launcher:
         return code, *(path.read_text() for path in self.texts)
 
 
-def _launch(command, nproc, texts):
+def _launch(command, nproc, texts, check):
     for fd, path in enumerate(texts, start=1):  # several processes write at its end
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     launch.GRACE_SECONDS = 2.0
-    sys.exit(launch.start_ranks(command, nproc))
+    try:
+        sys.exit(launch.start_ranks(command, nproc, 0, check and partial(check, texts[0].parent)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 @pytest.fixture
@@ -231,6 +244,53 @@ def test_started_ranks_meet_and_the_first_error_is_the_one_reported(tmp_path):
     assert sorted(out.splitlines()) == ["0 of 3: 3.0", "1 of 3: 3.0", "2 of 3: 3.0"]
     assert error.endswith("ValueError: the cause\n")
     assert error.count("Traceback") == 1
+
+
+# ---- what the launcher does while ranks start ---------------------------------------------------
+
+
+def refuse(folder):
+    wait_for_ranks_at_the_gate(folder)
+    raise ConfigError("train.steps", f"refused while {len(pids_of(folder))} were at work")
+
+
+def take_long(folder):
+    wait_for_ranks_at_the_gate(folder)
+    time.sleep(600)
+
+
+def let_through(folder):
+    wait_for_ranks_at_the_gate(folder)
+    assert not pids_of(folder)
+
+
+def wait_for_ranks_at_the_gate(folder):
+    deadline = time.monotonic() + 20
+    while len(list(folder.glob("gate*"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+def test_a_bad_setting_ends_ranks_that_have_not_begun(start, tmp_path):
+    line = "error: train.steps: refused while 0 were at work\n"
+    assert start("succeed", check=refuse).end() == (2, "", line)
+    assert pids_of(tmp_path) == []
+
+
+def test_ranks_go_on_when_settings_were_looked_at(start):
+    code, out, error = start("succeed", check=let_through).end()
+    assert (code, error) == (0, "")
+    assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_settings_are_looked_at_ends_all(number, start, tmp_path):
+    process = start("succeed", check=take_long)
+    wait_for_ranks_at_the_gate(tmp_path)
+    process.send_signal(number)
+    assert process.end() == (128 + number, "", "interrupted\n")
+    assert pids_of(tmp_path) == []
 
 
 def test_ranks_die_with_their_launcher(start, tmp_path):
@@ -352,12 +412,12 @@ def test_a_stop_reaches_every_rank_and_waits_for_all(number, start, tmp_path):
         (["launch.nproc=0"], "launch.nproc", "0"),
     ],
 )
-def test_a_bad_layout_is_one_line_before_anything_starts(
+def test_a_bad_layout_is_one_line_of_the_launcher(
     words, field, named, tiny_words, capsys, monkeypatch
 ):
     if "model.preset=qwen3-0.6b" in words:
         tiny_words = [word for word in tiny_words if not word.startswith("model.")]
-    monkeypatch.setattr("moetrain.launch.start_ranks", None)
+    monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: call[-1]())
     base = ["train.global_batch_size=8", "launch.nproc=4"]
     assert main([*tiny_words, *base, *words]) == 2
     out, error = capsys.readouterr()
@@ -369,7 +429,7 @@ def test_a_bad_layout_is_one_line_before_anything_starts(
 
 def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
     started = []
-    monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call) or 7)
+    monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call[:3]) or 7)
     words = ["debug", *tiny_words, "train.global_batch_size=8", "--launch.nproc", "4"]
     assert main(words) == 7
     assert started == [(["-m", "moetrain.train", *words], 4, 0)]

@@ -8,17 +8,21 @@ all of them, and what it would launch is compiled in threads, while the model is
 A kernel that is launched before it is there, or that no rehearsal launched, is compiled then, as
 ever.
 
-Left out on purpose: kernels that the compiler writes (it has processes of its own for that), and
-those of libraries.
+Kernels that torch's compiler writes are compiled by processes of its own. Those have to start, and
+it has to be imported, seconds each: :func:`compiler_started` does both while something else waits.
+
+Left out on purpose: kernels of libraries.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,6 +35,14 @@ logger = logging.getLogger("moetrain")
 
 THREADS = 16
 """For each process; they wait for compilers most of the time."""
+
+COMPILER = (
+    "torch._dynamo.backends.inductor",
+    "torch._functorch.partitioners",
+    "networkx",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.triton",
+)
 
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments, of which tensors are what Triton takes for one (its MockTensor)."""
@@ -122,6 +134,29 @@ def _implementations() -> dict[Any, Callable[..., object]]:
 
     ops = {op for spec in SPECS if spec.name != "attention_packed" for op in spec.ops}
     return {op._opoverload: op._init_fn for op in ops}
+
+
+@contextmanager
+def compiler_started(device: torch.device) -> Iterator[None]:
+    """Meanwhile, in a thread, torch's compiler is imported and starts its processes; it is there
+    at the end."""
+    thread = threading.Thread(target=_start_compiler, args=(device,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _start_compiler(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # this thread's, of which the processes are told
+    try:
+        for name in COMPILER:
+            import_module(name)
+        import_module("torch._inductor.async_compile").maybe_warm_pool()
+    except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
+        logger.warning("the compiler will start at its first use: %s", error)
 
 
 def can_compile_ahead(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ Left out on purpose: starting processes (:mod:`moetrain.launch`).
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from moetrain.config import Config, ConfigError, allocator_is_set, launched_place
+from moetrain.kernels.ahead import compiler_started
 from moetrain.models import Architecture
 from moetrain.parallel.deepep_ops import disconnect
 from moetrain.parallel.meeting import TIMEOUT, Meeting, find_ranks
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 from moetrain.parallel.pipeline.stages import check_pipeline
+from moetrain.parallel.processes import num_processes
 
 
 @dataclass(frozen=True)
@@ -164,15 +167,16 @@ def join_world(config: Config, arch: Architecture) -> World:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=find_ranks(place, config.launch.join_timeout),
-            rank=rank,
-            world_size=size,
-            timeout=TIMEOUT,
-            # Binding the device connects the communicator now, and lets others be split off it.
-            device_id=device if device.type == "cuda" else None,
-        )
+        with compiler_started(device) if config.compile.enabled else nullcontext():
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=find_ranks(place, config.launch.join_timeout),
+                rank=rank,
+                world_size=size,
+                timeout=TIMEOUT,
+                # Binding the device connects the communicator now, and lets others be split off it.
+                device_id=device if device.type == "cuda" else None,
+            )
     meshes, meeting = build_meshes(dims, device.type), None
     if size > 1:
         warm_up(meshes, device)
@@ -214,21 +218,6 @@ def device_capacity(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def num_processes(config: Config) -> int:
-    """How many processes ``launch.nproc`` means on this machine.
-
-    Raises:
-        ConfigError: more than there are GPUs, where GPUs are used.
-    """
-    nproc, gpus = config.launch.nproc, torch.cuda.device_count()
-    on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
-    if nproc == "auto":
-        return 1 if on_cpu else max(1, gpus)
-    if not on_cpu and nproc > max(1, gpus):
-        raise ConfigError("launch.nproc", f"{nproc} processes, and this machine has {gpus} GPUs")
-    return nproc
 
 
 def _pick_device(config: Config, gpu: int) -> torch.device:
