@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from moetrain.annotate import annotated
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.loss import Objective
 from moetrain.models import (
@@ -398,6 +398,9 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
         micro_batches=config.train.micro_batches(dims.data_ranks),
     )
     try:
-        compile_ahead(launches_of(lambda: rehearse(config, arch, place)), device)
+        launches = launches_of(lambda: rehearse(config, arch, place))
+        launched = launched_place()
+        sharing = 1 if launched is None else launched.on_machine or 1
+        compile_ahead(launches, device, world.local_rank % sharing, sharing)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
         logger.warning("kernels will be compiled as they are launched: %s", error)

@@ -119,6 +119,20 @@ def test_a_failure_is_said_and_ends_nothing(monkeypatch, caplog):
     assert "could not be compiled ahead of its launch: no such register" in caplog.text
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_processes_of_a_machine_share_the_work(size, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for rank in range(size):
+        seen = []
+        launches = {Kernel(seen, False): [((number,), {})] for number in range(21)}
+        for future in ahead.compile_ahead(launches, torch.device("cuda", 0), rank, size):
+            future.result(10)
+        numbers = [args[0] for args, _ in seen]
+        own = range(rank, 21, size)
+        assert sorted(numbers) == list(range(21))
+        assert set(numbers[: len(own)]) == set(own)
+
+
 def test_a_rehearsal_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
     monkeypatch.setattr("moetrain.engine.can_compile_ahead", lambda device: True)
     monkeypatch.setattr("moetrain.engine.rehearse", lambda *args: 1 / 0)

@@ -1,8 +1,13 @@
 """On a GPU: attention backends agree, blocks compile whole, and the trainer trains in bf16."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import triton
+from checkpoints import tensors_of
 
 from moetrain.config import Config
 from moetrain.kernels import (
@@ -89,6 +94,41 @@ def test_deterministic_reruns_are_bitwise_equal(tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(one, two)
+
+
+FASTEST = ["compile.enabled=yes", "optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"]
+FASTEST += ["parallel.fsdp_transport=copy", "train.deterministic=yes", "launch.nproc=2"]
+PADDED = ["data.packing=whole", "data.seq_len=256", "train.global_batch_size=16"]
+PADDED += ["train.micro_batch_size=4", "model.hidden_size=128", "model.moe_intermediate_size=64"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_run_that_stopped_goes_on_with_its_bits_on_two_gpus(precision, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    words = [*FASTEST, *PADDED, f"kernels.precision={precision}", "train.steps=6"]
+    words += ["train.sample_tokens=0", "log.interval=1", "train.eval_interval=0"]
+    words += [f"data.cache_dir={tmp_path / 'cache'}"]
+
+    def checkpoint(name, step):
+        return tmp_path / name / "checkpoints" / f"step-{step:08d}"
+
+    def run(name, *more):
+        command = [sys.executable, "-m", "moetrain.train", *words, *more]
+        command += [f"output_dir={tmp_path / name}"]
+        done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [row["loss"] for row in rows if "loss" in row]
+
+    straight = run("straight", "checkpoint.interval=3")
+    resumed = run("resumed", f"checkpoint.resume={checkpoint('straight', 3)}")
+    assert resumed[-3:] == straight[-3:]
+    folders = checkpoint("resumed", 6), checkpoint("straight", 6), checkpoint("straight", 3)
+    for group in ("model", "optim"):
+        found, expected, before = (tensors_of(folder)[group] for folder in folders)
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
+        assert sum(torch.equal(x, found[name]) for name, x in before.items()) < len(found) / 4
 
 
 def test_kernels_whose_sizes_routing_changes_are_compiled_once(monkeypatch):

@@ -3,7 +3,8 @@
 A process that launches thirty kernels for the first time compiles them one after the other: some
 half a second each, most of it in compilers that other threads could run meanwhile. Which ones, with
 which constants, is known before: a rehearsal of the step on tensors that have no memory launches
-all of them, and what it would launch is compiled in threads, while the model is being built.
+all of them, and what it would launch is compiled in threads, while the model is being built. Part
+of that is Python, which one thread at a time runs: processes of one machine share the work.
 
 A kernel that is launched before it is there, or that no rehearsal launched, is compiled then, as
 ever.
@@ -19,8 +20,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -64,15 +65,26 @@ def launches_of(rehearsal: Callable[[], object]) -> Launches:
     return found
 
 
-def compile_ahead(launches: Launches, device: torch.device) -> list[Future[None]]:
-    """Begin to compile ``launches`` for ``device``; one that fails is logged."""
+def compile_ahead(
+    launches: Launches, device: torch.device, rank: int = 0, size: int = 1
+) -> list[Future[None]]:
+    """Begin to compile ``launches`` for ``device``; one that fails is logged.
+
+    Of ``size`` processes of a machine that do so, this is the one of ``rank``: its share comes
+    first. What is left has others compiled meanwhile and put into Triton's cache; if they have not,
+    it is compiled here.
+    """
     pool = ThreadPoolExecutor(THREADS, "compile", torch.cuda.set_device, (device,))
-    futures = [pool.submit(_compile, *item) for item in launches.items()]
+    items = list(launches.items())
+    own = [pool.submit(_compile, *item) for item in items[rank::size]]
+    of_others = [item for i, item in enumerate(items) if i % size != rank]
+    rest = [pool.submit(_compile, *item, after=own) for item in of_others]
     pool.shutdown(wait=False)
-    return futures
+    return own + rest
 
 
-def _compile(kernel: Any, launches: list[Launch]) -> None:
+def _compile(kernel: Any, launches: list[Launch], after: Sequence[Future[None]] = ()) -> None:
+    wait(after)
     try:
         for args, settings in launches:
             # Asked for how to run it, Triton compiles a host function that launches it as well.
