@@ -290,6 +290,10 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+GATE = "_MOETRAIN_GATE"
+"""Environment variable from our launcher to its ranks; not the name of a setting."""
+
+
 class LaunchedPlace(NamedTuple):
     """A process's place among those that were started together."""
 
@@ -309,6 +313,8 @@ class LaunchedPlace(NamedTuple):
     """How often the launcher has started the ranks again, ..."""
     max_restarts: int = 0
     """... and will at most."""
+    gate: str | None = None
+    """The file that the launcher makes when ranks may go on; None: at once."""
 
 
 SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
@@ -345,11 +351,10 @@ def read_place(variables: Mapping[str, str]) -> LaunchedPlace | None:
             raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
     is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    restarts = (_number(variables, name) if name in variables else 0 for name in counts)
+    restarts, most = (_number(variables, name) if name in variables else 0 for name in counts)
     address = f"{host}:{port}"
-    return LaunchedPlace(
-        rank, local_rank, world_size, address, error_file, on_machine, is_served, *restarts
-    )
+    told = (error_file, on_machine, is_served, restarts, most, variables.get(GATE))
+    return LaunchedPlace(rank, local_rank, world_size, address, *told)
 
 
 def _first_slurm_host(variables: Mapping[str, str]) -> str:

@@ -18,15 +18,13 @@ Where it ends with 1, all ranks may be started again (``launch.max_restarts``); 
 from its newest checkpoint.
 
 Importing torch and the rest takes a rank seconds, in which the launcher can look at the settings:
-the ranks wait behind a gate, a locked file, until it has. The system opens it for those whose
-launcher has died; they die as well.
+the ranks wait behind a gate, a file that is not there, until it has.
 
 Left out on purpose: several machines (torchrun, srun).
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
@@ -44,6 +42,8 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
     start_processes,
 )
+
+from moetrain.config_sources import GATE
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.1
@@ -113,13 +113,11 @@ def _run_ranks(
         "LOCAL_WORLD_SIZE": str(nproc),
         "OMP_NUM_THREADS": str(max(1, threads)),
     }
+    follower = ("-m", "moetrain.rank", str(os.getpid()), *command)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    with (
-        tempfile.TemporaryDirectory(prefix="moetrain-") as folder,
-        open(Path(folder) / "gate", "w") as gate,
-    ):
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        follower = ("-m", "moetrain.rank", str(os.getpid()), gate.name, *command)
+    with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
+        gate = Path(folder) / "gate"
+        shared[GATE] = str(gate)
         try:
             ranks = start_processes(
                 "moetrain",
@@ -132,7 +130,7 @@ def _run_ranks(
                 if check is not None:
                     _set_handlers(handlers, _stop)
                     check()
-                fcntl.flock(gate, fcntl.LOCK_UN)
+                gate.touch()
                 mark = failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:

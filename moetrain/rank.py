@@ -1,10 +1,10 @@
-"""``python -m moetrain.rank LAUNCHER GATE COMMAND``: run COMMAND until LAUNCHER, its parent, ends.
+"""``python -m moetrain.rank LAUNCHER COMMAND``: run COMMAND until LAUNCHER, our parent, is gone.
 
 A rank whose launcher was killed (``kill -9``, or for want of memory) would train and save on, with
 nobody to stop it. The launcher cannot tell it so any more; the rank has to see it for itself.
 
-GATE is a file that the launcher has locked. A rank imports what it needs, which takes seconds, and
-waits there (:func:`pass_gate`) until the launcher, which works meanwhile, unlocks it.
+A rank imports what it needs, which takes seconds, while the launcher looks at the settings. Then it
+waits for a file that says that it may go on (:func:`pass_gate`).
 
 Left out on purpose: ranks of torchrun and srun, which have launchers of their own.
 """
@@ -12,7 +12,6 @@ Left out on purpose: ranks of torchrun and srun, which have launchers of their o
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import runpy
 import signal
@@ -22,9 +21,8 @@ import time
 from collections.abc import Sequence
 
 POLL_SECONDS = 1.0
+GATE_SECONDS = 0.02
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-GATE = "_MOETRAIN_GATE"
-"""Environment variable of a rank: the file. Not the name of a setting."""
 
 
 def die_with(launcher: int) -> None:
@@ -44,20 +42,16 @@ def _watch(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def pass_gate() -> None:
-    """Return when the launcher, if it is this one, lets its ranks go on. It opens as well where the
-    launcher has died, of which ranks die."""
-    path = os.environ.pop(GATE, None)
-    if path is not None:
-        with open(path) as gate:
-            fcntl.flock(gate, fcntl.LOCK_SH)
+def pass_gate(file: str) -> None:
+    """Return when the launcher has made ``file``."""
+    while not os.path.exists(file):
+        time.sleep(GATE_SECONDS)
 
 
 def main(argv: Sequence[str]) -> None:
-    """``LAUNCHER GATE``, then ``-m MODULE [WORD ...]`` or ``FILE [WORD ...]``, as for python."""
-    launcher, gate, *command = argv
+    """``LAUNCHER -m MODULE [WORD ...]`` or ``LAUNCHER FILE [WORD ...]``, as python would run it."""
+    launcher, *command = argv
     die_with(int(launcher))
-    os.environ[GATE] = gate
     is_module = command[0] == "-m"
     sys.argv = command[1:] if is_module else command
     if is_module:

@@ -138,8 +138,9 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
 def _fit(config: Config, program: Program) -> int:
     from safetensors import SafetensorError
 
-    run = program.find(program.run)  # imports torch and more, while the launcher works
-    pass_gate()
+    run, place = program.find(program.run), launched_place()
+    if place is not None and place.gate is not None:
+        pass_gate(place.gate)  # the launcher has worked while we imported torch and more
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()

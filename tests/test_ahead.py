@@ -140,6 +140,18 @@ def test_a_rehearsal_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
     assert "kernels will be compiled as they are launched: division by zero" in caplog.text
 
 
+def test_the_compiler_is_there_when_ranks_have_met(monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_WARM_POOL", "0")  # a process pool of its own, here
+    with ahead.compiler_started(torch.device("cpu")):
+        pass
+    assert not caplog.text
+    assert set(ahead.COMPILER) <= sys.modules.keys()
+    monkeypatch.setattr(ahead, "COMPILER", ("no_such_compiler",))
+    with ahead.compiler_started(torch.device("cpu")):
+        pass
+    assert "will start at its first use: No module named 'no_such_compiler'" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_rehearsal_launches_what_a_step_on_a_gpu_does(case):

@@ -77,9 +77,9 @@ class Trainer:
         raise SystemExit(128 + got[0])
 
 
-def at_the_gate():
+def at_the_gate(file):
     open(os.path.join(folder, f"gate{rank}"), "w").close()
-    moetrain.rank.pass_gate()
+    moetrain.rank.pass_gate(file)
 
 
 moetrain.train.pass_gate = at_the_gate
