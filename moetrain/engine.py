@@ -398,9 +398,10 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
         micro_batches=config.train.micro_batches(dims.data_ranks),
     )
     try:
-        launches = launches_of(lambda: rehearse(config, arch, place))
+        launches, rank, size = launches_of(lambda: rehearse(config, arch, place)), 0, 1
         launched = launched_place()
-        sharing = 1 if launched is None else launched.on_machine or 1
-        compile_ahead(launches, device, world.local_rank % sharing, sharing)
+        if launched is not None and launched.on_machine is not None:
+            rank, size = launched.local_rank, launched.on_machine
+        compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
         logger.warning("kernels will be compiled as they are launched: %s", error)

@@ -88,7 +88,7 @@ def start_ranks(
 
 
 class _Stopped(BaseException):
-    """A stop signal came while settings were looked at; no ``except Exception`` there keeps it."""
+    """A stop signal came while settings were looked at."""
 
     def __init__(self, sigval: int) -> None:
         super().__init__()
@@ -128,8 +128,7 @@ def _run_ranks(
             )
             try:
                 if check is not None:
-                    _set_handlers(handlers, _stop)
-                    check()
+                    _look(check, handlers)
                 gate.touch()
                 mark = failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
@@ -148,8 +147,22 @@ def _set_handlers(before: Handlers, handler: Callable[[int, Any], None]) -> None
         signal.signal(number, was if was is signal.SIG_IGN else handler)
 
 
-def _stop(number: int, frame: Any) -> None:
-    raise _Stopped(number)
+def _look(check: Check, handlers: Handlers) -> None:
+    """``check()``, which a stop signal ends; one that a user's code in it kept is seen after it."""
+    got: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        got.append(_meaning(number))
+        raise _Stopped(got[0])
+
+    _set_handlers(handlers, stop)
+    check()
+    if got:
+        raise _Stopped(got[0])
+
+
+def _meaning(number: int) -> int:
+    return signal.SIGTERM if number == signal.SIGUSR1 else number
 
 
 def failure_mark(error_file: str) -> Path:
@@ -165,7 +178,7 @@ def _watch(pids: Sequence[int], handlers: Handlers, failed_mark: Path) -> int:
     forwarded: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        number = signal.SIGTERM if number == signal.SIGUSR1 else number  # which is what it means
+        number = _meaning(number)
         forwarded.append(number)
         for pid in pids:
             os.kill(pid, number)

@@ -1,7 +1,7 @@
 """What a run needs, looked at before anything slow: each thing that is wrong is one line.
 
-:func:`prepare` comes first, before a process or a data file is touched: the folder that the run
-writes to, the settings that a checkpoint decides, the room on the disk.
+:func:`prepare` comes first, before a rank goes on or a data file is touched: the folder that the
+run writes to, the settings that a checkpoint decides, the room on the disk.
 
 Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whether degrees, model
 and batch fit the world (:func:`moetrain.parallel.world.plan_world`).

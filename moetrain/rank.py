@@ -43,8 +43,8 @@ def _watch(launcher: int) -> None:
 
 
 def pass_gate(file: str) -> None:
-    """Return when the launcher has made ``file``."""
-    while not os.path.exists(file):
+    """Return when the launcher has made ``file``, or its folder is gone: then it was another's."""
+    while os.path.isdir(os.path.dirname(file)) and not os.path.exists(file):
         time.sleep(GATE_SECONDS)
 
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
             print(*filter(None, estimates), sep="\n", file=sys.stderr)
             return 0
         if place is not None:
-            return _fit(config, program)
+            return _fit(config, program, place)
         return _launch(config, words, program)
     except ConfigError as error:
         return _end(place, 2, one_line(f"error: {error}"))
@@ -120,7 +120,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
 
     nproc, max_restarts = num_processes(config), config.launch.max_restarts
     if nproc == 1 and not max_restarts:
-        return _fit(config, program)
+        return _fit(config, program, None)
     from moetrain.launch import start_ranks
 
     def check() -> None:
@@ -135,23 +135,23 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     return start_ranks(["-m", program.module, *words], nproc, max_restarts, check)
 
 
-def _fit(config: Config, program: Program) -> int:
+def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
     from safetensors import SafetensorError
 
-    run, place = program.find(program.run), launched_place()
+    run = program.find(program.run)
     if place is not None and place.gate is not None:
         pass_gate(place.gate)  # the launcher has worked while we imported torch and more
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()
     except RunFailed as failure:
-        return _end(launched_place(), 1, one_line(f"failed: {failure}"))
+        return _end(place, 1, one_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:
         reason = _why_no_disk(error, config.output_dir)
         if reason is None:
             raise
         where = _file_of(error) or f"in output_dir {config.output_dir!r}"
-        return _end(launched_place(), 1, one_line(f"failed: {reason}: {where}"))
+        return _end(place, 1, one_line(f"failed: {reason}: {where}"))
     return 0
 
 

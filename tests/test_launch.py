@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -78,7 +79,7 @@ class Trainer:
 
 
 def at_the_gate(file):
-    open(os.path.join(folder, f"gate{rank}"), "w").close()
+    open(os.path.join(folder, f"gate{rank}.{os.getpid()}"), "w").close()
     moetrain.rank.pass_gate(file)
 
 
@@ -255,13 +256,24 @@ def refuse(folder):
 
 
 def take_long(folder):
-    wait_for_ranks_at_the_gate(folder)
     time.sleep(600)
 
 
 def let_through(folder):
     wait_for_ranks_at_the_gate(folder)
     assert not pids_of(folder)
+
+
+def keep_signals(folder):
+    with suppress(BaseException):  # as a bare except of a user does
+        time.sleep(600)
+
+
+def assert_nobody_is_at_the_gate(folder):
+    pids = [int(path.suffix[1:]) for path in folder.glob("gate*")]
+    assert len(pids) == 3
+    assert not any(map(is_running, pids))
+    assert pids_of(folder) == []
 
 
 def wait_for_ranks_at_the_gate(folder):
@@ -275,7 +287,7 @@ def wait_for_ranks_at_the_gate(folder):
 def test_a_bad_setting_ends_ranks_that_have_not_begun(start, tmp_path):
     line = "error: train.steps: refused while 0 were at work\n"
     assert start("succeed", check=refuse).end() == (2, "", line)
-    assert pids_of(tmp_path) == []
+    assert_nobody_is_at_the_gate(tmp_path)
 
 
 def test_ranks_go_on_when_settings_were_looked_at(start):
@@ -284,13 +296,14 @@ def test_ranks_go_on_when_settings_were_looked_at(start):
     assert sorted(out.splitlines()) == ["out 0", "out 1", "out 2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_while_settings_are_looked_at_ends_all(number, start, tmp_path):
-    process = start("succeed", check=take_long)
+    process = start("succeed", check=keep_signals if number == signal.SIGTERM else take_long)
     wait_for_ranks_at_the_gate(tmp_path)
     process.send_signal(number)
-    assert process.end() == (128 + number, "", "interrupted\n")
-    assert pids_of(tmp_path) == []
+    means = signal.SIGTERM if number == signal.SIGUSR1 else number
+    assert process.end() == (128 + means, "", "interrupted\n")
+    assert_nobody_is_at_the_gate(tmp_path)
 
 
 def test_ranks_die_with_their_launcher(start, tmp_path):

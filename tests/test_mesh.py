@@ -1,5 +1,7 @@
 """ParallelDims' arithmetic and messages; meshes of 1, 2 and 4 gloo ranks, axis by axis."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from distributed import spawn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.config import Config, ConfigError, ParallelSection, RunFailed
 from moetrain.config_sources import LaunchedPlace
 from moetrain.models import make_architecture
 from moetrain.parallel import mesh as mesh_module
@@ -290,3 +292,26 @@ def test_a_launcher_that_contradicts_the_settings(tiny, monkeypatch, no_group):
         join_world(tiny("launch.nproc=3"), MOE)
     assert caught.value.field == "launch.nproc"
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_compiler_starts_while_ranks_connect(compiled, tiny, monkeypatch, no_group):
+    seen = []
+
+    @contextmanager
+    def started(device):
+        seen.append(device)
+        yield
+
+    def nobody_comes(place, seconds):
+        seen.append("connects")
+        raise RunFailed("nobody")
+
+    place = LaunchedPlace(0, 0, 2, "localhost:1", None, on_machine=2)
+    monkeypatch.setattr(world_module, "launched_place", lambda: place)
+    monkeypatch.setattr(world_module, "compiler_started", started)
+    monkeypatch.setattr(world_module, "find_ranks", nobody_comes)
+    words = ["train.global_batch_size=8", f"compile.enabled={compiled}"]
+    with pytest.raises(RunFailed, match="nobody"):
+        join_world(tiny(*words), MOE)
+    assert seen == [torch.device("cpu")] * compiled + ["connects"]

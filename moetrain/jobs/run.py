@@ -133,7 +133,7 @@ def check_settings(config: Config) -> None:
 
 
 def inspect(config: Config, arch: Architecture) -> None:
-    """Before several processes are started: :func:`check_settings`."""
+    """While several processes start: :func:`check_settings`."""
     check_settings(config)
 
 

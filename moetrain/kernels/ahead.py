@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,14 +31,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetrain.kernels.portable_triton import INTERPRETED, TensorDescriptor, triton
+from moetrain.kernels.portable_triton import INTERPRETED, KNOBS, TensorDescriptor, triton
 
 logger = logging.getLogger("moetrain")
 
 THREADS = 16
 """For each process; they wait for compilers most of the time."""
 
-COMPILER = (
+COMPILER = (  # with what it imports when it is first used
     "torch._dynamo.backends.inductor",
     "torch._functorch.partitioners",
     "networkx",
@@ -74,6 +75,8 @@ def compile_ahead(
     first. What is left has others compiled meanwhile and put into Triton's cache; if they have not,
     it is compiled here.
     """
+    # Where it is not set, the compiler would, later, to a folder of this process's own.
+    os.environ.setdefault("TRITON_CACHE_DIR", KNOBS.cache.dir)
     pool = ThreadPoolExecutor(THREADS, "compile", torch.cuda.set_device, (device,))
     items = list(launches.items())
     own = [pool.submit(_compile, *item) for item in items[rank::size]]
@@ -154,16 +157,14 @@ def compiler_started(device: torch.device) -> Iterator[None]:
     at the end."""
     thread = threading.Thread(target=_start_compiler, args=(device,), daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    yield  # what fails here need not wait for it
+    thread.join()
 
 
 def _start_compiler(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # this thread's, of which the processes are told
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread, should anything there ask
         for name in COMPILER:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     INTERPRETED: bool
+    KNOBS: Any
 else:
     try:
         import triton
@@ -29,12 +30,13 @@ else:
             def __call__(self, *args: Any, **settings: Any) -> Any:
                 return args[0] if args else self
 
-        triton = tl = TensorDescriptor = _Absent()
+        triton = tl = TensorDescriptor = KNOBS = _Absent()
         INTERPRETED = False
     else:
         import triton.language as tl
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        INTERPRETED = triton.knobs.runtime.interpret
+        KNOBS = triton.knobs
+        INTERPRETED = KNOBS.runtime.interpret
 
-__all__ = ["INTERPRETED", "TensorDescriptor", "tl", "triton"]
+__all__ = ["INTERPRETED", "KNOBS", "TensorDescriptor", "tl", "triton"]

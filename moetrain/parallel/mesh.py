@@ -1,7 +1,7 @@
 """Degrees of parallelism, checked; and the meshes of ranks that they describe.
 
 :class:`ParallelDims` is arithmetic alone: it exists before any process group, so a bad layout is
-one line on standard error and nothing was started. :func:`build_meshes` gives this rank's
+one line on standard error and no rank has begun. :func:`build_meshes` gives this rank's
 :class:`Meshes`, handed to whoever needs them; there are no globals.
 
 Ranks lie in row-major order over the dense axes, so tensor-parallel ranks are neighbours. The
