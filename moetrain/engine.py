@@ -55,6 +55,7 @@ from moetrain.optim import (
     optimizer_parts,
 )
 from moetrain.parallel.apply import load_whole_state, place_model, static_transport
+from moetrain.parallel.copy_engines import is_wanted
 from moetrain.parallel.frozen import fingerprint
 from moetrain.parallel.layout import Part, Region
 from moetrain.parallel.pipeline.executor import Pipeline
@@ -385,23 +386,23 @@ class Engine:
 
 
 def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
-    """Begin to compile the kernels of a step, of ranks that only share data; the others' are
-    compiled as they are launched."""
-    dims, device = world.dims, world.device
-    if not can_compile_ahead(device) or dims.tp * dims.ep > 1:
+    """Begin to compile the kernels of a step; those it misses are compiled as they are launched."""
+    device, launched = world.device, launched_place()
+    if not can_compile_ahead(device):
         return
+    rank, size = 0, 1
+    if launched is not None and launched.on_machine is not None:
+        rank, size = launched.local_rank, launched.on_machine
+    is_near = world.dims.sharding_ranks <= size
     place = Place(
         device,
         compute_dtype(config, device),
-        ranks=dims.sharding_ranks,
-        rank=world.rank % dims.sharding_ranks,
-        micro_batches=config.train.micro_batches(dims.data_ranks),
+        world.meshes.sharding,
+        copies=is_near and is_wanted(config.parallel, device.type),
+        micro_batches=config.train.micro_batches(world.dims.data_ranks),
     )
     try:
-        launches, rank, size = launches_of(lambda: rehearse(config, arch, place)), 0, 1
-        launched = launched_place()
-        if launched is not None and launched.on_machine is not None:
-            rank, size = launched.local_rank, launched.on_machine
+        launches = launches_of(lambda: rehearse(config, arch, place))
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
         logger.warning("kernels will be compiled as they are launched: %s", error)

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from distributed import spawn
 from test_engine import DENSE, make_batches, make_engine, objective_of
 
 from moetrain.kernels import ahead, rms_norm
@@ -52,14 +53,26 @@ def launched_in(run):
     return found
 
 
-def always(backend, tensor):
-    return True
+ONE_LAYER = ["kernels.backend=triton", "compile.enabled=no", "model.num_layers=1"]
+
+
+def as_on_a_gpu(monkeypatch):
+    """Kernels that have no setting are launched as well."""
+    for kernel in ("adamw", "reduction"):
+        monkeypatch.setattr(
+            sys.modules[f"moetrain.kernels.{kernel}"], "use_fast", lambda backend, tensor: True
+        )
 
 
 def rehearsed(engine):
     config, world = engine.config, engine.world
-    dtype = engine.model.compute_dtype
-    place = Place(world.device, dtype, ranks=1, rank=0, micro_batches=1)
+    place = Place(
+        world.device,
+        engine.model.compute_dtype,
+        world.meshes.sharding,
+        copies=config.parallel.fsdp_transport == "copy",
+        micro_batches=config.train.micro_batches(world.dims.data_ranks),
+    )
     launches = ahead.launches_of(lambda: rehearse(config, engine.arch, place))
     return {signature(kernel, *one) for kernel, all in launches.items() for one in all}
 
@@ -72,17 +85,48 @@ def step(engine):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rehearsal_launches_what_a_step_does(case, monkeypatch):
-    for kernel in ("adamw", "reduction"):  # which have no setting; as on a GPU
-        monkeypatch.setattr(sys.modules[f"moetrain.kernels.{kernel}"], "use_fast", always)
+    as_on_a_gpu(monkeypatch)
     base = {"base": DENSE} if case == "dense" else {}
-    words = ["kernels.backend=triton", "compile.enabled=no", "model.num_layers=1", *CASES[case]]
-    engine = make_engine(*words, "train.global_batch_size=1", micro=1, **base)
+    engine = make_engine(*ONE_LAYER, *CASES[case], "train.global_batch_size=1", micro=1, **base)
     before, random = {name: x.clone() for name, x in engine.weights()}, torch.get_rng_state()
     found = rehearsed(engine)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(x, before[name]) for name, x in engine.weights())
     assert found
     assert launched_in(lambda: step(engine)) == found
+
+
+MESHES = {
+    "copies": ["parallel.fsdp_transport=copy"],
+    "tokens sent": ["parallel.ep=2", "parallel.fsdp_transport=nccl"],
+    "summed by a library, once": ["parallel.reduce=fp32", "parallel.reduce_at=last"],
+}
+
+
+def steps_on_ranks(cases):
+    """Of each case, what was rehearsed and what two micro-batches and an update launched."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_on_a_gpu(patch)
+        return {name: rehearsed_and_launched(words) for name, words in cases.items()}
+
+
+def rehearsed_and_launched(words):
+    engine = make_engine(*ONE_LAYER, "train.global_batch_size=4", *words, micro=1)
+    found = rehearsed(engine)
+    batches = make_batches(0, 1)[:2]
+    objective = objective_of(engine)
+
+    def run():
+        engine.forward_backward(batches, objective)
+        engine.step(1e-2)
+
+    return found, launched_in(run)
+
+
+def test_a_rehearsal_launches_what_ranks_do():
+    for answers in spawn(2, steps_on_ranks, MESHES, timeout=100):
+        for name, (found, launched) in answers.items():
+            assert found == launched, name
 
 
 def test_what_has_memory_is_launched_meanwhile():

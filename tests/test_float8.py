@@ -142,6 +142,27 @@ def test_adapters_equal_a_dense_reference_of_what_is_stored(world):
             compare(name, answer, dense_reference([EVERYTHING, FLOAT8, *ROUND, *sizes]))
 
 
+def learn_on_gpus(runs):
+    answers = learn_all(runs)
+    return {
+        name: (*numbers, {n: x.cpu() for n, x in gradients.items()})
+        for name, (*numbers, gradients) in answers.items()
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_equal_a_dense_reference_on_gpus(world):
+    on_gpu = ["train.device=cuda", "train.dtype=float32"]
+    chosen = {**RUNS[1], **RUNS[world]}
+    del chosen["odd sizes"]
+    runs = {name: [EVERYTHING, FLOAT8, *ROUND, *on_gpu, *w] for name, w in chosen.items()}
+    expected = dense_reference([EVERYTHING, FLOAT8, *ROUND, *on_gpu])
+    for answers in spawn(world, learn_on_gpus, runs, device_type="cuda", timeout=200):
+        for name, answer in answers.items():
+            compare(name, answer, expected)
+
+
 def test_what_is_narrow():
     engine = adapted(EVERYTHING, FLOAT8, *ROUND)
     train(engine, range(1), MICRO)

@@ -108,7 +108,7 @@ def learn(words, base=BASE):
 def dense_reference(words, base=BASE):
     """The same by autograd alone, in fp64; a plain model has the weights W + s B A."""
     engine = adapted(*words, base=base)
-    mine, arch = {n: x.double() for n, x in weights_of(engine).items()}, engine.arch
+    mine, arch = {n: x.double().cpu() for n, x in weights_of(engine).items()}, engine.arch
     adapters = {n: x.detach().requires_grad_() for n, x in mine.items() if is_adapter(n)}
     scale = engine.config.lora.alpha / engine.config.lora.rank ** (
         0.5 if engine.config.lora.rs else 1

@@ -1,7 +1,7 @@
 """A step without a device: which kernels it will launch (:mod:`moetrain.kernels.ahead`).
 
-Left out on purpose: what tensor, expert and vocabulary parallelism change. Ranks that only share
-data launch what is here.
+Left out on purpose: what dispatch launches, and the few kernels that are compiled for a tensor
+parallel rank's part of the heads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.config import Config
+from moetrain.config import Config, ParallelSection
 from moetrain.kernels import adamw, sum_chunks
 from moetrain.kernels.adamw import BLOCK, Settings
 from moetrain.kernels.reduction import num_blocks
@@ -28,11 +28,11 @@ class Place(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     """The compute dtype."""
-    ranks: int
-    """Among which parameters are sharded."""
-    rank: int
-    """This one, of those."""
-    micro_batches: int
+    groups: frozenset[tuple[int, int]] = frozenset({(1, 0)})
+    """How many ranks shard parameters, and which of them this one is, in every group that does."""
+    copies: bool = False
+    """Whether gradients travel among them by copy engines."""
+    micro_batches: int = 1
     """Of a step."""
 
 
@@ -94,13 +94,8 @@ def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
         cast_N = empty(size, dtype=dtype)
         sum_chunks(master_N[None], out_N=cast_N)
     gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
-    chunks_RN = empty(place.ranks, size, dtype=dtype)
-    own = {"own_N": chunks_RN[0], "own": place.rank} if place.ranks > 1 else {}
-    last = min(3, place.micro_batches) - 1
-    for number in range(last + 1):
-        squares_B = empty(num_blocks(size)) if number == last else None
-        how = {"accumulate": number > 0, "squares_B": squares_B}
-        sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)
+    for ranks, rank in place.groups:
+        _rehearse_sums(config.parallel, gradient_N, dtype, ranks, rank, place)
     avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
     decays_B = empty(size // BLOCK, dtype=torch.uint8)
     is_narrow = optim.state_dtype == "bfloat16"
@@ -108,3 +103,26 @@ def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
     settings = Settings(optim.beta1, optim.beta2, optim.eps, config.train.seed)
     tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
     adamw(*tensors, decays_B, settings, origins_B, cast_N)
+
+
+def _rehearse_sums(
+    parallel: ParallelSection,
+    gradient_N: torch.Tensor,
+    dtype: torch.dtype,
+    ranks: int,
+    rank: int,
+    place: Place,
+) -> None:
+    """Of gradients that rank ``rank`` of ``ranks`` gets in ``dtype``."""
+    size, device, own = len(gradient_N), place.device, {}
+    if parallel.reduce != "fp32_accum":
+        dtype = torch.float32 if parallel.reduce == "fp32" and ranks > 1 else dtype
+        ranks = 1  # a library has added them up
+    chunks_RN = torch.empty(ranks, size, dtype=dtype, device=device)
+    if place.copies and ranks > 1:
+        own = {"own_N": chunks_RN[rank], "own": rank}
+    squares_B = torch.empty(num_blocks(size), device=device)
+    accumulates = place.micro_batches > 1 and parallel.reduce_at == "each"
+    for accumulate in (False, True)[: 1 + accumulates]:
+        how = {"accumulate": accumulate, "squares_B": squares_B}
+        sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)

@@ -161,6 +161,13 @@ class Meshes:
     communicators: tuple[dist.ProcessGroup, ...]
     """Each distinct group above and the world's, once."""
 
+    @property
+    def sharding(self) -> frozenset[tuple[int, int]]:
+        """How many ranks cut parameters, and which of them this one is, of all groups that do."""
+        meshes = (self.split_parameters, self.shared_parameters, self.expert_parameters)
+        groups = [mesh.get_group(mesh.ndim - 1) for mesh in meshes]
+        return frozenset((group.size(), group.rank()) for group in groups)
+
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """The meshes of ``dims``; collective over the default process group, of ``dims.world_size``."""
