@@ -18,12 +18,13 @@ from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.service import Service
+from moetrain.kernels.mxfp8 import SCALED, quantise_groups
 from moetrain.kernels.quantise import E4M3
 from moetrain.memory import estimate_memory
 from moetrain.models import build_model, load_hf, resolve_architecture, save_hf
-from moetrain.models.rules import SCALED, is_adapter
+from moetrain.models.rules import is_adapter
 from moetrain.parallel.arena import Arena
-from moetrain.parallel.float8 import Float8Shard, quantise
+from moetrain.parallel.float8 import Float8Shard
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.trainer import Trainer
 
@@ -69,7 +70,7 @@ def test_numbers_are_the_nearest_that_there_are():
 def test_the_worked_example():
     x = torch.zeros(SCALED)
     x[:2] = torch.tensor([3.0, 1000.0])
-    codes, scales = quantise(x)
+    codes, scales = quantise_groups(x)
     assert codes[:2].tolist() == [0.75, 256]
     assert scales.tolist() == [2 + 127]
 

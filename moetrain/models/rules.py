@@ -40,12 +40,10 @@ import torch
 from torch import nn
 
 from moetrain.config import ConfigError
+from moetrain.kernels.mxfp8 import SCALED
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
-
-SCALED = 32
-"""Numbers of a narrow parameter that have a scale, of one byte, together."""
 
 
 @dataclass(frozen=True)

@@ -22,31 +22,10 @@ import math
 import torch
 import torch.distributed as dist
 
-from moetrain.kernels.quantise import E4M3, quantise_rows_reference
-from moetrain.models.rules import SCALED
+from moetrain.kernels.mxfp8 import SCALED, quantise_groups, widen_groups
+from moetrain.kernels.quantise import E4M3
 from moetrain.parallel.arena import Arena
 from moetrain.parallel.collectives import all_gather_start
-
-BAD = 255
-"""Scale of a group with a number that is not finite, of which all are NaN then."""
-
-
-def quantise(x_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N] (e4m3) and scales [G] (uint8: fp32's exponents) of ``x_N`` (floating).
-
-    Worked example, groups of 2: of (3, 1000) the scale is 4, since 1000 > 2 x 448, and codes are
-    0.75 and 256 (250 is between 240 and 256, and nearer to this): what is stored is (3, 1024).
-    """
-    x_GS = x_N.float().view(-1, SCALED)
-    is_bad_G = ~x_GS.isfinite().all(1)
-    codes_GS, scales_G = quantise_rows_reference(x_GS.masked_fill(is_bad_G[:, None], 0.0))
-    bytes_G = (scales_G.view(torch.int32) >> 23).masked_fill(is_bad_G, BAD)
-    return codes_GS.view(-1), bytes_G.to(torch.uint8)
-
-
-def _values_of(scales_G: torch.Tensor) -> torch.Tensor:
-    """The powers of two, fp32."""
-    return (scales_G.int() << 23).view(torch.float32)
 
 
 class Float8Shard:
@@ -60,6 +39,7 @@ class Float8Shard:
         self.codes_N = self.bytes[:numel].view(E4M3)
 
     def _apart(self, bytes_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [W, N] and scales [W, G]."""
         codes_WN, scales_WG = bytes_W[:, : self._codes], bytes_W[:, self._codes :]
         return codes_WN.view(E4M3), scales_WG
 
@@ -91,7 +71,7 @@ class Float8Shard:
         part = wide_N[begin - outer :][:numel].view(last - first, *shape[1:])
         part[0 if isinstance(rows, int) else slice(None), *columns].copy_(values)
         codes_WN, scales_WG = self._apart(self.bytes[None])
-        codes_N, scales_G = quantise(wide_N)
+        codes_N, scales_G = quantise_groups(wide_N)
         codes_WN[0, outer:end].copy_(codes_N)
         scales_WG[0, outer // SCALED : end // SCALED].copy_(scales_G)
 
@@ -112,15 +92,5 @@ class Float8Shard:
     def widen(self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int) -> None:
         """Write ``numel`` numbers from ``start`` on of each rank's ``bytes_W``, one rank's behind
         the other's, to ``out_N``; the last ranks may have less."""
-        first, last = start // SCALED, -(-(start + numel) // SCALED)
-        whole = slice(first * SCALED, last * SCALED)
         codes_WN, scales_WG = self._apart(bytes_W)
-        codes_WN, scales_WG = codes_WN[:, whole], scales_WG[:, first:last]
-        # Straight to where it belongs, if that is whole groups of every rank.
-        is_whole = codes_WN.shape == (len(bytes_W), numel) and codes_WN.numel() == len(out_N)
-        wide_WN = out_N.view_as(codes_WN) if is_whole else out_N.new_empty(codes_WN.shape)
-        wide_WN.copy_(codes_WN)
-        wide_WN.view(*scales_WG.shape, SCALED).mul_(_values_of(scales_WG)[..., None])
-        if not is_whole:
-            wide_WN = wide_WN[:, start - whole.start :][:, :numel]
-            out_N.copy_(wide_WN.reshape(-1)[: len(out_N)])
+        widen_groups(codes_WN, scales_WG, out_N, start, numel)
