@@ -3,8 +3,10 @@
 Without a GPU, kernels that are asked for by name run in Triton's interpreter.
 """
 
+import importlib
 import os
 import signal
+from contextlib import suppress
 
 # Of what is started here too. Tests are many processes that compute little: threads only fight, and
 # a pool of compilers for each process takes longer to start than what there is to compile.
@@ -18,6 +20,8 @@ from moetrain.config import Config
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    with suppress(ModuleNotFoundError):  # there is no Triton
+        importlib.import_module("quick_interpreter")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started behind a shell's "&": what tests start would inherit it, and ignore their Ctrl-C.

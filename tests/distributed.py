@@ -38,7 +38,7 @@ PRELOAD = [
     "moetrain.rl.trainer",
 ]
 if torch.version.cuda is None:  # else a backward begins threads for GPUs, which no fork survives
-    PRELOAD += ["torch._inductor.compile_fx", "compiled_once"]
+    PRELOAD += ["torch._inductor.compile_fx", "compiled_once", "quick_interpreter"]
 
 
 def spawn(

