@@ -4,7 +4,8 @@ A kernel that waits for another GPU holds a multiprocessor for as long, and what
 goes on with one less: a grouped product, which begins one program on each, takes until that one is
 free. These are done by what feeds the GPU its work, so that waiting takes nothing from anybody.
 
-Nothing times out here: a rank that died leaves the others waiting until who started them ends them.
+Nothing times out here: a rank that died leaves the others waiting until who started them ends them,
+or, where nobody did, NCCL's monitor: minutes after its timeout, by SIGABRT.
 
 Method: CUDA's stream memory operations (the driver's cuStreamWriteValue32, cuStreamWaitValue32).
 """
