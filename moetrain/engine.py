@@ -54,7 +54,12 @@ from moetrain.optim import (
     load_optimizer_state,
     optimizer_parts,
 )
-from moetrain.parallel.apply import load_whole_state, place_model, static_transport
+from moetrain.parallel.apply import (
+    load_whole_state,
+    place_model,
+    resharded_blocks,
+    static_transport,
+)
 from moetrain.parallel.copy_engines import is_wanted
 from moetrain.parallel.frozen import fingerprint
 from moetrain.parallel.layout import Part, Region
@@ -393,16 +398,26 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
     rank, size = 0, 1
     if launched is not None and launched.on_machine is not None:
         rank, size = launched.local_rank, launched.on_machine
-    is_near = world.dims.sharding_ranks <= size
-    place = Place(
-        device,
-        compute_dtype(config, device),
-        world.meshes.sharding,
-        copies=is_near and is_wanted(config.parallel, device.type),
-        micro_batches=config.train.micro_batches(world.dims.data_ranks),
-    )
     try:
+        place = rehearsal_place(config, arch, world)
         launches = launches_of(lambda: rehearse(config, arch, place))
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
         logger.warning("kernels will be compiled as they are launched: %s", error)
+
+
+def rehearsal_place(config: Config, arch: Architecture, world: World) -> Place:
+    """Where this rank will do its steps, as far as is known before anything is built: ranks that
+    share parameters are taken to reach one another's memory if they are on one machine."""
+    launched, dims = launched_place(), world.dims
+    on_machine = None if launched is None else launched.on_machine
+    is_near = on_machine is None or dims.sharding_ranks <= on_machine
+    copies = is_near and is_wanted(config.parallel, world.device.type)
+    return Place(
+        world.device,
+        compute_dtype(config, world.device),
+        world.meshes.sharding,
+        copies and dims.sharding_ranks > 1,
+        resharded_blocks(config, world.size, arch.num_layers) > 0,
+        config.train.micro_batches(dims.data_ranks),
+    )

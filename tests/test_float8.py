@@ -18,7 +18,7 @@ from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.service import Service
-from moetrain.kernels.mxfp8 import SCALED, quantise_groups
+from moetrain.kernels.mxfp8 import SCALED, quantise_groups, widen_groups
 from moetrain.kernels.quantise import E4M3
 from moetrain.memory import estimate_memory
 from moetrain.models import build_model, load_hf, resolve_architecture, save_hf
@@ -81,6 +81,11 @@ def test_what_is_not_finite_stays_bad():
     found = shard_of(x).read(0, x.shape)
     assert found[: 2 * SCALED].isnan().all()
     assert (found[2 * SCALED :] == 1).all()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    codes, scales = (stored[None].to(device) for stored in quantise_groups(x))
+    wide = torch.empty(len(x), device=device)
+    widen_groups(codes, scales, wide, 0, len(x), "triton")
+    torch.testing.assert_close(wide.cpu(), found, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 7), (3, 100), (5, 64), (1, 1), (2, 3, 96)])
@@ -115,6 +120,7 @@ RUNS = {
         "eager": [],
         "recomputed": ["activation.policy=full"],
         "compiled": ["compile.enabled=yes", "activation.policy=selective"],
+        "kernels": ["kernels.backend=triton"],
         "odd sizes": ["model.hidden_size=24", "model.moe_intermediate_size=40"],
     },
     2: {

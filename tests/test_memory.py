@@ -50,6 +50,7 @@ MEASURED = [
         64.094,
     ),
     ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16", 92.3),
+    ("qwen3-30b-a3b", 1, 2, 1, "lora.rank=16 lora.base_dtype=float8", 66.499),
     ("qwen3-30b-a3b", 1, 4, 1, "lora.rank=16 lora.base_dtype=float8", 92.192),
     ("qwen3-0.6b", 1, 4, 1, "", 28.769),
     ("qwen3-0.6b", 1, 4, 1, "activation.policy=full", 9.79),

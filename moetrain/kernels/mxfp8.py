@@ -2,8 +2,9 @@
 
     scale = 2^k, the least with |x| <= 448 scale in all of the group    code = round(x / scale)
 
-A scale is stored as the byte of its exponent in fp32, 127 + k. What is stored is widened without
-rounding. It is a pass over memory: 1 1/32 bytes are read and those of the wider number written.
+A scale is stored as the byte of its exponent in fp32, 127 + k, k >= -126. What is stored is widened
+without rounding (in bf16 but for numbers below 2^-133). It is a pass over memory: 1 1/32 bytes are
+read and those of the wider number written.
 
 Worked example, groups of 2: of (3, 1000) the scale is 4, since 1000 > 2 x 448, and codes are 0.75
 and 256 (250 is between 240 and 256, and nearer to this): what is stored is (3, 1024).
@@ -59,12 +60,19 @@ def widen_groups(
     """
     ranks, numbers = codes_WN.shape
     is_there = 0 <= start <= start + numel <= numbers and out_N.numel() <= ranks * numel
-    if scales_WG.shape != (ranks, numbers // SCALED) or not is_there or out_N.dim() != 1:
+    are_groups = numbers % SCALED == 0 and scales_WG.shape == (ranks, numbers // SCALED)
+    if not (is_there and are_groups and out_N.dim() == 1):
         raise ValueError(
             f"widen_groups: was given codes {tuple(codes_WN.shape)}, scales "
             f"{tuple(scales_WG.shape)}, numbers {start} to {start + numel} and room for "
             f"{tuple(out_N.shape)}; it takes [W, N], [W, N / {SCALED}], numbers of N and [N]"
         )
+    if (codes_WN.dtype, scales_WG.dtype) != (E4M3, torch.uint8):
+        given = f"codes {codes_WN.dtype} and scales {scales_WG.dtype}"
+        raise ValueError(f"widen_groups: was given {given}; it takes {E4M3} and uint8")
+    if not (codes_WN.stride(1) == scales_WG.stride(1) == out_N.stride(0) == 1):
+        given = f"{codes_WN.stride()}, {scales_WG.stride()} and {out_N.stride()}"
+        raise ValueError(f"widen_groups: was given strides {given}; neighbours must be neighbours")
     if not use_fast(backend, out_N):
         widen_groups_reference(codes_WN, scales_WG, out_N, start, numel)
     elif out_N.numel():
@@ -127,26 +135,33 @@ def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     x_WGS = normal(generator, ranks, groups, SCALED)
     x_WGS[:, ::3] *= torch.logspace(-6, 6, SCALED, device=x_WGS.device)  # subnormal codes
     x_WGS *= torch.logspace(-30, 30, groups, device=x_WGS.device)[:, None]
-    x_WGS[0, groups // 2] = float("inf") if case.get("bad") else 0.0
+    if groups > 1:
+        x_WGS[0, groups // 2] = 0.0
     codes_N, scales_G = quantise_groups(x_WGS.flatten())
-    # Behind one another, as a gather brings them.
-    rows_WB = torch.cat([codes_N.view(torch.uint8).view(ranks, -1), scales_G.view(ranks, -1)], 1)
     start, numel = case.get("start", 0), case.get("numel", groups * SCALED)
     room = case.get("room", ranks * numel)
     return {
-        "bytes_WN": rows_WB[:, : groups * SCALED],
-        "scales_WG": rows_WB[:, groups * SCALED :],
+        "bytes_WN": codes_N.view(torch.uint8).view(ranks, -1),
+        "scales_WG": scales_G.view(ranks, -1),
         "out_N": torch.zeros(room, dtype=dtype, device=x_WGS.device),
         "start": start,
         "numel": numel,
+        "apart": case.get("apart", False),
     }
 
 
-def _widened(backend: Backend, bytes_WN, scales_WG, out_N, start, numel) -> torch.Tensor:
+def _widened(
+    backend: Backend, bytes_WN, scales_WG, out_N, start, numel, apart: bool
+) -> torch.Tensor:
     """Without touching its inputs, so that it can run twice on them. Codes come as bytes, with
-    which torch's checks of ops compute."""
+    which torch's checks of ops compute; ``apart``: with scales behind them, as gathers bring
+    them."""
     out_N = torch.empty_like(out_N)
-    widen_groups(bytes_WN.view(E4M3), scales_WG, out_N, start, numel, backend)
+    if apart:
+        rows_WB = torch.cat([bytes_WN, scales_WG], 1)
+        bytes_WN, scales_WG = rows_WB.split([bytes_WN.shape[1], scales_WG.shape[1]], 1)
+    codes_WN = bytes_WN if bytes_WN.dtype != torch.uint8 else bytes_WN.view(E4M3)
+    widen_groups(codes_WN, scales_WG, out_N, start, numel, backend)
     return out_N
 
 
@@ -159,8 +174,9 @@ SPECS = (
         cases=(
             {"W": 2, "G": 7},
             {"W": 1, "G": 1, "numel": 1},
-            {"W": 3, "G": 130, "start": 64, "numel": 4000, "room": 11_001},
-            {"W": 2, "G": 9, "start": 37, "numel": 90, "room": 91},
+            {"W": 3, "G": 130, "start": 64, "numel": 4000, "room": 11_001, "apart": True},
+            {"W": 2, "G": 150, "start": 37, "numel": 4603, "room": 9000, "apart": True},
+            {"W": 2, "G": 9, "start": 37, "numel": 90, "room": 91, "apart": True},
             {"W": 2, "G": 3, "start": 32, "numel": 0},
         ),
         benches=(
@@ -175,8 +191,11 @@ SPECS = (
         ops=(_widen_groups,),
         bad_inputs={
             "numbers 0 to 300": lambda i: i | {"numel": 300},
-            "room for": lambda i: i | {"out_N": torch.zeros(449)},
-            "scales": lambda i: i | {"scales_WG": i["scales_WG"][:, 1:]},
+            r"room for \(449,\)": lambda i: i | {"out_N": torch.zeros(449)},
+            r"scales \(2, 6\)": lambda i: i | {"scales_WG": i["scales_WG"][:, 1:]},
+            "codes torch.int8": lambda i: i | {"bytes_WN": i["bytes_WN"].view(torch.int8)},
+            "scales torch.int32": lambda i: i | {"scales_WG": i["scales_WG"].int()},
+            "given strides": lambda i: i | {"scales_WG": i["scales_WG"].T.contiguous().T},
         },
     ),
 )

@@ -1,20 +1,22 @@
 """A step without a device: which kernels it will launch (:mod:`moetrain.kernels.ahead`).
 
-Left out on purpose: what dispatch launches, and the few kernels that are compiled for a tensor
-parallel rank's part of the heads.
+Left out on purpose: what dispatch launches (indices among a rank's own experts too), and the few
+kernels that are compiled for a tensor parallel rank's part of the heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.config import Config, ParallelSection
+from moetrain.config import Config
 from moetrain.kernels import adamw, sum_chunks
 from moetrain.kernels.adamw import BLOCK, Settings
+from moetrain.kernels.mxfp8 import SCALED, widen_groups
+from moetrain.kernels.quantise import E4M3
 from moetrain.kernels.reduction import num_blocks
 from moetrain.models.architecture import Architecture
 from moetrain.models.planned import plan_model
@@ -32,6 +34,9 @@ class Place(NamedTuple):
     """How many ranks shard parameters, and which of them this one is, in every group that does."""
     copies: bool = False
     """Whether gradients travel among them by copy engines."""
+    takes_turns: bool = False
+    """Whether blocks' parameters are gathered in turns: then no update writes what is gathered, but
+    for peers to copy."""
     micro_batches: int = 1
     """Of a step."""
 
@@ -46,6 +51,11 @@ def rehearse(config: Config, arch: Architecture, place: Place) -> None:
     _rehearse_micro_batch(config, model, rules, place)
     for dtype in {rule.gather or place.dtype for rule in rules.values() if rule.trainable}:
         _rehearse_update(config, dtype, place)
+    for dtype in {rule.gather or place.dtype for rule in rules.values() if rule.is_narrow}:
+        codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=place.device)
+        scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=place.device)
+        out_N = torch.empty(SCALED * BLOCK, dtype=dtype, device=place.device)
+        widen_groups(codes_WN, scales_WG, out_N, 0, len(out_N))
 
 
 def _rehearse_micro_batch(
@@ -95,7 +105,7 @@ def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
         sum_chunks(master_N[None], out_N=cast_N)
     gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
     for ranks, rank in place.groups:
-        _rehearse_sums(config.parallel, gradient_N, dtype, ranks, rank, place)
+        _rehearse_sums(config, gradient_N, dtype, ranks, rank, place)
     avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
     decays_B = empty(size // BLOCK, dtype=torch.uint8)
     is_narrow = optim.state_dtype == "bfloat16"
@@ -103,10 +113,12 @@ def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
     settings = Settings(optim.beta1, optim.beta2, optim.eps, config.train.seed)
     tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
     adamw(*tensors, decays_B, settings, origins_B, cast_N)
+    if cast_N is not None and place.takes_turns and not place.copies:
+        adamw(*tensors, decays_B, settings, origins_B, None)
 
 
 def _rehearse_sums(
-    parallel: ParallelSection,
+    config: Config,
     gradient_N: torch.Tensor,
     dtype: torch.dtype,
     ranks: int,
@@ -114,15 +126,20 @@ def _rehearse_sums(
     place: Place,
 ) -> None:
     """Of gradients that rank ``rank`` of ``ranks`` gets in ``dtype``."""
-    size, device, own = len(gradient_N), place.device, {}
-    if parallel.reduce != "fp32_accum":
-        dtype = torch.float32 if parallel.reduce == "fp32" and ranks > 1 else dtype
+    size, device, mode = len(gradient_N), place.device, config.parallel.reduce
+    is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
+    accumulates = place.micro_batches > 1 and not is_kept_back
+    if mode != "fp32_accum":
+        dtype = torch.float32 if mode == "fp32" and ranks > 1 else dtype
         ranks = 1  # a library has added them up
     chunks_RN = torch.empty(ranks, size, dtype=dtype, device=device)
+    ways: list[dict[str, Any]] = []
     if place.copies and ranks > 1:
-        own = {"own_N": chunks_RN[rank], "own": rank}
+        ways.append({"own_N": chunks_RN[rank], "own": rank})
+    if not ways or config.optim.offload_fraction:  # what the host keeps travels by collectives
+        ways.append({})
     squares_B = torch.empty(num_blocks(size), device=device)
-    accumulates = place.micro_batches > 1 and parallel.reduce_at == "each"
-    for accumulate in (False, True)[: 1 + accumulates]:
-        how = {"accumulate": accumulate, "squares_B": squares_B}
-        sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)
+    for own in ways:
+        for accumulate in (False, True)[: 1 + accumulates]:
+            how = {"accumulate": accumulate, "squares_B": squares_B}
+            sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)

@@ -5,7 +5,7 @@ goes on with one less: a grouped product, which begins one program on each, take
 free. These are done by what feeds the GPU its work, so that waiting takes nothing from anybody.
 
 Nothing times out here: a rank that died leaves the others waiting until who started them ends them,
-or, where nobody did, NCCL's monitor: minutes after its timeout, by SIGABRT.
+or, where nobody did, torch's monitor of NCCL: some time after its timeout, by SIGABRT.
 
 Method: CUDA's stream memory operations (the driver's cuStreamWriteValue32, cuStreamWaitValue32).
 """
