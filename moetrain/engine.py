@@ -412,12 +412,11 @@ def rehearsal_place(config: Config, arch: Architecture, world: World) -> Place:
     launched, dims = launched_place(), world.dims
     on_machine = None if launched is None else launched.on_machine
     is_near = on_machine is None or dims.sharding_ranks <= on_machine
-    copies = is_near and is_wanted(config.parallel, world.device.type)
     return Place(
         world.device,
         compute_dtype(config, world.device),
         world.meshes.sharding,
-        copies and dims.sharding_ranks > 1,
-        resharded_blocks(config, world.size, arch.num_layers) > 0,
-        config.train.micro_batches(dims.data_ranks),
+        copies=is_near and is_wanted(config.parallel, world.device.type),
+        takes_turns=resharded_blocks(config, world.size, arch.num_layers) > 0,
+        micro_batches=config.train.micro_batches(dims.data_ranks),
     )

@@ -30,14 +30,14 @@ class Place(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     """The compute dtype."""
-    groups: frozenset[tuple[int, int]] = frozenset({(1, 0)})
+    groups: frozenset[tuple[int, int]]
     """How many ranks shard parameters, and which of them this one is, in every group that does."""
-    copies: bool = False
+    copies: bool
     """Whether gradients travel among them by copy engines."""
-    takes_turns: bool = False
-    """Whether blocks' parameters are gathered in turns: then no update writes what is gathered, but
-    for peers to copy."""
-    micro_batches: int = 1
+    takes_turns: bool
+    """Whether blocks' parameters are gathered in turns: then updates of those that no peer copies
+    write masters alone."""
+    micro_batches: int
     """Of a step."""
 
 
@@ -113,7 +113,7 @@ def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
     settings = Settings(optim.beta1, optim.beta2, optim.eps, config.train.seed)
     tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
     adamw(*tensors, decays_B, settings, origins_B, cast_N)
-    if cast_N is not None and place.takes_turns and not place.copies:
+    if cast_N is not None and place.takes_turns:
         adamw(*tensors, decays_B, settings, origins_B, None)
 
 
