@@ -26,9 +26,12 @@ def is_traced() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
 
 
-def annotate(name: str) -> AbstractContextManager[Any]:
-    """Meanwhile, in a trace, is ``name``."""
-    return record_function(name) if is_traced() else nullcontext()
+def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[Any]:
+    """Label everything inside with ``name`` in profiler traces, and with the MiB of ``moved``."""
+    if not is_traced():
+        return nullcontext()
+    size = f", {sum(x.nbytes for x in moved) / 2**20:.1f} MiB" if moved else ""
+    return record_function(name + size)
 
 
 def annotated(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

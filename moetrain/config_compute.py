@@ -173,8 +173,16 @@ class CompileSection(Section):
     run a block ahead as asynchronous collectives, which cannot be traced. It also compiles longer
     with every layer (16, aot_eager on a CPU: 15 s; blocks share one graph: 1 s)."""
 
-    enabled: bool = False
-    """Compile every transformer block with fullgraph=True (on a CPU this needs a C++ compiler)."""
+    enabled: bool | Literal["auto"] = "auto"
+    """Compile every transformer block with fullgraph=True. auto: on CUDA, unless the schedule of
+    parallel.pp_schedule splits the backward, which compiled blocks do not allow. On a CPU yes needs
+    a C++ compiler."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are compiled, once :func:`moetrain.preflight.resolve_run` decided auto."""
+        assert self.enabled != "auto"
+        return self.enabled
 
 
 class ActivationSection(Section):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, let_idle_threads_sleep
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_command(work: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
     """``work(argv)``; the exit code, and one line on standard error for a ConfigError."""
+    let_idle_threads_sleep()
     try:
         work(argv)
     except ConfigError as error:

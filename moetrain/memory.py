@@ -134,7 +134,7 @@ def sizes_of_ranks(
 ) -> Iterator[Sizes]:
     """The numbers of every pipeline rank; arguments as those of :func:`estimate_memory`."""
     tokens = config.train.micro_batch_size * config.data.seq_len
-    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.enabled)
+    share = Share(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
     plan = plan_stages(config, arch)
     model, rules = plan_model(config, arch, dtype)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -32,6 +32,7 @@ from moetrain.models import Architecture, compute_dtype, resolve_architecture
 from moetrain.models.rules import ROUTER
 from moetrain.parallel.choose_ep import costs, describe
 from moetrain.parallel.deepep import why_not_here
+from moetrain.parallel.pipeline.stages import SPLIT
 from moetrain.parallel.processes import num_processes
 from moetrain.parallel.world import plan_world
 
@@ -89,6 +90,10 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     _check_widths(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
+    if config.compile.enabled == "auto":
+        splits = config.parallel.pp > 1 and config.parallel.pp_schedule in SPLIT
+        is_on = runs_on_cuda(config) and not splits
+        config = config.filled({"compile.enabled": is_on}, "auto, by the device and the schedule")
     if config.parallel.ep == AUTO:
         config = _with_expert_ranks(config, arch)
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
@@ -104,6 +109,12 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     return config, arch
 
 
+def runs_on_cuda(config: Config) -> bool:
+    """Whether ``train.device`` means a GPU on this machine."""
+    device = config.train.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
 def _with_expert_ranks(config: Config, arch: Architecture) -> Config:
     """``parallel.ep`` auto: the fastest that the devices, where they are here, have room for."""
     place = launched_place()
@@ -113,9 +124,9 @@ def _with_expert_ranks(config: Config, arch: Architecture) -> Config:
     ranks = p.dp_shard * p.cp * p.tp if p.dp_shard > 0 else size // (p.dp_replicate * p.pp)
     # Experts are gathered, and tokens sent, within a machine: what is further was not measured.
     found = costs(config, arch, min(max(1, ranks), here))
-    device = torch.device("cuda" if config.train.device != "cpu" else "cpu")
     chosen = found[0]
-    if torch.cuda.is_available() and device.type == "cuda":
+    if torch.cuda.is_available() and runs_on_cuda(config):
+        device = torch.device("cuda")
         capacity, dtype = device_capacity(device), compute_dtype(config, device)
         for cost in found:
             tried = config.filled({"parallel.ep": cost.ep}, "auto")
@@ -326,13 +337,13 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
 
 def _check_compilers(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
-        uses = "compile.enabled" if config.compile.enabled else "kernels.backend"
-        triton = config.compile.enabled or config.kernels.backend != "reference"
+        uses = "compile.enabled" if config.compile.is_on else "kernels.backend"
+        triton = config.compile.is_on or config.kernels.backend != "reference"
         if triton and c_compiler() is None:
             raise ConfigError(
                 uses, "Triton needs a C compiler on this machine; install gcc, or name one in CC"
             )
-    elif config.compile.enabled:
+    elif config.compile.is_on:
         from torch._inductor.cpp_builder import get_cpp_compiler  # a second to import
         from torch._inductor.exc import InvalidCxxCompiler
 

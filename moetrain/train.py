@@ -29,6 +29,7 @@ from moetrain.config import (
     Recipes,
     RunFailed,
     launched_place,
+    let_idle_threads_sleep,
 )
 from moetrain.config_help import format_help
 from moetrain.rank import pass_gate
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
 
     A process that a launcher started as one of several does not return from an error: it exits.
     """
+    let_idle_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
         print(format_help(program.module, program.recipes))

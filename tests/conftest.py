@@ -76,6 +76,7 @@ def tiny_words(corpus, token_cache, tmp_path):
         "train.eval_rows": 4,
         "train.sample_tokens": 4,
         "train.device": "cpu",
+        "compile.enabled": "no",
         "optim.warmup_steps": 2,
         "log.interval": 1,
         "log.tensorboard": "false",

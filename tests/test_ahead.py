@@ -144,6 +144,21 @@ def test_what_has_memory_is_launched_meanwhile():
     assert not found
 
 
+def test_a_rehearsal_executes_no_plan_of_a_library():
+    found = []
+
+    def rehearsal():
+        q, k = (torch.empty(32, heads, 64, device="cuda").bfloat16() for heads in (4, 2))
+        ends = torch.empty(3, device="cuda", dtype=torch.int32)
+        out, lse = torch.ops.moetrain.attention_packed(q, k, k, ends, 16, None, True)
+        saved = (out, q, k, k, out, lse, ends)
+        found.extend(torch.ops.moetrain.attention_packed_backward(*saved, 16, None, False))
+
+    launched = ahead.launches_of(rehearsal)
+    assert [kernel.fn.__name__ for kernel in launched] == ["_attend_kernel"]
+    assert [tuple(x.shape) for x in found] == [(32, 4, 64), (32, 2, 64), (32, 2, 64)]
+
+
 class Kernel:
     """One whose compilation fails, or is told of."""
 

@@ -1,11 +1,15 @@
 """Compiled blocks: one graph each, compiled once for all layers, steps, routings and packings."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from moetrain.config import ActivationSection, KernelsSection, MoeSection
+import moetrain
+from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
 from moetrain.kernels import few_rows
 from moetrain.models import (
     Architecture,
@@ -19,6 +23,7 @@ from moetrain.models import (
     update_router_bias,
 )
 from moetrain.models.layers import Linear, linears
+from moetrain.preflight import resolve_run
 
 ROWS, SEQ_LEN = 2, 24
 MOE = make_architecture(
@@ -176,3 +181,29 @@ def test_few_rows_and_many_compile_once():
     for rows in (few_rows.MAX_ROWS + 8, few_rows.MAX_ROWS - 8):
         compiled(torch.randn(rows, 16))
     assert counter.frame_count == 1
+
+
+def test_no_recipe_says_whether_blocks_are_compiled():
+    for file in (Path(moetrain.__file__).parent / "recipes").glob("*.toml"):
+        assert "compile" not in tomllib.loads(file.read_text()), file.name
+
+
+PIPELINE = ["parallel.pp=2", "launch.nproc=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "on_cuda", "is_on"),
+    [
+        ([], False, False),
+        ([], True, True),
+        (["compile.enabled=no"], True, False),
+        (["compile.enabled=yes"], False, True),
+        (["train.device=cpu"], True, False),
+        (PIPELINE, True, True),
+        ([*PIPELINE, "parallel.pp_schedule=zero_bubble"], True, False),
+    ],
+)
+def test_blocks_are_compiled_where_there_is_cuda(words, on_cuda, is_on, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
+    config, _ = resolve_run(Config.load("debug", words, environ={}))
+    assert config.compile.is_on is is_on

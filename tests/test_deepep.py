@@ -8,6 +8,7 @@ import re
 import sys
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -250,8 +251,10 @@ def check_agreement() -> None:
     if dist.get_rank() == 1:
         del sys.modules["deep_ep"]
     assert "not installed" in (why_not(ARCH, group, GPU, BF16) or "")
-    deepep.socket.gethostname = lambda: f"machine-{dist.get_rank()}"
-    assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
+    with patch("socket.gethostname", lambda: f"machine-{dist.get_rank()}"):
+        assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
+    with patch.object(Path, "read_text", lambda _: f"start {dist.get_rank()}"):  # of one image
+        assert "2 machines" in (why_not(ARCH, group, GPU, BF16) or "")
 
 
 def check_choice() -> None:

@@ -44,6 +44,7 @@ WORDS = [
     "data.path=no/such/data",
     "output_dir=/no/such/folder",
     "train.device=cpu",
+    "compile.enabled=no",
     f"train.global_batch_size={ROWS}",
     "moe.aux_loss_coef=0.1",
     "moe.z_loss_coef=0.01",

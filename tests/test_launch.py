@@ -511,3 +511,17 @@ def test_nproc_is_auto_or_positive():
     for bad in ("0", "-2", "some"):
         with pytest.raises(ConfigError):
             Config.load(None, [f"launch.nproc={bad}"], {})
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "debug", "--dry_run"], ["generate", "no-such-model", "--prompt", "x"]]
+)
+@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
+def test_idle_threads_sleep_unless_the_environment_says_otherwise(words, chosen, tmp_path):
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "true"}
+    environment.pop("OMP_WAIT_POLICY", None)
+    if chosen:
+        environment["OMP_WAIT_POLICY"] = chosen
+    command = [sys.executable, "-m", f"moetrain.{words[0]}", *words[1:]]
+    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert f"OMP_WAIT_POLICY = '{chosen or 'PASSIVE'}'" in found.stderr

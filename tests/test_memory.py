@@ -68,6 +68,7 @@ def estimate(recipe, world, micro_batch, accumulated, words, dtype=torch.bfloat1
     sizes = [f"train.micro_batch_size={micro_batch}"]
     sizes += [f"train.global_batch_size={micro_batch * accumulated * world}"]
     sizes += ["parallel.fsdp_transport=nccl"]
+    sizes += ["compile.enabled=yes"] * ("compile.enabled" not in words)
     config = Config.load(recipe, [*sizes, *words.split()], environ={})
     arch = resolve_architecture(config.model)
     dims = ParallelDims.resolve(config.parallel, world, arch)

@@ -34,7 +34,13 @@ def ranges(file):
     with gzip.open(file) as opened:
         events = json.load(opened)["traceEvents"]
     names = (e["name"] for e in events if e.get("cat") == "user_annotation")
-    return Counter(name.split(" unit")[0] for name in names), events
+    return Counter(name.split(" unit")[0].split(",")[0] for name in names), events
+
+
+def sizes(events, name):
+    """The MiB that each range ``name`` says it moves."""
+    labels = (e["name"] for e in events if e.get("name", "").startswith(f"{name}, "))
+    return [float(label.removeprefix(f"{name}, ").removesuffix(" MiB")) for label in labels]
 
 
 def test_a_trace_has_every_part_of_the_steps_asked_for(tiny, tmp_path):
@@ -134,15 +140,24 @@ def test_steps_that_there_are_not(tiny):
 def train_on_ranks(words):
     trainer = fit(Config.load(None, words, environ={}))
     name = f"steps-3-4-rank-{trainer.world.rank}.json.gz"
-    return files(trainer), ranges(trainer.folder / "profile" / name)[0]
+    found, events = ranges(trainer.folder / "profile" / name)
+    return files(trainer), found, sizes(events, "exchange_rows"), sizes(events, "pp_transfer")
 
 
 def test_every_rank_writes_its_own(tiny_words):
-    words = [*tiny_words, *STEPS, "parallel.ep=2", "train.micro_batch_size=1"]
-    (mine, found), (theirs, others) = spawn(2, train_on_ranks, words)
+    words = [*tiny_words, *STEPS, "data.seq_len=256", "model.hidden_size=512"]
+    answers = spawn(2, train_on_ranks, [*words, "parallel.ep=2"])
+    (mine, found, sent, _), (theirs, others, *_) = answers
     assert mine == theirs == [f"steps-3-4-rank-{rank}.json.gz" for rank in range(2)]
     for name in ("layer 1 forward", "layer 1 backward", "fsdp_gather", "fsdp_reduce"):
         assert found[name] == others[name] > 0
+    # Two steps of one micro-batch, two layers: dispatch and combine, forward and backward. Their
+    # 512 tokens of 2 KiB go to one rank or to both.
+    assert len(sent) == 2 * 2 * 4
+    assert max(sent) < 2.1
+    assert sum(sent) / len(sent) > 0.9
+    for *_, moved in spawn(2, train_on_ranks, [*words, "parallel.pp=2", "checkpoint.resume=never"]):
+        assert set(moved) == {1.0}
 
 
 def test_nothing_has_a_name_while_nothing_is_traced():

@@ -393,7 +393,7 @@ class Desk:
         longest = max(len(sample.tokens) for sample in samples) - 1
         length = min(config.data.seq_len, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
         rows = min(config.train.micro_batch_size, -(-len(samples) // ranks))
-        if config.compile.enabled:
+        if config.compile.is_on:
             length, rows = config.data.seq_len, config.train.micro_batch_size
         mine = [samples[i] for i in self._mine(len(samples))]
         batches = pack(mine, length, rows)

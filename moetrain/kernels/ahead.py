@@ -46,6 +46,10 @@ COMPILER = (  # with what it imports when it is first used
     "torch._inductor.codegen.triton",
 )
 
+LIBRARY_OPS = ("moetrain::attention_packed_backward",)
+"""Ops that run a library, which would write to tensors that have no memory. The forward of packed
+attention stays: rehearsals ask for it as ``exact`` alone, which is a kernel of ours."""
+
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments, of which tensors are what Triton takes for one (its MockTensor)."""
 Launches = dict[Any, list[Launch]]
@@ -144,10 +148,10 @@ class _Opened(TorchDispatchMode):
 
 @functools.cache
 def _implementations() -> dict[Any, Callable[..., object]]:
-    """Of our ops, but packed attention's, which is cuDNN's and takes tensors with memory."""
+    """The implementations of our ops, by op, without the one that executes a plan of cuDNN's."""
     from moetrain.kernels import SPECS
 
-    ops = {op for spec in SPECS if spec.name != "attention_packed" for op in spec.ops}
+    ops = {op for spec in SPECS for op in spec.ops if op._qualname not in LIBRARY_OPS}
     return {op._opoverload: op._init_fn for op in ops}
 
 

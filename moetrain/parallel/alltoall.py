@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moetrain.annotate import annotate
 from moetrain.config import Precision
 from moetrain.kernels import Backend, ExpertIndices, expert_indices, permute_tokens, unpermute
 from moetrain.kernels.quantise import E4M3, Quantised, dequantise, quantise_rows
@@ -164,19 +165,21 @@ def _exchange_rows(
     if narrow == "forward":
         rows = [_packed(first), *rows[1:]]
     outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
-    works = [
-        all_to_all_single(
-            out[: sum(received)],
-            given[: sum(sent)],
-            received,
-            sent,
-            group=resolve_group(group),
-            async_op=True,
-        )
-        for out, given in zip(outputs, rows, strict=True)
-    ]
-    for work in works:
-        work.wait()
+    leaving = [given[: sum(sent)] for given in rows]
+    with annotate("exchange_rows", *leaving):
+        works = [
+            all_to_all_single(
+                out[: sum(received)],
+                given,
+                received,
+                sent,
+                group=resolve_group(group),
+                async_op=True,
+            )
+            for out, given in zip(outputs, leaving, strict=True)
+        ]
+        for work in works:
+            work.wait()
     if narrow == "forward":
         outputs[0] = _unpacked(outputs[0], first.dtype)
     return outputs

@@ -188,7 +188,7 @@ def place_model(
     if offload := config.activation.offload:
         ranges, seq_len = stages.plan.ranges, config.data.seq_len
         offload_activations(model, offload, ranges, seq_len, world.device)
-    if config.compile.enabled:
+    if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
 

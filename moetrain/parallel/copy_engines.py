@@ -15,9 +15,7 @@ copy, and tie their offloading to the memory of peers.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,6 +29,7 @@ from moetrain.parallel.collectives import ReduceMode
 from moetrain.parallel.layout import STYLES
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.peers import Copied, Lanes, Peers
+from moetrain.parallel.processes import machine
 
 logger = logging.getLogger("moetrain")
 
@@ -101,7 +100,7 @@ def connect(
     device = engines.device
     if not is_wanted(setting, device.type) or everyone.size() == 1:
         return
-    place: Place = (_machine(), device.index)
+    place: Place = (machine(), device.index)
     places: list[Place] = [place] * everyone.size()
     dist.all_gather_object(places, place, group=everyone)
     travelling = [b for b in buckets if b.group.size() > 1 and not (b.host or b.float8)]
@@ -119,12 +118,6 @@ def connect(
     for bucket in travelling:
         if reasons[bucket.group.group_name] is None:
             engines.carry(bucket, setting.reduce)
-
-
-def _machine() -> str:
-    """This one's name; two that were made from one image share it, but no start."""
-    start = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {start.read_text() if start.exists() else ''}"
 
 
 def peer_bytes(

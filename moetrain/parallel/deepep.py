@@ -26,7 +26,6 @@ token, S tokens received, R rows of the local experts, D width.
 """
 
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
@@ -47,6 +46,7 @@ from moetrain.parallel.deepep_ops import (
     load_deep_ep,
 )
 from moetrain.parallel.expert import Received, Transport, count_local_experts
+from moetrain.parallel.processes import machine
 
 logger = logging.getLogger("moetrain")
 
@@ -233,7 +233,7 @@ def why_not(
 
     Every rank of the group gets the same answer, whichever of them cannot.
     """
-    mine = (socket.gethostname(), why_not_here(arch, group.size(), device, dtype, precision))
+    mine = (machine(), why_not_here(arch, group.size(), device, dtype, precision))
     ranks: list[tuple[str, str | None]] = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     hosts = {host for host, _ in ranks}

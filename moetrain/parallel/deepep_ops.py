@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from moetrain.annotate import annotate
 from moetrain.kernels.quantise import Quantised, dequantise, quantise_rows
 from moetrain.kernels.saving import worth_saving
 
@@ -182,7 +183,7 @@ def deepep_dispatch(
     nothing: its shape is how R comes out of an op.
     """
     tokens_W, slots_E, is_sent_TW = send
-    with connection(group, x_TD.shape[1], num_sms) as found:
+    with annotate("deepep send", x_TD), connection(group, x_TD.shape[1], num_sms) as found:
         x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
             _narrowed(x_TD, is_narrow),
             topk_idx=ids_TK.to(found.ids_dtype),
@@ -272,7 +273,7 @@ def _combine_backward(
     d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
 ) -> torch.Tensor:
     sent, how = _narrowed(d_y_TD, is_narrow), {"handle": tuple(handle)}
-    with connection(group, d_y_TD.shape[1], num_sms) as found:
+    with annotate("deepep send", d_y_TD), connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, **how, config=found.dispatch_config)[0]
     return _widened(d_y_SD, d_y_TD.dtype)
 
@@ -292,7 +293,7 @@ def _sum_at_source(
     *others, send_head_TW = handle
     # The package rewrites send_head in place: autograd still has it.
     handle = (*others, send_head_TW.clone())
-    with connection(group, x_SD.shape[1], num_sms) as found:
+    with annotate("deepep sum", x_SD), connection(group, x_SD.shape[1], num_sms) as found:
         config = found.combine_config
         return found.buffer.combine(x_SD, handle, topk_weights=weights_SK, config=config)[:2]
 

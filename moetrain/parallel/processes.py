@@ -1,6 +1,10 @@
-"""How many processes a run has on this machine. Imports torch alone: a launcher begins with it."""
+"""This machine, and how many processes a run has on it. Imports torch alone: a launcher begins with
+it."""
 
 from __future__ import annotations
+
+import socket
+from pathlib import Path
 
 import torch
 
@@ -20,3 +24,10 @@ def num_processes(config: Config) -> int:
     if not on_cpu and nproc > max(1, gpus):
         raise ConfigError("launch.nproc", f"{nproc} processes, and this machine has {gpus} GPUs")
     return nproc
+
+
+def machine() -> str:
+    """This machine's host name and the start of its kernel: machines made from one image may share
+    the name, but not the start."""
+    start = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {start.read_text().strip() if start.exists() else ''}"

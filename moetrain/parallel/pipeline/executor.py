@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moetrain.annotate import annotate
 from moetrain.config import Config
 from moetrain.models import RoutingStats, Transformer
 from moetrain.models.moe import RouterStats
@@ -315,7 +316,8 @@ class _Pass:
                 arriving.append((made, receiver))
             group = self.stages.group
             ops += [dist.P2POp(op, x, group=group, group_peer=peer) for x in tensors]
-        works = dist.batch_isend_irecv(ops)
+        with annotate("pp_transfer", *(op.tensor for op in ops)):
+            works = dist.batch_isend_irecv(ops)
         self.works.update((key, works) for key in arriving)
         self.sent.append((works, sent))
         # The longest way from a sending to an answer to it goes over all ranks and back.

@@ -121,7 +121,7 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
             f"'static' does not work with parallel.pp {dims.pp}: a step cannot be done again over "
             "stages; use exact",
         )
-    is_whole = not config.compile.enabled and config.activation.policy == "none"
+    is_whole = not config.compile.is_on and config.activation.policy == "none"
     if parallel.pp_schedule in SPLIT and not is_whole:
         raise ConfigError(
             "parallel.pp_schedule",
@@ -211,7 +211,7 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
 def _costs(config: Config, arch: Architecture) -> list[float]:
     """Seconds a token of every block, and of the head: forward and backward of one micro-batch."""
     tokens = config.train.micro_batch_size * config.data.seq_len
-    share = Share(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.enabled)
+    share = Share(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
 
     def seconds(products: float, numbers: float) -> float:
         flops = 6 * products / share.tp
