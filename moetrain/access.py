@@ -65,9 +65,18 @@ class Access:
         if missing:
             problem = f"{' and '.join(missing)} is not installed; pip install 'moetrain[serve]'"
             raise self._error("port", f"{self.port}, but {problem}")
-        if self.auth == "none" and self.token_file is not None:
-            problem = f"contradicts {self.section}auth 'none'; unset one"
-            raise self._error("token_file", f"{self.token_file!r} {problem}")
+        if self.is_open and self.token_file is not None:
+            problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
+            if self.auth == "auto":
+                problem += f", which asks for no token at {self.section}host {self.host!r}"
+            raise self._error(
+                "token_file", f"{problem}; unset one, or set {self.section}auth token"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody who can connect is served."""
+        return self.auth == "none" or (self.auth == "auto" and is_loopback(self.host))
 
     def token(self) -> str | None:
         """What who is served must send; None: nothing.
@@ -75,7 +84,7 @@ class Access:
         Raises:
             ConfigError: the file that holds it cannot be read, or holds nothing.
         """
-        if self.auth == "none" or (self.auth == "auto" and is_loopback(self.host)):
+        if self.is_open:
             return None
         path = Path(self.token_file or self.own_file)
         try:

@@ -15,16 +15,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
 from pydantic import PrivateAttr, ValidationError, field_validator
 
 from moetrain.config_compute import (
-    AUTO,
     ActivationSection,
-    AttentionName,
     CompileSection,
     KernelsSection,
     MoeSection,
@@ -33,6 +31,7 @@ from moetrain.config_compute import (
 from moetrain.config_compute import Precision as Precision
 from moetrain.config_compute import SavedName as SavedName
 from moetrain.config_jobs import JobsSection
+from moetrain.config_needs import unmet
 from moetrain.config_rl import RlSection
 from moetrain.config_sections import (
     CheckpointSection,
@@ -139,6 +138,8 @@ class Config(Section):
         overrides: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         recipes: Recipes = TRAIN_RECIPES,
+        *,
+        once: bool = False,
     ) -> Config:
         """The validated config of one run.
 
@@ -148,7 +149,9 @@ class Config(Section):
                 all other sources: ``sft`` where the data is jsonl (``data.source`` says so, or the
                 end of ``data.path``), else ``continue``.
             recipes: those that another command has in their place.
-            overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``.
+            overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``; of
+                a setting that comes twice the last value counts, unless ``once``.
+            once: a setting that comes twice is an error, as a person's slip would be.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
 
         Raises:
@@ -159,14 +162,15 @@ class Config(Section):
         layers = [] if source is None else [read_source(source, settings)]
         layers += [
             Layer("environment", cls._typed(environment)),
-            Layer("command line", cls._typed(read_cli(overrides, settings))),
+            Layer("command line", cls._typed(read_cli(overrides, settings, once=once))),
         ]
         recipe, why = _recipe_under(layers, source, recipes)
         if recipe is not None:
             layers.insert(0, read_source(recipe, settings))
         config = cls._of(*merge(layers, ALTERNATIVES))
         config._recipe = why
-        config._check_contradictions()
+        config.check()
+        config = config.fitting()
         if config.is_set("output_dir"):
             return config
         return config.filled({"output_dir": f"outputs/{_name_of_run(config)}"}, "model and data")
@@ -207,7 +211,26 @@ class Config(Section):
         layers = [Layer("", mine, is_users=False), read_source(source, _settings())]
         values, origins = merge(layers, ALTERNATIVES)
         config = self._of(values, {name: origin for name, origin in origins.items() if origin})
-        config._check_contradictions()
+        config.check()
+        return config.fitting()
+
+    def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
+        """Return a copy in which no setting is without effect (:mod:`moetrain.config_needs`).
+
+        What only a recipe proposes, or what lies under a job's file, goes back to its default.
+
+        Args:
+            facts: those that are known, each with the reason why it does not hold; None: it does.
+
+        Raises:
+            ConfigError: a setting that a user gave has no effect.
+        """
+        default, config = dict(leaves(Config().model_dump())), self
+        while found := next(unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
+            name, why = found
+            if not self._origins.get(name, "recipe ").startswith("recipe "):
+                raise ConfigError(name, why)
+            config = config.filled({name: default[name]}, f"as {why}")
         return config
 
     @property
@@ -229,7 +252,8 @@ class Config(Section):
         ]
         return "\n".join([self._recipe] * bool(self._recipe) + (rows or ["  (all defaults)"]))
 
-    def _check_contradictions(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other."""
         m, t = self.model, self.train
         if m.path is not None and m.overrides():
             key, value = next(iter(m.overrides().items()))
@@ -246,17 +270,6 @@ class Config(Section):
             raise ConfigError(
                 "data.path", f"not set, and data.source {self.data.source!r} needs it"
             )
-        default = dict(leaves(Config().model_dump()))
-        values = dict(leaves(self.model_dump()))
-        for name, other, fitting in _ONLY_WITH:
-            if self._origins.get(name, "").startswith("recipe "):
-                continue  # made for the recipe's other settings, which a user may change
-            if values[name] != default[name] and values[other] not in fitting:
-                value = values[name]
-                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-                raise ConfigError(
-                    name, f"{shown!r} contradicts {other} {values[other]!r}; unset one"
-                )
         self.rl.check()
         self.checkpoint.check()
         self.optim.check()
@@ -270,61 +283,6 @@ class Config(Section):
                 "blocks leave what they keep to be sent; set compile.enabled yes, or "
                 "activation.policy none",
             )
-        ep = self.parallel.ep
-        how = self.moe.dispatcher
-        if ep != AUTO and ((how == "local") if ep > 1 else (how in ("alltoall", "deepep"))):
-            raise ConfigError("moe.dispatcher", f"{how!r} contradicts parallel.ep {ep}; use auto")
-
-
-_SOME, _SEVERAL = range(1, 2**63), range(2, 2**63)
-_SENT = {AUTO, *range(2, 2**12)}
-"""Of parallel.ep: tokens are, or may be, sent."""
-# A setting that changes nothing, unless another is one of these.
-_ONLY_WITH: tuple[tuple[str, str, Container[Any]], ...] = (
-    ("model.init_std", "model.path", {None}),
-    ("data.path", "data.source", {"text", "jsonl"}),
-    ("data.eval_path", "data.source", {"text", "jsonl"}),
-    ("data.text_field", "data.source", {"jsonl"}),
-    ("data.chat_template", "data.source", {"jsonl"}),
-    ("data.eval_fraction", "data.eval_path", {None}),
-    ("data.packing", "data.source", {"stdlib", "text", "jsonl"}),
-    ("data.num_documents", "data.source", {"synthetic"}),
-    *((f"lora.{key}", "lora.rank", _SOME) for key in LoraSection.model_fields if key != "rank"),
-    ("lora.init", "lora.path", {None}),
-    ("lora.layout", "lora.save", {True}),
-    ("optim.decay_fraction", "optim.schedule", {"wsd"}),
-    ("activation.save", "activation.policy", {"selective"}),
-    ("activation.offload", "activation.policy", {"none", "selective"}),
-    ("parallel.pp_schedule", "parallel.pp", _SEVERAL),
-    ("parallel.pp_stages", "parallel.pp", _SEVERAL),
-    ("parallel.pp_split", "parallel.pp", _SEVERAL),
-    ("moe.deepep_num_sms", "moe.dispatcher", {"auto", "deepep"}),
-    ("moe.deepep_num_sms", "parallel.ep", _SENT),
-    ("moe.dispatch_mode", "parallel.ep", _SENT),
-    ("moe.static_capacity", "moe.dispatch_mode", {"static"}),
-    # Rows that tensor parallel ranks cut would have other scales; adapters of experts lie between
-    # products; exact promises the bits of generation, which computes in bf16.
-    ("kernels.precision", "parallel.tp", {1}),
-    ("kernels.precision", "lora.rank", {0}),
-    ("kernels.precision", "kernels.attention", set(get_args(AttentionName)) - {"exact"}),
-    ("log.profile_after", "log.profile", _SOME),
-    ("log.profile_as", "log.profile", _SOME),
-    ("checkpoint.hf_dtype", "checkpoint.save_hf", {True}),
-    ("rl.prompts", "rl.env", {"jsonl"}),
-    ("rl.reward", "rl.env", {"jsonl"}),
-    ("rl.dual_clip", "rl.policy", {"clip"}),
-    ("rl.dual_clip", "rl.ratio", {"proximal", "rollout"}),
-    ("rl.clip_low", "rl.ratio", {"proximal", "rollout"}),  # the current one is 1
-    ("rl.clip_high", "rl.ratio", {"proximal", "rollout"}),
-    ("rl.importance_how", "rl.ratio", {"current", "proximal"}),
-    ("rl.importance_how", "rl.importance", {"auto", "token", "sequence"}),
-    ("rl.importance_high", "rl.ratio", {"current", "proximal"}),
-    ("rl.importance_high", "rl.importance", {"auto", "token", "sequence"}),
-    ("rl.importance_low", "rl.importance_how", {"mask"}),
-    ("rl.resample", "rl.advantage", {"dr_grpo", "grpo", "rloo", "reinforce_pp_baseline"}),
-    ("rl.supervised_lr", "rl.supervised_steps", _SOME),
-    ("rl.eval_temperature", "rl.eval_tasks", _SOME),
-)
 
 
 def _recipe_under(

@@ -24,7 +24,7 @@ def format_help(module: str = "moetrain.train", recipes: Recipes = TRAIN_RECIPES
         f"recipes: {', '.join(recipe_names())}",
         f"default: {recipes.default}; with model.path, {with_path}",
         f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
-        "--dry_run prints the resolved config as JSON and exits; --help prints this",
+        "--dry_run prints the resolved config as JSON and whether it fits; --help prints this",
         "A recipe may set other values than the defaults shown here.",
     ]
     for name, field in Config.model_fields.items():

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moetrain.config_sources import ConfigError
+from moetrain.hardware import GpuName
 
 FP32_LEAST, FP32_MOST = 2.0**-126, 2.0**128
 
@@ -372,6 +373,13 @@ class LaunchSection(Section):
     max_restarts: int = Field(default=0, ge=0)
     """Times that a run which failed is started again, from its newest checkpoint, when a process of
     it was killed or has failed. torchrun has a setting of its own: --max-restarts."""
+
+    gpus: int | None = Field(default=None, gt=0)
+    """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
+    or as many as the degrees in parallel multiply to."""
+    gpu: GpuName | None = None
+    """The kind of GPU that --dry_run plans for; unset: this machine's, and where there is none, but
+    launch.gpus or train.device asks for GPUs, h100."""
 
     @field_validator("nproc")
     @classmethod

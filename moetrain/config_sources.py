@@ -123,6 +123,7 @@ def read_env(environ: Mapping[str, str], settings: Mapping[str, bool]) -> dict[s
                 words = variable[len(ENV_PREFIX) :].replace("__", ".")
                 raise ConfigError(variable, f"unknown setting{hint(words, settings, _variable)}")
             name = known[variable.upper()]
+            _check_once(name, values, text, "in the environment")
             values[name] = _value(text, settings[name])
     return values
 
@@ -131,8 +132,22 @@ def _variable(name: str) -> str:
     return ENV_PREFIX + name.upper().replace(".", "__")
 
 
-def read_cli(words: Sequence[str], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """``--a.b v``, ``--a.b=v`` or ``a.b=v`` to ``{"a.b": "v"}``; ``settings`` as in read_source."""
+def _check_once(name: str, values: Mapping[str, str | None], text: str, where: str) -> None:
+    if name in values:
+        before = shortened(values[name])
+        problem = f"given twice {where}, as {before} and {shortened(text)}; leave one out"
+        raise ConfigError(name, problem)
+
+
+def read_cli(
+    words: Sequence[str], settings: Mapping[str, bool], *, once: bool = False
+) -> dict[str, Any]:
+    """``--a.b v``, ``--a.b=v`` or ``a.b=v`` to ``{"a.b": "v"}``.
+
+    Args:
+        settings: as in :func:`read_source`.
+        once: a setting may not come twice; else its last value counts.
+    """
     values, rest = {}, list(words)
     while rest:
         word = rest.pop(0)
@@ -150,6 +165,8 @@ def read_cli(words: Sequence[str], settings: Mapping[str, bool]) -> dict[str, An
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(key, "has no value on the command line")
             text = rest.pop(0)
+        if once:
+            _check_once(key, values, text, "on the command line")
         values[key] = _value(text, settings[key])
     return values
 

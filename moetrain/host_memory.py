@@ -30,7 +30,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.memory import GIB, sizes_of_ranks
 from moetrain.models import Architecture, compute_dtype
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.world import World, planned_dims
+from moetrain.parallel.processes import planned_machine
+from moetrain.parallel.world import World, plan_world
 
 logger = logging.getLogger("moetrain")
 
@@ -79,8 +80,9 @@ def plan_host(config: Config, arch: Architecture) -> str:
     Raises:
         ConfigError: the degrees do not fit the model or the number of processes.
     """
-    dims, device = planned_dims(config, arch), "cpu" if config.train.device == "cpu" else "cuda"
-    of_stages = host_takes(config, arch, dims, compute_dtype(config, torch.device(device)))
+    machine = planned_machine(config)
+    dims = plan_world(config, arch, machine.processes)
+    of_stages = host_takes(config, arch, dims, compute_dtype(config, machine.device))
     takes = _sum(one for one in of_stages for _ in range(dims.world_size // dims.pp))
     if not takes:
         return ""

@@ -18,7 +18,6 @@ parallel rank, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,24 +26,19 @@ import torch
 
 from moetrain.config import Config, ConfigError
 from moetrain.config_rl import SleepName
+from moetrain.hardware import GIB
 from moetrain.kernels.vocabulary_chunk import CHUNK_ELEMENTS
-from moetrain.models import Architecture, compute_dtype, plan_model
+from moetrain.models import Architecture, plan_model
 from moetrain.models.parts import FP32, Part, Share
 from moetrain.models.rules import Rule
 from moetrain.parallel.activation_offload import link_bytes
 from moetrain.parallel.apply import resharded_blocks
 from moetrain.parallel.copy_engines import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.pipeline.stages import (
-    activations_in_flight,
-    describe_pipeline,
-    plan_stages,
-)
-from moetrain.parallel.world import device_capacity, planned_dims
+from moetrain.parallel.pipeline.stages import activations_in_flight, plan_stages
 
 MARGIN = 0.1
 """Relative error of the estimate, as measured: a run is refused only if it cannot fit even so."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -207,39 +201,6 @@ def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> N
         f"{config.train.micro_batch_size} {problem}. Lower it, or recompute activations "
         "(activation.policy full)",
     )
-
-
-def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
-    """The estimate in words, for as many devices as the settings speak of; needs none of them.
-
-    A GPU is assumed unless ``train.device`` says cpu.
-
-    Args:
-        generates: the run is one of reinforcement learning. Where its devices are here, what they
-            have decides what ``rl.sleep`` auto means.
-
-    Raises:
-        ConfigError: the degrees do not fit the model or the number of processes; what generates
-            does not fit into the devices that are here.
-    """
-    dims, on_cpu = planned_dims(config, arch), config.train.device == "cpu"
-    device = torch.device("cpu" if on_cpu else "cuda")
-    dtype = compute_dtype(config, device)
-    sleep: SleepName | None = None
-    if generates:
-        capacity = math.inf
-        if on_cpu or torch.cuda.is_available():
-            capacity = device_capacity(device)
-        sleep = least_sleep(config, arch, dims, dtype, capacity)
-        check_memory(estimate_memory(config, arch, dims, dtype, sleep), config, capacity)
-    ranks = estimate_ranks(config, arch, dims, dtype, sleep)
-    found = max(ranks, key=lambda estimate: estimate.total)
-    kind = "cpu" if on_cpu else "GPU"
-    words = f"memory on {dims.world_size} x {kind}, estimated: {found.describe()}"
-    if dims.pp == 1:
-        return words
-    by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
-    return f"{words}\n{describe_pipeline(config, arch, dims)}, GiB {by_rank}"
 
 
 Layer = tuple[Part, ...]

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moetrain.config import Config, LogSection
+from moetrain.hardware import GPUS, kind_of
 from moetrain.models import Architecture, RoutingStats
 from moetrain.parallel.mapped import peak_bytes
 
@@ -28,23 +29,13 @@ UNHEALTHY_LOGS = 20
 """Logged steps in a row in which a layer's routing has to be unhealthy before it is said: the first
 steps of a run are uneven, and so is a single small batch."""
 
-# Dense bf16 peak FLOP/s by the vendor's datasheets, by a part of the device's name.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
-
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    kind = kind_of(torch.cuda.get_device_name(device))
+    return None if kind is None else GPUS[kind].peak_flops
 
 
 def peak_memory_gib(device: torch.device) -> float:

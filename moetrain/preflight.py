@@ -20,20 +20,21 @@ from typing import Any
 
 import torch
 
-from moetrain.config import Config, ConfigError, MoeSection, c_compiler, launched_place
+from moetrain.config import Config, ConfigError, c_compiler, launched_place
 from moetrain.config_compute import AUTO
+from moetrain.config_needs import CUDA, DEEPEP, DRY_RUN, EXPERTS
 from moetrain.config_sources import shortened
 from moetrain.kernels import cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quantise import MULTIPLE
 from moetrain.kernels.scaled_mm import fp8_problem
-from moetrain.memory import device_capacity, estimate_memory
+from moetrain.memory import estimate_memory
 from moetrain.models import Architecture, compute_dtype, resolve_architecture
 from moetrain.models.rules import ROUTER
 from moetrain.parallel.choose_ep import costs, describe
 from moetrain.parallel.deepep import why_not_here
 from moetrain.parallel.pipeline.stages import SPLIT
-from moetrain.parallel.processes import num_processes
+from moetrain.parallel.processes import planned_machine
 from moetrain.parallel.world import plan_world
 
 logger = logging.getLogger("moetrain")
@@ -85,8 +86,9 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
             is for, rows longer than it is made for.
     """
     arch = resolve_architecture(config.model)
-    if not arch.num_experts:
-        _check_no_experts_are_set(config, arch)
+    # A recipe may be made for another model; what a user sets is meant for this one.
+    absent = None if arch.num_experts else f"{arch.family} has no experts"
+    config = config.fitting({EXPERTS: absent})
     _check_widths(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
@@ -110,41 +112,29 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
 
 
 def runs_on_cuda(config: Config) -> bool:
-    """Whether ``train.device`` means a GPU on this machine."""
-    device = config.train.device
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    """Whether ``train.device`` means a GPU, on this machine or on what is planned for."""
+    device, is_planned = config.train.device, (config.launch.gpus or config.launch.gpu) is not None
+    return device == "cuda" or (device == "auto" and (is_planned or torch.cuda.is_available()))
 
 
 def _with_expert_ranks(config: Config, arch: Architecture) -> Config:
-    """``parallel.ep`` auto: the fastest that the devices, where they are here, have room for."""
-    place = launched_place()
-    here = num_processes(config) if place is None else place.on_machine or place.world_size
-    size = here if place is None else place.world_size
-    p = config.parallel
+    """``parallel.ep`` auto: the fastest that the devices have room for."""
+    machine, p = planned_machine(config), config.parallel
+    size = machine.processes
     ranks = p.dp_shard * p.cp * p.tp if p.dp_shard > 0 else size // (p.dp_replicate * p.pp)
+    here = config.filled({"train.device": machine.device.type}, "auto")
     # Experts are gathered, and tokens sent, within a machine: what is further was not measured.
-    found = costs(config, arch, min(max(1, ranks), here))
-    chosen = found[0]
-    if torch.cuda.is_available() and runs_on_cuda(config):
-        device = torch.device("cuda")
-        capacity, dtype = device_capacity(device), compute_dtype(config, device)
-        for cost in found:
-            tried = config.filled({"parallel.ep": cost.ep}, "auto")
-            dims = plan_world(tried, arch, size)
-            if estimate_memory(tried, arch, dims, dtype).total <= capacity:
-                chosen = cost
-                break
-    if place is None:
+    found = costs(here, arch, min(max(1, ranks), machine.on_machine))
+    chosen, dtype = found[0], compute_dtype(config, machine.device)
+    for cost in found:
+        tried = here.filled({"parallel.ep": cost.ep}, "auto")
+        dims = plan_world(tried, arch, size)
+        if estimate_memory(tried, arch, dims, dtype).total <= machine.capacity:
+            chosen = cost
+            break
+    if launched_place() is None:
         logger.info("%s", describe(chosen.ep, found))
     return config.filled({"parallel.ep": chosen.ep}, "auto, by measured rates")
-
-
-def _check_no_experts_are_set(config: Config, arch: Architecture) -> None:
-    """A recipe may be made for another model; what a user sets is meant for this one."""
-    for key, default in MoeSection():
-        name, value = f"moe.{key}", getattr(config.moe, key)
-        if value != default and not config.origins.get(name, "").startswith("recipe "):
-            raise ConfigError(name, f"{value!r}, but {arch.family} has no experts; unset it")
 
 
 def _check_widths(config: Config, arch: Architecture) -> None:
@@ -325,14 +315,23 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
         problem = fp8_problem(device, compute_dtype(config, device))
         if problem is not None:
             raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
-    if config.log.profile_as == "nvtx" and device.type == "cpu":
-        raise ConfigError("log.profile_as", "'nvtx' takes a CUDA device; leave it out")
     _check_compilers(config, device)
-    if config.moe.dispatcher == "deepep":  # said again, for the group, where it is put to use
+    check_effects(config, device)
+    facts: dict[str, str | None] = {DRY_RUN: "this is a run, which takes the machine as it is"}
+    if config.parallel.ep > 1:  # said again, for the group, where it is put to use
         dtype, precision = compute_dtype(config, device), config.kernels.precision
         reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
-        if reason is not None:
-            raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
+        facts |= {DEEPEP: reason and f"DeepEP cannot run: {reason}"}
+    config.fitting(facts)
+
+
+def check_effects(config: Config, device: torch.device) -> None:
+    """Reject what a user has set that has no effect on ``device``, which need not be here.
+
+    Raises:
+        ConfigError: it names the setting and the value.
+    """
+    config.fitting({CUDA: None if device.type == "cuda" else "this run is on a CPU"})
 
 
 def _check_compilers(config: Config, device: torch.device) -> None:

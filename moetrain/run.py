@@ -26,10 +26,11 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.engine import Engine
 from moetrain.host_memory import check_host
-from moetrain.memory import MemoryEstimate, check_memory, device_capacity, estimate_memory
+from moetrain.memory import MemoryEstimate, check_memory, estimate_memory
 from moetrain.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
 from moetrain.models import Architecture, compute_dtype
 from moetrain.parallel.layout import Part
+from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare
 from moetrain.profiling import Profile

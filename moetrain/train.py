@@ -45,7 +45,7 @@ class Program(NamedTuple):
     recipes: Recipes
     foreign: tuple[str, ...] = ()
     """Beginnings of names of settings that it has no use for."""
-    plan: str = "moetrain.memory:plan_memory"
+    plan: str = "moetrain.plan:plan_memory"
     """``MODULE:FUNCTION`` of settings and model, for a dry run: raises ConfigError for what the run
     would refuse, and says how much memory it takes."""
     inspect: str | None = None
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         if place is None or place.rank == 0:
             logging.getLogger("moetrain").setLevel(logging.INFO)
         source, overrides = (words[0], words[1:]) if is_source else (None, words)
-        config = Config.load(source, overrides, recipes=program.recipes)
+        config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
         if dry_run:
             from moetrain.host_memory import plan_host  # imports torch, as all below
@@ -96,8 +96,9 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
 
             config, arch = resolve_run(config)
             estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
-            print(json.dumps(config.to_dict(), indent=2))
-            print(*filter(None, estimates), sep="\n", file=sys.stderr)
+            if place is None or place.rank == 0:
+                print(json.dumps(config.to_dict(), indent=2))
+                print(*filter(None, estimates), sep="\n", file=sys.stderr)
             return 0
         if place is not None:
             return _fit(config, program, place)

@@ -113,8 +113,12 @@ def test_everybody_is_served_where_that_was_asked_for(serve, tmp_path):
 
 
 def test_what_cannot_be_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"^jobs\.token_file: 'x' contradicts jobs\.auth 'none'"):
-        access_to(tmp_path, auth="none", file="x").check()
+    for host, auth in (("127.0.0.1", "auto"), ("localhost", "auto"), ("0.0.0.0", "none")):
+        match = rf"^jobs\.token_file: 'x' contradicts jobs\.auth '{auth}'.*set jobs\.auth token$"
+        with pytest.raises(ConfigError, match=match):
+            access_to(tmp_path, host, auth, file="x").check()
+    for host, auth in (("127.0.0.1", "token"), ("0.0.0.0", "auto")):
+        access_to(tmp_path, host, auth, file="x").check()
     with pytest.raises(ConfigError, match=r"^jobs\.host: 'no such' is no address"):
         access_to(tmp_path, "no such", "none").server(Starlette())
     with (

@@ -249,7 +249,7 @@ def test_the_estimate_knows(capsys, monkeypatch):
     # A block of 65,536 tokens is 9.65 TFLOP: 19.9 M weights of attention, 37.7 M of eight experts,
     # and 16.8 M products of scores and values a token. In the time that takes the link has 1.07 GB.
     assert auto.host / 4 == pytest.approx(1.07e9, rel=0.05)
-    words = "qwen3-30b-a3b --parallel.ep 4 --activation.offload auto --dry_run"
+    words = "qwen3-30b-a3b --launch.gpus 4 --parallel.ep 4 --activation.offload auto --dry_run"
     assert main([*words.split(), "--train.global_batch_size", "8"]) == 0
     assert re.search(r"; activations on the host \d+\.\d", capsys.readouterr().err)
 

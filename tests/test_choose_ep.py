@@ -58,8 +58,9 @@ def test_what_cannot_be_is_not_chosen():
 @pytest.mark.parametrize("word", ["auto", "AUTO", "-1"])
 def test_a_run_has_the_number_and_shows_the_arithmetic(word, capsys, caplog):
     caplog.set_level(logging.INFO, "moetrain")
-    words = ["qwen3-30b-a3b-24l", "--launch.nproc", "4", "--parallel.ep", word, "--dry_run"]
+    words = ["qwen3-30b-a3b-24l", "--launch.gpus", "4", "--parallel.ep", word, "--dry_run"]
     words += ["--train.micro_batch_size", "5", "--train.global_batch_size", "20"]
+    words += ["--launch.gpu", "h200"]
     for extra in (["--moe.dispatcher", "alltoall"], []):
         assert main([*words, *extra, *(f"--{x}" for x in COMMON)]) == 0
         said = caplog.messages[-1]

@@ -287,11 +287,13 @@ def check_choice() -> None:
     cpu = torch.device("cpu")
     assert isinstance(choose(device=cpu), AllToAll)
     assert "all-to-all: it takes CUDA devices" in lines[-1]
-    with pytest.raises(ConfigError, match=r"moe.dispatcher: 'deepep' cannot run: it takes CUDA"):
-        choose("moe.dispatcher=deepep", device=cpu)
-    for dispatcher in ("auto", "alltoall"):
-        with pytest.raises(ConfigError, match=r"moe.dispatch_mode: 'static' takes DeepEP: "):
-            choose("moe.dispatch_mode=static", f"moe.dispatcher={dispatcher}", device=cpu)
+    for name, value in (("dispatcher", "deepep"), ("dispatch_mode", "static")):
+        with pytest.raises(ConfigError, match=f"moe.{name}: '{value}', but DeepEP cannot run: it "):
+            choose(f"moe.{name}={value}", device=cpu)
+    with pytest.raises(ConfigError, match=r"moe.deepep_num_sms: 24, but DeepEP cannot run: it tak"):
+        choose("moe.deepep_num_sms=24", device=cpu)
+    with pytest.raises(ConfigError, match=r"dispatch_mode: 'static' contradicts moe.dispatcher 'a"):
+        choose("moe.dispatch_mode=static", "moe.dispatcher=alltoall", device=cpu)
     disconnect()
 
 

@@ -149,12 +149,12 @@ def test_who_asks_for_nothing_is_not_measured(monkeypatch, tmp_path):
 
 def test_a_dry_run_says_it(capsys, monkeypatch):
     with_room(monkeypatch, 21.4 * GIB)  # it may be that the run is for another machine
-    words = "qwen3-30b-a3b --parallel.ep 4 --optim.offload_fraction 1 --train.global_batch_size 8"
+    words = "qwen3-30b-a3b --launch.gpus 4 --optim.offload_fraction 1 --train.global_batch_size 8"
     assert main([*words.split(), "--dry_run"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["optim"]["offload_fraction"] == 1
     says = r"host memory of 4 processes, estimated: 45\d\.\d GiB: optim\.offload_fraction 45\d\.\d"
-    assert re.fullmatch(f"{says}; this machine has 21.4 GiB", printed.err.splitlines()[1])
+    assert re.fullmatch(f"{says}; this machine has 21.4 GiB", printed.err.splitlines()[2])
 
 
 def problem_with_room(room):

@@ -1,15 +1,19 @@
 """The memory estimate against allocator peaks that were measured, and what is refused by it."""
 
+import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.memory import GIB, check_memory, device_capacity, estimate_memory
+from moetrain.hardware import GIB, GPUS
+from moetrain.memory import check_memory, estimate_memory
 from moetrain.models import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.train import main
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
@@ -155,17 +159,130 @@ def test_this_machine_has_memory():
     ("words", "says"),
     [
         (
-            "qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 16",
-            "1 x GPU.* GiB a device",
+            "qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 16 --launch.gpu h200",
+            r"1 x H200 of 139\.8 GiB \(launch\.nproc, launch\.gpu\).*\nfits: 1\d\d\.\d of .*",
         ),
-        ("qwen3-30b-a3b-24l --launch.nproc 4 --parallel.ep 4", "4 x GPU"),
-        ("qwen3-30b-a3b-24l --parallel.ep 4", "4 x GPU"),
-        ("debug --train.device cpu", "1 x cpu"),
+        (
+            "qwen3-30b-a3b-24l --launch.gpus 4 --parallel.ep 4",
+            r"4 x H100 of 79\.1 GiB \(launch\.gpus; no GPU is here: launch\.gpu names another "
+            r"kind\).*\nmay not fit: .*",
+        ),
+        (
+            "qwen3-30b-a3b-24l --parallel.ep 4 --launch.gpu b200",
+            r"4 x B200 of 178\.3 GiB \(as many as parallel's degrees multiply to, launch\.gpu\).*\n"
+            r"fits: .*",
+        ),
+        ("debug --train.device cuda", r"1 x H100 of .*\nfits: .*"),
+        ("debug", r"1 x CPU of .* no GPU is here: launch\.gpus and launch\.gpu .*\nfits: .*"),
+        ("debug --train.device cpu --launch.nproc 8", r"8 x CPU .*\nfits: 0\.\d of .*"),
     ],
 )
-def test_dry_run_prints_the_estimate_beside_the_settings(words, says, capsys):
-    batch = ["--train.global_batch_size", "16"]
+def test_dry_run_says_for_what_it_plans_and_whether_it_fits(words, says, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    batch = ["--train.global_batch_size", "128"]
     assert main([*words.split(), *batch, "--dry_run"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["train"]["global_batch_size"] == 16
-    assert re.fullmatch(rf"memory on {says}.*: weights .*\n", printed.err)
+    assert json.loads(printed.out)["train"]["global_batch_size"] == 128
+    assert re.fullmatch(rf"memory on {says}\n", printed.err)
+    assert re.search(r"GiB a device: weights ", printed.err)
+
+
+def with_gpus(monkeypatch, count, kind="h200"):
+    """As on a machine with so many of them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {kind.upper()}")
+    here = SimpleNamespace(total_memory=GPUS[kind].memory_gib * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "says"),
+    [
+        ("--launch.nproc auto", 4, "4 x NVIDIA H200 of 139.8 GiB (launch.nproc)"),
+        ("", 4, "1 x NVIDIA H200 of 139.8 GiB (launch.nproc)"),
+        ("--launch.gpu l40s", 4, "1 x L40S of 44.3 GiB (launch.nproc, launch.gpu)"),
+        ("--launch.gpus 16", 4, "16 x NVIDIA H200 of 139.8 GiB (launch.gpus)"),
+        ("--train.device cpu", 4, "1 x CPU of "),
+    ],
+)
+def test_the_machine_that_is_here_is_planned_for(words, gpus, says, monkeypatch):
+    with_gpus(monkeypatch, gpus)
+    assert planned_machine(Config.load("debug", words.split())).describe().startswith(says)
+
+
+def test_a_launchers_processes_are_planned_for_and_one_says_so(monkeypatch, capsys):
+    words = [
+        "qwen3-30b-a3b",
+        "--launch.gpu",
+        "h200",
+        "--parallel.ep",
+        "8",
+        "--train.global_batch_size",
+        "128",
+    ]
+    place = {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for rank in (0, 63):
+        for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank % 8}.items():
+            monkeypatch.setenv(name, str(value))
+        assert main([*words, "--dry_run"]) == 0
+        printed = capsys.readouterr()
+        assert bool(printed.out) == bool(printed.err) == (rank == 0)
+        if rank == 0:
+            assert printed.err.startswith("memory on 64 x H200 of 139.8 GiB (those that the launc")
+            assert "\nfits: " in printed.err
+
+
+def test_a_plan_for_other_numbers_than_are_started_is_refused():
+    with pytest.raises(ConfigError, match=r"^launch\.nproc: 2 contradicts launch\.gpus 8$"):
+        planned_machine(Config.load("debug", ["launch.gpus=8", "launch.nproc=2"]))
+
+
+WITHOUT_ROOM = [
+    (
+        "qwen3-30b-a3b --model.num_layers 6 --train.micro_batch_size 48 --launch.gpu h200",
+        r"^does not fit: 173.6 of 139.8 GiB, give or take 10%; nearest that fits: "
+        r"--train.micro_batch_size 24 \(1\d\d\.\d GiB\), or --launch.gpus \d+ ",
+    ),
+    (
+        "qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8",
+        r"^may not fit: 15\d.*: --parallel.reshard_after_forward yes \(.*, or --launch.gpus 8 ",
+    ),
+    (
+        "qwen3-30b-a3b-24l --launch.gpus 4 --launch.gpu h200 --train.micro_batch_size 8 "
+        "--parallel.ep 4",
+        r"^may not fit: 13\d.*: --activation.offload auto \(.*, or --launch.gpus 8 ",
+    ),
+    (
+        "qwen3-30b-a3b --launch.gpus 4 --launch.gpu h200",
+        r"^does not fit: .*--activation.policy full --optim.offload_fraction 0.25 \(.*, or --laun",
+    ),
+    (
+        "qwen3-30b-a3b --launch.gpu l40s",
+        r"fits: --train.micro_batch_size 1 .*--launch.gpus 16 \([^,]*",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), WITHOUT_ROOM, ids=lambda x: x[:80])
+def test_what_does_not_fit_is_said_with_what_would(words, says, capsys):
+    """And that, asked for, is said to fit."""
+    recipe, *given = [*words.split(), "--train.global_batch_size", "96"]
+
+    def verdict(settings):
+        assert main([recipe, *itertools.chain(*settings.items()), "--dry_run"]) == 0
+        said = capsys.readouterr().err.splitlines()
+        return next(line for line in said if "fit" in line.partition(":")[0])
+
+    settings = dict(zip(given[::2], given[1::2], strict=True))
+    first = verdict(settings)
+    assert re.search(says, first), first
+    for way in first.partition("nearest that fits: ")[2].split(", or "):
+        change, _, size = way.removesuffix(" GiB)").rpartition(" (")
+        change = change.split()
+        again = verdict(settings | dict(zip(change[::2], change[1::2], strict=True)))
+        assert again.startswith(f"fits: {size} of "), (way, again)
+
+
+def test_what_nothing_makes_fit(capsys):
+    assert main(["qwen3-30b-a3b", "--train.device", "cpu", "--dry_run"]) == 0
+    assert re.search(r"\ndoes not fit: .*; nothing tried would\n$", capsys.readouterr().err)

@@ -90,7 +90,7 @@ def test_what_only_a_gpu_or_a_model_refuses(capsys):
     assert run(words) == 2
     assert capsys.readouterr().err.startswith("error: kernels.backend: 'reference' has no gener")
     assert run(["--rl.routing_replay", "true", "--model.preset", "qwen3-0.6b", "--dry_run"]) == 2
-    assert capsys.readouterr().err.startswith("error: rl.routing_replay: true, but qwen3 has no")
+    assert capsys.readouterr().err.startswith("error: rl.routing_replay: True, but qwen3 has no")
 
 
 def test_a_recipe_is_not_at_fault_for_what_a_user_leaves_out(capsys):
@@ -152,7 +152,7 @@ def test_moments_that_are_away_make_room_for_generation():
 def test_a_dry_run_says_what_generation_takes(capsys):
     assert run(["--dry_run", "--train.device", "cpu"]) == 0
     said = capsys.readouterr().err
-    assert re.fullmatch(r"memory on 1 x cpu, .*, generator 0\.\d, cache 0\.\d\n", said)
+    assert re.fullmatch(r"memory on 1 x CPU .*, generator 0\.\d, cache 0\.\d\nfits: .*\n", said)
 
 
 # ---- sleep -------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import nn
 
 import moetrain
 from moetrain.config import Config, ConfigError
-from moetrain.memory import plan_memory
 from moetrain.metrics import read_metrics
 from moetrain.models import PRESETS, Architecture, find_family, register, resolve_architecture
 from moetrain.models.attention import GroupedQueryAttention
@@ -19,6 +18,7 @@ from moetrain.models.family import Family, decoder_plan
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.models.parts import Weight
 from moetrain.models.rules import COLWISE
+from moetrain.plan import plan_memory
 from moetrain.trainer import Trainer
 
 FROZEN = "model.layers.{}.ffn.in.weight"

@@ -46,10 +46,11 @@ from moetrain.jobs.requests import (
 )
 from moetrain.jobs.shared import SharedEngine, copies_of, to_host
 from moetrain.loss import Objective, Pretraining, RouterLosses
-from moetrain.memory import check_memory, device_capacity, estimate_memory
+from moetrain.memory import check_memory, estimate_memory
 from moetrain.models import Architecture, compute_dtype
 from moetrain.models.rules import is_adapter
 from moetrain.parallel.apply import draw_values
+from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run
 from moetrain.rl.learn import gather

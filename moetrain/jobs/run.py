@@ -21,8 +21,8 @@ from moetrain.jobs.desk import Desk
 from moetrain.jobs.files import Course
 from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
-from moetrain.memory import plan_memory
 from moetrain.models import Architecture
+from moetrain.plan import plan_memory
 from moetrain.preflight import resolve_run
 from moetrain.run_control import stop_signals
 

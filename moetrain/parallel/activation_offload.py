@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from moetrain.hardware import BLOCK, HOST_LINK
 from moetrain.models.layers import Context
 from moetrain.models.parts import Part
 from moetrain.models.transformer import CallBlock, Transformer
@@ -46,9 +47,9 @@ PAGES = 16
 """How many are pinned at once."""
 SMALLEST = 2**23
 """Bytes of a storage that is worth a page."""
-BYTES_PER_FLOP = 50e9 / 450e12
-"""What PCIe 5.0 x16 carries, and what an H200 or H100 computes at most in a block, in the same
-time. On what is older links are slower too, but computing is so by more."""
+BYTES_PER_FLOP = HOST_LINK / BLOCK
+"""What the link carries, and what is computed at most in a block, in the same time. On GPUs that
+are older links are slower too, but computing is so by more."""
 
 Offload = float | Literal["auto"]
 

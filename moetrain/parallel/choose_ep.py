@@ -28,14 +28,14 @@ from typing import NamedTuple
 import torch
 
 from moetrain.config import Config, ConfigError
+from moetrain.hardware import EXCHANGE, GATHER, MEMORY, PRODUCTS
 from moetrain.models import Architecture
 from moetrain.parallel.copy_engines import is_wanted
 
 FULLEST = {1: 1.0, 2: 1.1, 4: 1.21, 8: 1.42}
 """Rows of the fullest rank over the mean, by ranks that share the experts, as balancing each layer
 by itself leaves it after 150 steps on text."""
-_PRODUCTS, _MEMORY = 640e12, 4.26e12
-_EXCHANGE, _HOST_WAIT, _GATHER = 300e9, 0.3e-3, 350e9
+_HOST_WAIT = 0.3e-3
 _HINDERS = {True: 0.1, False: 0.3}
 """Of a gather's time, what it costs although products hide it: by copy engines, by collectives."""
 
@@ -93,21 +93,21 @@ def _cost(config: Config, arch: Architecture, ep: int, shards: int) -> Cost:
     forwards, fullest = 2 if full else 1, FULLEST[ep]
     learns = not config.lora.rank
     work = 2 * (forwards + 1 + learns) * tokens
-    products = work * arch.num_experts_per_token * expert / _PRODUCTS
+    products = work * arch.num_experts_per_token * expert / PRODUCTS
     reached = ep * (1 - (1 - 1 / ep) ** arch.num_experts_per_token)
     sent = tokens * reached * (1 - 1 / ep) * 2 * arch.hidden_size
-    exchange = 2 * (forwards + 1) * sent / _EXCHANGE + (ep > 1) * _HOST_WAIT
+    exchange = 2 * (forwards + 1) * sent / EXCHANGE + (ep > 1) * _HOST_WAIT
     gathers = 0 if shards == 1 else 2 if full or config.parallel.reshard_after_forward else 1
     # Each number of what is held: 2 bytes a product, gradients written in 2, read, added to 4 or
     # 2; of a gather written and, by peers, read; of a reduction read, written, and read again.
     kept = getattr(torch, config.optim.gradient_dtype).itemsize
     moved = 2 * (forwards + 1) + (4 + kept) * learns + 4 * gathers + 4 * learns * (shards > 1)
-    travels = 2 * held * (1 - 1 / shards) * (gathers + learns) / _GATHER
+    travels = 2 * held * (1 - 1 / shards) * (gathers + learns) / GATHER
     layer = arch.layers()[arch.moe_layer_indices[0]]
     block = sum(part.products_per_token(config.data.seq_len) for part in layer)
-    hidden = min(travels, work * block / _PRODUCTS)
+    hidden = min(travels, work * block / PRODUCTS)
     exposed = travels - hidden + _HINDERS[is_wanted(config.parallel, "cuda")] * hidden
-    seconds = (products * fullest, exchange * fullest, held * moved / _MEMORY, exposed)
+    seconds = (products * fullest, exchange * fullest, held * moved / MEMORY, exposed)
     return Cost(ep, *(1000 * s for s in seconds))
 
 

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import Config, ConfigError, Precision
+from moetrain.config_needs import DEEPEP
 from moetrain.models import Architecture
 from moetrain.parallel.alltoall import AllToAll
 from moetrain.parallel.deepep_ops import (
@@ -188,10 +189,7 @@ def choose_transport(
     if moe.dispatcher != "alltoall":
         reason = why_not(arch, group, device, dtype, kernels.precision)
     if reason is not None:
-        if moe.dispatcher == "deepep":
-            raise ConfigError("moe.dispatcher", f"'deepep' cannot run: {reason}")
-        if moe.dispatch_mode == "static":
-            raise ConfigError("moe.dispatch_mode", f"'static' takes DeepEP: {reason}")
+        config.fitting({DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
         return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None

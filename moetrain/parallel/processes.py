@@ -1,14 +1,19 @@
-"""This machine, and how many processes a run has on it. Imports torch alone: a launcher begins with
-it."""
+"""How many processes a run has, on what devices: here, or where a dry run plans for.
+
+Imports torch alone: a launcher begins with it.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config, ConfigError, launched_place
+from moetrain.hardware import DEFAULT_GPU, GIB, GPUS, GPUS_A_MACHINE
 
 
 def num_processes(config: Config) -> int:
@@ -31,3 +36,71 @@ def machine() -> str:
     the name, but not the start."""
     start = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {start.read_text().strip() if start.exists() else ''}"
+
+
+def device_capacity(device: torch.device) -> float:
+    """Bytes of memory that ``device`` has in all; a CPU's is the machine's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+class Machine(NamedTuple):
+    """The devices that a run has, one a process, or that it is planned for."""
+
+    name: str
+    """Of a device, for people."""
+    device: torch.device
+    """Its type."""
+    processes: int
+    """Of the run."""
+    on_machine: int
+    """Those of one machine."""
+    capacity: float
+    """Bytes of a process's device; processes on CPUs share their machine's memory."""
+    why: str
+    """Why these, for people."""
+
+    def describe(self) -> str:
+        """``8 x H100 of 79.1 GiB (launch.gpus)``."""
+        return f"{self.processes} x {self.name} of {self.capacity / GIB:.1f} GiB ({self.why})"
+
+
+def planned_machine(config: Config) -> Machine:
+    """What ``config`` is for: ``launch.gpus`` and ``launch.gpu``, where they are set, else this
+    run's processes as a launcher started them or ``launch.nproc`` says, else as many as the degrees
+    of parallelism multiply to.
+
+    Raises:
+        ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
+    """
+    launch, p, place = config.launch, config.parallel, launched_place()
+    gpus, is_asked = torch.cuda.device_count(), (launch.gpus or launch.gpu) is not None
+    on_cpu = config.train.device == "cpu" or not (gpus or is_asked or config.train.device == "cuda")
+    named = max(p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp, p.ep)
+    if launch.gpus is not None:
+        size, why = launch.gpus, "launch.gpus"
+        if launch.nproc not in ("auto", 1, size):
+            raise ConfigError("launch.nproc", f"{launch.nproc} contradicts launch.gpus {size}")
+    elif place is not None:
+        size, why = place.world_size, "those that the launcher started"
+    else:
+        here = num_processes(config) if gpus or on_cpu or launch.nproc == "auto" else launch.nproc
+        size = max(here, named)
+        why = "launch.nproc" if size == here else "as many as parallel's degrees multiply to"
+    if on_cpu:
+        on_machine = size if place is None else place.on_machine or size
+        if not gpus:
+            why += "; no GPU is here: launch.gpus and launch.gpu plan for some"
+        cpu = torch.device("cpu")
+        return Machine("CPU", cpu, size, on_machine, device_capacity(cpu) / on_machine, why)
+    cuda = torch.device("cuda")
+    on_machine = min(size, GPUS_A_MACHINE if launch.gpus or not gpus else gpus)
+    if place is not None and launch.gpus is None:
+        on_machine = place.on_machine or size
+    if launch.gpu is None and gpus:
+        name = torch.cuda.get_device_name(cuda)
+        return Machine(name, cuda, size, on_machine, device_capacity(cuda), why)
+    kind = launch.gpu or DEFAULT_GPU
+    why += ", launch.gpu" if launch.gpu else "; no GPU is here: launch.gpu names another kind"
+    return Machine(kind.upper(), cuda, size, on_machine, GPUS[kind].memory_gib * GIB, why)

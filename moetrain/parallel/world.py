@@ -8,7 +8,6 @@ Left out on purpose: starting processes (:mod:`moetrain.launch`).
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -202,22 +201,6 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
             f"{config.data.seq_len}), which tensor parallel ranks share",
         )
     return dims
-
-
-def planned_dims(config: Config, arch: Architecture) -> ParallelDims:
-    """:func:`plan_world` of as many ranks as the settings speak of, or as this machine has GPUs."""
-    p, nproc = config.parallel, config.launch.nproc
-    named = p.dp_replicate * max(p.dp_shard, 1) * p.tp * p.pp * p.cp
-    return plan_world(
-        config, arch, max(num_processes(config) if nproc == "auto" else nproc, named, p.ep)
-    )
-
-
-def device_capacity(device: torch.device) -> float:
-    """Bytes of memory that ``device`` has in all; a CPU's is the machine's."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _pick_device(config: Config, gpu: int) -> torch.device:

@@ -25,8 +25,9 @@ from moetrain.config import Config, ConfigError
 from moetrain.config_rl import RlSection
 from moetrain.config_sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
-from moetrain.memory import plan_memory
 from moetrain.models import Architecture
+from moetrain.parallel.processes import planned_machine
+from moetrain.plan import plan_memory
 from moetrain.rl.buffer import Tasks
 from moetrain.rl.envs import Demonstrates, Environment, open_environment
 from moetrain.rollout.pages import PAGE_SIZE
@@ -61,9 +62,9 @@ def plan(config: Config, arch: Architecture) -> str:
     """Refuse what a run of ``config`` would refuse; returns the memory it takes, in words.
 
     Raises:
-        ConfigError: as :func:`set_up` and :func:`moetrain.memory.plan_memory`.
+        ConfigError: as :func:`set_up` and :func:`moetrain.plan.plan_memory`.
     """
-    inspect(config, arch)
+    set_up(config, arch, planned_machine(config).device.type)
     return plan_memory(config, arch, generates=True)
 
 

@@ -27,11 +27,12 @@ from moetrain.config_sources import shortened
 from moetrain.engine import Engine
 from moetrain.kernels import cudnn_attention
 from moetrain.loss import Pretraining
-from moetrain.memory import MemoryEstimate, device_capacity, estimate_memory, least_sleep
+from moetrain.memory import MemoryEstimate, estimate_memory, least_sleep
 from moetrain.metrics import plot_curves, routing_health
 from moetrain.models import Architecture, compute_dtype
 from moetrain.optim import learning_rate
 from moetrain.parallel.layout import Part
+from moetrain.parallel.processes import device_capacity
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Window
 from moetrain.rl.collect import Collector

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.hardware import MEMORY, PRODUCTS
 from moetrain.models import Architecture, Transformer, compute_dtype, plan_model
 from moetrain.models.parts import Share
 from moetrain.models.rules import Rule
@@ -36,8 +37,6 @@ from moetrain.parallel.pipeline.simulator import in_flight, run_on_paper
 
 SPLIT = ("zero_bubble", "zbv")
 """Schedules with gradients of weights by themselves."""
-_FLOPS, _BANDWIDTH = 6e14, 4e12
-"""Of one H200, as matrix products and copies reach them; only their ratio matters."""
 _BYTES_MOVED = 16
 """A parameter and micro-batch: read twice in bf16, its gradient written and added up in fp32."""
 PAIRS = ("merged_1f1b",)
@@ -215,7 +214,7 @@ def _costs(config: Config, arch: Architecture) -> list[float]:
 
     def seconds(products: float, numbers: float) -> float:
         flops = 6 * products / share.tp
-        return flops / _FLOPS + _BYTES_MOVED * numbers / share.tokens / _BANDWIDTH
+        return flops / PRODUCTS + _BYTES_MOVED * numbers / share.tokens / MEMORY
 
     found = []
     for parts in arch.layers():

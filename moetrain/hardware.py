@@ -1,0 +1,54 @@
+"""GPUs: what is known of each kind, and the rates that were measured on one of them.
+
+The one table that plans, the choice of ``parallel.ep``, the cut into stages, ``activation.offload``
+auto and MFU share. Left out on purpose: rates of kinds that nobody has measured with this code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+GIB = 2**30
+
+
+class Gpu(NamedTuple):
+    """What is known of a kind of GPU."""
+
+    memory_gib: float
+    """What torch sees of it (``total_memory``), which is less than its name promises."""
+    peak_flops: float
+    """Dense bf16 FLOP/s by the vendor's datasheet."""
+
+
+GpuName = Literal["a100", "l40s", "h100", "h800", "h200", "b200"]
+GPUS: dict[GpuName, Gpu] = {
+    "b200": Gpu(178.3, 2250e12),
+    "h200": Gpu(139.8, 989e12),
+    "h100": Gpu(79.1, 989e12),  # of 80 GB; the A100 too
+    "h800": Gpu(79.1, 989e12),
+    "a100": Gpu(79.1, 312e12),
+    "l40s": Gpu(44.3, 362e12),
+}
+DEFAULT_GPU: GpuName = "h100"
+"""What is planned for where GPUs are asked for, none is here and none is named."""
+GPUS_A_MACHINE = 8
+"""Of machines that are planned for."""
+
+# Measured on H200s of one machine; of other kinds, only the rates' ratios are put to use.
+PRODUCTS = 640e12
+"""FLOP/s of large matrix products in bf16."""
+BLOCK = 450e12
+"""FLOP/s of a whole block of a MoE model, at most."""
+MEMORY = 4.26e12
+"""Bytes/s that a copy reads and writes."""
+EXCHANGE = 300e9
+"""Bytes/s of dispatch and combine between GPUs."""
+GATHER = 350e9
+"""Bytes/s of FSDP's gathers and reductions between GPUs."""
+HOST_LINK = 50e9
+"""Bytes/s to pinned host memory and back, over PCIe 5.0 x16."""
+
+
+def kind_of(name: str) -> GpuName | None:
+    """The kind of a device that calls itself ``name`` ("NVIDIA H200"); None: it is not known."""
+    return next((kind for kind in GPUS if kind.upper() in name), None)

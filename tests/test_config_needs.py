@@ -1,0 +1,155 @@
+"""Settings without effect: the table of what each needs, a row at a time, and the rule."""
+
+import json
+
+import pytest
+import torch
+
+from moetrain import config_needs
+from moetrain.config import Config, ConfigError
+from moetrain.config_needs import FACTS, NEEDS, unmet
+from moetrain.config_sources import leaves
+from moetrain.preflight import check_effects, resolve_run
+from moetrain.train import main
+
+DEFAULTS = dict(leaves(Config().model_dump()))
+PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")
+PROBES += ("jsonl", "synthetic", "auto", "none", "selective", "alltoall", "deepep", "static")
+PROBES += (
+    "exact",
+    "rollout",
+    "current",
+    "clip",
+    "gspo",
+    "mask",
+    "reinforce_pp",
+    "local",
+    "nvtx",
+    "cpu",
+)
+
+
+def names_of(need):
+    return [name for name in DEFAULTS if need.covers(name)]
+
+
+def test_every_name_in_the_table_is_a_setting_or_a_fact():
+    for need in NEEDS:
+        assert names_of(need), need.setting
+        assert all(other in DEFAULTS or other in FACTS for other in need.of), need.of
+
+
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.setting}-{'-'.join(need.of)}")
+def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, monkeypatch):
+    monkeypatch.setattr(config_needs, "NEEDS", (need,))
+    name = names_of(need)[0]
+    value = next(x for x in PROBES if x in need.when and x != DEFAULTS[name])
+    there = {other: None for other in need.of if other in FACTS}
+    lacking = dict.fromkeys(there, "the reason")
+    wrong = {k: next(x for x in PROBES if x not in v) for k, v in need.of.items() if k in DEFAULTS}
+    values = DEFAULTS | wrong | {name: value}
+    ((found, why),) = unmet(values, DEFAULTS, lacking)
+    assert found == name
+    assert all(other in why for other in wrong)
+    assert ("the reason" in why) == bool(there)
+    assert not list(unmet(values | {name: DEFAULTS[name]}, DEFAULTS, lacking))
+    if there:
+        assert not list(unmet(values, DEFAULTS, there))
+        assert not list(unmet(values, DEFAULTS, {}))  # not known yet
+    for other in wrong:  # one of several suffices
+        fit = next(x for x in PROBES if x in need.of[other])
+        assert not list(unmet(values | {other: fit}, DEFAULTS, lacking))
+
+
+GIVEN = [
+    ("--optim.schedule constant --optim.min_lr_ratio 0", "optim.min_lr_ratio: 0.0 contradicts opt"),
+    (
+        "--train.sample_tokens 0 --train.sample_prompt x",
+        "train.sample_prompt: 'x' contradicts train.sample_tokens 0; unset one",
+    ),
+    (
+        "--data.source synthetic --train.sample_prompt x",
+        "train.sample_prompt: 'x' contradicts data.source 'synthetic'; unset one",
+    ),
+    (
+        "--checkpoint.asynchronous yes --checkpoint.at_end no",
+        "checkpoint.asynchronous: True contradicts checkpoint.interval 0; unset one",
+    ),
+    (
+        "--data.eval_fraction 0 --train.eval_rows 8",
+        "train.eval_rows: 8 contradicts data.eval_fraction 0.0 and data.eval_path none; unset one",
+    ),
+    (
+        "--moe.force_balanced yes --moe.bias_update_rate 0.1",
+        "moe.bias_update_rate: 0.1 contradicts moe.force_balanced True; unset one",
+    ),
+    ("--kernels.attention exact --dry_run", "kernels.attention: 'exact', but this run is on a CPU"),
+    ("--kernels.attention exact", "kernels.attention: 'exact', but this run is on a CPU; unset it"),
+    ("--activation.offload auto --dry_run", "activation.offload: 'auto', but this run is on a CPU"),
+    ("--activation.offload auto", "activation.offload: 'auto', but this run is on a CPU; unset it"),
+    ("--model.preset qwen3-0.6b --moe.z_loss_coef 1", "moe.z_loss_coef: 1.0, but qwen3 has no exp"),
+    ("--optim.lr 1 --train.seed 1 --optim.lr 2", "optim.lr: given twice on the command line, as"),
+    ("--train.seed 1 train.seed=1", "train.seed: given twice on the command line, as '1' and '1'"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), GIVEN, ids=lambda x: x[:50])
+def test_what_a_user_sets_without_effect_is_one_line(words, says, tmp_path, capsys):
+    where = ["--train.device", "cpu", "--output_dir", str(tmp_path / "out")]
+    assert main([*words.split(), *where]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {says}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_environment_says_a_setting_once(monkeypatch):
+    with pytest.raises(ConfigError, match=r"train\.seed: given twice in the environment"):
+        Config.load(environ={"MOETRAIN_TRAIN__SEED": "1", "moetrain_train__seed": "2"})
+
+
+def test_what_a_recipe_proposes_goes_back_to_the_default():
+    """And what is resolved loads again, although a mapping is a user's."""
+    prompt = Config.load("debug").train.sample_prompt
+    config = Config.load("debug", ["train.sample_tokens=0"])
+    assert (prompt is None, config.train.sample_prompt) == (False, None)
+    assert config.origins["train.sample_prompt"] == (
+        f"as {prompt!r} contradicts train.sample_tokens 0; unset one"
+    )
+    assert Config.load(config.to_dict(), environ={}).to_dict() == config.to_dict()
+    dense, _ = resolve_run(Config.load("debug", ["model.preset=qwen3-0.6b"]))
+    assert dense.moe.aux_loss_coef is None
+    assert Config.load("debug").moe.aux_loss_coef == 0.01
+
+
+def test_a_default_asks_for_nothing(tmp_path):
+    toml = tmp_path / "mine.toml"
+    toml.write_text('[model]\npreset = "debug"\n[optim]\nschedule = "constant"\n')
+    Config.load(toml, ["optim.min_lr_ratio=0.1"], environ={})
+    toml.write_text(toml.read_text() + "min_lr_ratio = 0.2\n")
+    with pytest.raises(ConfigError, match=r"^optim\.min_lr_ratio: 0\.2 contradicts"):
+        Config.load(toml, environ={})
+
+
+def test_what_lies_under_a_jobs_file_is_not_the_files():
+    service = Config.load("debug", ["optim.min_lr_ratio=0.2"])
+    mine = service.under({"optim": {"schedule": "constant"}})
+    assert mine.optim.min_lr_ratio == 0.1
+    with pytest.raises(ConfigError, match=r"^optim\.min_lr_ratio: 0\.3 contradicts"):
+        service.under({"optim": {"schedule": "constant", "min_lr_ratio": 0.3}})
+
+
+def test_what_a_gpu_has_is_not_refused_for_one():
+    config = Config.load("debug", ["kernels.attention=exact", "activation.offload=auto"])
+    check_effects(config, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="but this run is on a CPU"):
+        check_effects(config, torch.device("cpu"))
+
+
+def test_machines_that_are_planned_for_are_no_runs(tmp_path, capsys):
+    words = ["--launch.gpus", "8", "--output_dir", str(tmp_path / "out")]
+    words += ["--train.global_batch_size", "128"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("error: launch.gpus: 8, but this is a run, which")
+    assert main([*words, "--dry_run"]) == 0
+    assert json.loads(capsys.readouterr().out)["launch"]["gpus"] == 8
