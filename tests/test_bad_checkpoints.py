@@ -40,8 +40,8 @@ MOE = {
 }
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
+def write_good(folder: Path) -> Path:
+    """A checkpoint of two shards."""
     arch = make_architecture(
         family="qwen3_moe",
         vocab_size=264,
@@ -59,23 +59,20 @@ def good(tmp_path_factory) -> Path:
     )
     model = build_model(arch)
     init_weights(model, std=0.1, seed=0)
-    folder = tmp_path_factory.mktemp("good")
     hf.save_hf(model, folder, max_shard_bytes=40_000)
     assert (folder / hf.INDEX).exists()
     return folder
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    return write_good(tmp_path_factory.mktemp("good"))
+
+
 @pytest.fixture
 def copy(good, tmp_path) -> Path:
-    """A folder to spoil. The weights are links, as in the hub's cache."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for file in good.iterdir():
-        if file.suffix == ".json":
-            (folder / file.name).write_bytes(file.read_bytes())
-        else:
-            (folder / file.name).symlink_to(file)
-    return folder
+    """A folder to spoil."""
+    return Path(shutil.copytree(good, tmp_path / "checkpoint"))
 
 
 def refused(path: str | Path) -> str:

@@ -109,7 +109,7 @@ def small_files(folder: Path) -> list[str]:
         name = path.relative_to(folder).as_posix()
         if _WEIGHTS.fullmatch(name) or name in (CONFIG, GENERATION) or not path.is_file():
             continue
-        if path.stat().st_size <= _MAX_COPY_BYTES:
+        if follow(path, folder).stat().st_size <= _MAX_COPY_BYTES:
             found.append(name)
     return found
 
@@ -117,6 +117,34 @@ def small_files(folder: Path) -> list[str]:
 def _visible(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         yield from (path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether ``path``, links followed, lies in the checkpoint's ``folder``.
+
+    Or, in the hub's cache, among the files that the revisions of a checkpoint share
+    (``snapshots/REVISION/config.json -> ../../blobs/HASH``).
+    """
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    is_cache = root.parent.name == "snapshots"
+    return real.is_relative_to(root) or (
+        is_cache and real.is_relative_to(root.parents[1] / "blobs")
+    )
+
+
+def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
+    """``path``, of the checkpoint in ``folder``, if it is :func:`is_within` that.
+
+    Links that lead elsewhere are not followed: an export would publish what they point at, which
+    the checkpoint's author chose, such as a private key.
+
+    Raises:
+        ConfigError: it links to elsewhere.
+    """
+    if not is_within(path, folder):
+        problem = f"links to {os.path.realpath(path)}, outside of its folder"
+        raise ConfigError(field, f"{path} {problem}; if you trust it, put a copy in its place")
+    return path
 
 
 def error(what: str | os.PathLike[str], problem: str) -> ConfigError:
@@ -231,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
             if os.path.lexists(path):
                 raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
             raise error(path.parent, f"no {path.name} in it")
-        num_bytes = path.stat().st_size
+        num_bytes = follow(path, path.parent).stat().st_size
         if num_bytes > _MAX_JSON_BYTES:
             raise error(path, f"{num_bytes:,} bytes are no {path.name}")
         content = path.read_bytes()
@@ -284,6 +312,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
         ConfigError: a file is missing, or the index is damaged or names what is not in the folder.
     """
     if (folder / SINGLE).is_file():
+        follow(folder / SINGLE, folder)
         return [folder / SINGLE], []
     if not (folder / INDEX).is_file():
         raise error(folder, f"has neither {SINGLE} nor {INDEX} (other formats are not read)")
@@ -294,14 +323,14 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
         if not _is_inside(file):
             raise error(folder / INDEX, f"{tensor} is in {file!r:.100}, not a file of this folder")
     files = sorted(set(weight_map.values()))
-    absent = [file for file in files if not os.path.isfile(folder / file)]
+    absent = [file for file in files if not os.path.isfile(follow(folder / file, folder))]
     if absent:
         raise error(folder, f"{INDEX} names {listing(absent)}, absent from the folder")
     return [folder / file for file in files], list(weight_map)
 
 
 def _is_inside(name: object) -> bool:
-    """Whether ``name`` is a relative path that stays in its folder; what it links to may be far."""
+    """Whether ``name`` is a relative path that stays in its folder, links apart: :func:`follow`."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
@@ -354,5 +383,5 @@ def remove_stale(folder: Path, written: Sequence[str]) -> None:
             logger.warning("what an earlier export left there is kept: %s", failure.problem)
     write_json(manifest, {"files": sorted(written)})
     for name in earlier if isinstance(earlier, list) else []:
-        if _is_inside(name) and name not in written:
+        if _is_inside(name) and name not in written and is_within((folder / name).parent, folder):
             (folder / name).unlink(missing_ok=True)

@@ -36,6 +36,7 @@ from moetrain.models.hf.files import (
     TokenizerFiles,
     copy_file,
     error,
+    follow,
     is_tokenizer_file,
     listing,
     open_shard,
@@ -364,10 +365,11 @@ def write_side_files(folder: Path, files: Mapping[str, SideFile]) -> list[str]:
     """Writes them into ``folder``; the names of those that were to be copied and are gone."""
     lost = []
     for name, content in files.items():
+        follow((folder / name).parent, folder)
         if isinstance(content, Path):
             try:
-                copy_file(content, folder / name)
-            except FileNotFoundError:
+                copy_file(follow(content, content.parents[name.count("/")]), folder / name)
+            except (FileNotFoundError, ConfigError):  # a link since it was read
                 lost.append(name)
         elif isinstance(content, str):
             write_text(folder / name, content)
