@@ -10,25 +10,31 @@ Routed experts are written in one of two layouts, by what the family's servers l
 Reading takes either, and is strict: tensors that the run has no adapters for, and adapters that the
 files have no tensors for, are errors. Nothing else tells that an adapter does nothing.
 
-Left out on purpose: biases, DoRA, and ranks that differ between modules.
+Ranks and scales may differ between modules: the scale goes into B, and where the modules of one
+weight have several ranks or several A, their A are stacked and each B is zero beside its own:
+
+    [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up]
+
+Left out on purpose: whatever is no plain LoRA beside unchanged weights (biases, DoRA, PiSSA, aLoRA,
+IA3, ...). A setting that is not known here is refused too, unless it is off.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, LoraSection
 from moetrain.models.architecture import Architecture
 from moetrain.models.family import HFFamily
-from moetrain.models.hf.files import listing, open_shard, read_json, replace, write_json
+from moetrain.models.hf.files import follow, listing, open_shard, read_json, replace, write_json
 from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.registry import find_family
 from moetrain.models.rules import ADAPTER
@@ -40,7 +46,23 @@ _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
 """Of a stacked weight: where PEFT nests it, and what transformers calls it."""
-_REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+_MAX_RANK = 1024
+"""The largest that ``lora.rank`` may be."""
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+_READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
+_WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode"}
+_WITHOUT_EFFECT |= {"auto_mapping", "peft_version", "runtime_config", "lora_dropout"}
+_WITHOUT_EFFECT |= {"ensure_weight_tying", "megatron_core", "qalora_group_size"}
+# How adapters of some ``init_lora_weights`` were drawn; those that matter are refused by that.
+_WITHOUT_EFFECT |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config"}
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "layers_pattern": (None, "", [], "layers", ["layers"]),
+    # The others change the base model's weights, when adapters are made and when they are loaded.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
+setting must be off: null or false."""
 _FIXED: Mapping[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -54,27 +76,41 @@ _FIXED: Mapping[str, Any] = {
 }
 
 
+Matches = Callable[[str], bool]
+"""Whether a name is one of those."""
+
+
 class _Site(NamedTuple):
     """One module of PEFT, and which part of an adapter is its."""
 
     module: str
     a: Place
     b: Place
+    key: str
+    """What the settings' patterns call it."""
+    experts: int | None = None
+    """How many its matrices hold; None: they are of one."""
 
 
 def _sites(hf: HFFamily, name: str, shape: torch.Size) -> list[_Site]:
     """Where the adapter of the weight ``name`` lies, one expert a module."""
-    return [
-        _Site(f"{_PREFIX}{hf_name.removesuffix('.weight')}", place[:1], place)
-        for hf_name, _, place in all_pieces(hf.weight_map, {name: shape})
-    ]
+    sites = []
+    for hf_name, _, place in all_pieces(hf.weight_map, {name: shape}):
+        key = hf_name.removesuffix(".weight")
+        sites.append(_Site(_PREFIX + key, place[:1], place, key))
+    return sites
+
+
+def _fused_key(name: str) -> str:
+    """What ``transformers`` calls the stacked weight ``name``."""
+    _, layer, *_, leaf = name.split(".")
+    return f"model.layers.{layer}.mlp.experts.{_FUSED[leaf][1]}"
 
 
 def _fused_module(name: str) -> str:
-    """The module that has the adapters of all experts, for the stacked weight ``name``."""
-    _, layer, *_, leaf = name.split(".")
-    nested = _FUSED[leaf][0]
-    return f"{_PREFIX}model.layers.{layer}.mlp.experts.{nested}".removesuffix(".")
+    """The module that has the adapters of all experts, where both stacked weights have some."""
+    experts, nested = _fused_key(name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
+    return f"{_PREFIX}{experts}.{nested}".removesuffix(".")
 
 
 def save_peft(
@@ -138,32 +174,16 @@ def load_peft(
     Raises:
         ConfigError: other adapters than these, or of other shapes; what is not supported.
     """
-    folder, hf = Path(folder).expanduser(), find_family(arch).hf
-    rank, scale = _rank_and_scale(folder, read_json(folder / SETTINGS))
-    if rank != lora.rank:
-        problem = f"{lora.rank}, but lora.path {str(folder)!r} has rank {rank}"
-        raise ConfigError("lora.rank", problem)
-    with open_shard(folder / TENSORS) as file:
-        stored = set(file.keys())
-        wanted: set[str] = set()
-        found: dict[str, list[_Site] | str] = {}
-        for name, shape in shapes.items():
-            fused = _fused_module(name) if len(shape) == 3 else ""
-            if fused + _HALVES[0] in stored:
-                found[name], modules = fused, [fused]
-            else:
-                sites = found[name] = _sites(hf, name, shape)
-                modules = [site.module for site in sites]
-            wanted |= {f"{module}{half}" for module in modules for half in _HALVES}
-        _check_names(folder, stored, wanted)
-        for name, shape in shapes.items():
-            where = found[name]
-            if isinstance(where, str):
-                a, b = _read_fused(file, folder, where, shape, lora.rank)
-            else:
-                a, b = _read_sites(file, folder, where, shape, lora.rank)
-            yield name + ADAPTER[0], a
-            yield name + ADAPTER[1], scale / lora.scale * b
+    files = _Files(Path(folder).expanduser(), find_family(arch).hf)
+    sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
+    files.check_names(sites, "of no lora.targets", is_partial=False)
+    for name, shape in shapes.items():
+        a, b = files.read(sites[name], shape)
+        if a.shape[-2] != lora.rank:
+            problem = f"{lora.rank}, but lora.path {str(folder)!r} has rank {a.shape[-2]} at {name}"
+            raise ConfigError("lora.rank", problem)
+        yield name + ADAPTER[0], a
+        yield name + ADAPTER[1], b / lora.scale
 
 
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
@@ -174,84 +194,231 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: as :func:`load_peft`, or adapters of what the model has none for.
     """
-    folder, hf = Path(folder).expanduser(), find_family(model.arch).hf
-    rank, scale = _rank_and_scale(folder, read_json(folder / SETTINGS))
-    with open_shard(folder / TENSORS) as file:
-        stored = set(file.keys())
-    targets: list[str] = []
-    shapes: dict[str, torch.Size] = {}
-    for name, module in adaptable(model.layers):
-        own = {f"{name}.{leaf}": module.get_parameter(leaf).shape for leaf in module.weights}
-        sites = {site.module for key, shape in own.items() for site in _sites(hf, key, shape)}
-        sites |= {_fused_module(key) for key, shape in own.items() if len(shape) == 3}
-        if any(module + _HALVES[0] in stored for module in sites):
-            targets.append(name)
-            shapes |= own
-    alpha = abs(scale) * rank or rank  # a setting is positive; B takes up what it is not
-    lora = LoraSection(rank=rank, alpha=alpha, targets=tuple(targets) or ("nothing",))
-    halves = list(load_peft(folder, model.arch, lora, shapes))  # before the model is changed
-    add_adapters(model.layers, lora)
+    files = _Files(Path(folder).expanduser(), find_family(model.arch).hf)
+    modules = dict(adaptable(model.layers))
+    shapes = {
+        f"{name}.{leaf}": module.get_parameter(leaf).shape
+        for name, module in modules.items()
+        for leaf in module.weights
+    }
+    sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
+    sites = files.check_names(sites, "of modules that have none here", is_partial=True)
+    if not sites:
+        raise _error(files.folder, f"{TENSORS} holds no adapters")
+    halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
+    lora = {}  # all of it is read and checked before the model is changed
+    for name, module in modules.items():
+        own = [f"{name}.{leaf}" for leaf in module.weights]
+        ranks = [halves[key][0].shape[-2] for key in own if key in halves]
+        if ranks:
+            rank = max(ranks)
+            if len(shapes[own[0]]) == 3:
+                rank = -(-rank // 8) * 8  # as its kernels need it
+            if rank > _MAX_RANK:
+                raise _error(files.folder, f"{name} needs rank {rank}, and {_MAX_RANK} is the most")
+            lora[name] = LoraSection(rank=rank, alpha=rank, targets=(name,))
+    for section in lora.values():
+        add_adapters(model.layers, section)
     with torch.no_grad():
-        for name, half in halves:
-            model.get_parameter(name).copy_(half)
+        for name in (f"{module}.{leaf}" for module in lora for leaf in modules[module].weights):
+            halves_here = [model.get_parameter(name + half).zero_() for half in ADAPTER]
+            for half, value in zip(halves_here, halves.get(name, ()), strict=False):
+                half[..., : value.shape[-2], : value.shape[-1]] = value
 
 
-def _read_fused(
-    file: safe_open, folder: Path, module: str, shape: torch.Size, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    experts, out_dim, in_dim = shape
-    shapes = (experts * rank, in_dim), (out_dim, rank * experts)
-    a, b = (
-        _read(file, folder, module + half, wanted)
-        for half, wanted in zip(_HALVES, shapes, strict=True)
-    )
-    return a.view(experts, rank, in_dim), b.view(out_dim, rank, experts).permute(2, 0, 1)
+class _Files:
+    """The two files of an adapter."""
+
+    def __init__(self, folder: Path, hf: HFFamily) -> None:
+        self.folder, self.hf = folder, hf
+        self.settings = _Settings(folder, read_json(folder / SETTINGS))
+        self.file = open_shard(follow(folder / TENSORS, folder))
+
+    def sites(self, name: str, shape: torch.Size) -> list[_Site]:
+        """The modules that the settings target and that make up the weight ``name``."""
+        if len(shape) == 3:
+            both = [_fused_key(f"{name.rpartition('.')[0]}.{leaf}") for leaf in _FUSED]
+            targeted = [key for key in both if self.settings.is_parameter(key)]
+            if (key := _fused_key(name)) in targeted:
+                outer = _PREFIX + key.rpartition(".")[0]
+                module = _fused_module(name) if len(targeted) == 2 else outer
+                return [_Site(module, (), (), key, shape[0])]
+        sites = []
+        for site in _sites(self.hf, name, shape):
+            if self.settings.is_parameter(weight := f"{site.key}.weight"):
+                sites.append(site._replace(key=weight))
+            elif self.settings.is_module(site.key):
+                sites.append(site)
+        return sites
+
+    def check_names(
+        self, sites: Mapping[str, list[_Site]], others: str, *, is_partial: bool
+    ) -> dict[str, list[_Site]]:
+        """Check that the file's tensors are those of ``sites``, and give the sites that have some.
+
+        Args:
+            others: what tensors of no site are.
+            is_partial: settings often target more modules than have adapters, such as those of
+                every layer: the file may hold none of a weight, or none of its gates.
+
+        Raises:
+            ConfigError: tensors are missing, or of no site.
+        """
+        stored, wanted, missing = set(self.file.keys()), set(), []
+        found: dict[str, list[_Site]] = {}
+        for name, own in sites.items():
+            kinds = {_kind(site) for site in own if not stored.isdisjoint(_tensors(site))}
+            found[name] = [site for site in own if _kind(site) in kinds or not is_partial]
+            names = [tensor for site in found[name] for tensor in _tensors(site)]
+            if not own and not is_partial:
+                names = [name]
+            missing += [tensor for tensor in names if tensor not in stored]
+            wanted.update(names)
+        problems = {
+            "not in it": missing,
+            f"not targeted by its {SETTINGS}, or {others}": sorted(stored - wanted),
+        }
+        for what, names in problems.items():
+            if names:
+                problem = f"its adapters are not this run's: {what}: {listing(names)}"
+                raise _error(self.folder, problem)
+        return {name: own for name, own in found.items() if own}
+
+    def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [..., rank, in] and scale * B [..., out, rank] of a weight [..., out, in], in fp32."""
+        *stack, out_dim, in_dim = shape
+        rows: dict[Place, list[torch.Tensor]] = defaultdict(list)
+        columns: list[tuple[Place, int, torch.Tensor]] = []
+        for site in sites:
+            own_a, own_b = self._read_site(site, shape)
+            first = 0
+            for other in rows[site.a]:
+                if torch.equal(other, own_a):  # an expert's gate and up share it
+                    break
+                first += other.shape[-2]
+            else:
+                rows[site.a].append(own_a)
+            columns.append((site.b, first, own_b))
+        rank = max(sum(a.shape[-2] for a in own) for own in rows.values())
+        a, b = torch.zeros(*stack, rank, in_dim), torch.zeros(*stack, out_dim, rank)
+        for place, own in rows.items():
+            whole = torch.cat(own, -2)
+            a[place][..., : whole.shape[-2], :] = whole
+        for place, first, own_b in columns:
+            b[place][..., first : first + own_b.shape[-1]] = own_b
+        return a, b
+
+    def _read_site(self, site: _Site, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        rank, scale = self.settings.rank_and_scale(site.key)
+        out_dim, in_dim = torch.empty(shape, device="meta")[site.b].shape[-2:]
+        wide = rank * (site.experts or 1)
+        shapes = (wide, in_dim), (out_dim, wide)
+        a, b = (self._tensor(*pair) for pair in zip(_tensors(site), shapes, strict=True))
+        b = scale * b
+        if site.experts is None:
+            return a, b
+        b = b.view(out_dim, rank, site.experts).permute(2, 0, 1)
+        return a.view(site.experts, rank, in_dim), b
+
+    def _tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """fp32, of the very shape: a single row would do for any number of them."""
+        found = self.file.get_slice(name).get_shape()
+        if tuple(found) != tuple(shape):
+            raise _error(self.folder, f"{name} is {list(found)}, and this model's {list(shape)}")
+        return self.file.get_tensor(name).float()
 
 
-def _read_sites(
-    file: safe_open, folder: Path, sites: list[_Site], shape: torch.Size, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    *stack, out_dim, in_dim = shape
-    a, b = torch.empty(*stack, rank, in_dim), torch.empty(*stack, out_dim, rank)
-    seen: set[Place] = set()
-    for site in sites:
-        own = _read(file, folder, site.module + _HALVES[0], a[site.a].shape)
-        if site.a in seen and not torch.equal(a[site.a], own):
-            problem = f"{site.module} has another A than the expert's gate; here they share one"
-            raise _error(folder, f"{problem}, so such adapters cannot be read")
-        a[site.a] = own
-        b[site.b] = _read(file, folder, site.module + _HALVES[1], b[site.b].shape)
-        seen.add(site.a)
-    return a, b
+def _tensors(site: _Site) -> list[str]:
+    return [site.module + half for half in _HALVES]
 
 
-def _read(file: safe_open, folder: Path, name: str, shape: Sequence[int]) -> torch.Tensor:
-    """fp32, of the very shape: a single row would do for any number of them."""
-    found = file.get_tensor(name)
-    if tuple(found.shape) != tuple(shape):
-        problem = f"{name} is {list(found.shape)}, and this model's {list(shape)}"
-        raise _error(folder, problem)
-    return found.float()
+def _kind(site: _Site) -> str:
+    """The module's own name, which the modules of all experts share."""
+    return site.module.rpartition(".")[2]
 
 
-def _rank_and_scale(folder: Path, settings: Mapping[str, Any]) -> tuple[int, float]:
-    """Of the file's adapters, and by what they are multiplied."""
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if settings.get("peft_type") != "LORA" or type(rank) is not int or rank < 1:
-        raise _error(folder, f"{SETTINGS} is of no LoRA adapter with a rank")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _error(folder, f"{SETTINGS}: lora_alpha is {alpha!r:.80}, not a number")
-    for key in _REFUSED:
-        if settings.get(key):
-            raise _error(folder, f"{SETTINGS}: {key} is {settings[key]!r:.80}, not supported")
-    return rank, alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+class _Settings:
+    """What ``adapter_config.json`` says, by PEFT's rules; ConfigError for what is no plain LoRA."""
+
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
+        self.folder, self.values = folder, values
+        if values.get("peft_type") != "LORA":
+            raise self._bad("peft_type", "and only LORA is read")
+        for key in sorted(values.keys() - _READ - _WITHOUT_EFFECT):
+            if values[key] not in (None, False, *_ALLOWED.get(key, ())):
+                raise self._bad(key, "not supported; merge the adapter into its base with PEFT")
+        layers = values.get("layers_to_transform") or []
+        self._layers = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
+        if type(layers) is int:  # 0 is a layer
+            self._layers = {str(layers)}
+        self._targeted = self._names("target_modules")
+        self._excluded = self._names("exclude_modules")
+        self._parameters = self._names("target_parameters")
+        self._ranks = self._by_pattern("rank_pattern", "r", _is_rank, f"a rank to {_MAX_RANK}")
+        self._alphas = self._by_pattern("alpha_pattern", "lora_alpha", _is_finite, "a number")
+
+    def is_module(self, name: str) -> bool:
+        """Whether the module ``name`` (``model.layers.0.mlp.up_proj``) has an adapter."""
+        if self._excluded(name) or not self._targeted(name):
+            return False
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        is_named = name in (self.values.get("target_modules") or ())
+        return not self._layers or is_named or layer in self._layers
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether the parameter ``name`` has an adapter."""
+        return self._parameters(name)
+
+    def rank_and_scale(self, name: str) -> tuple[int, float]:
+        """The rank of the adapter of module or parameter ``name``, and what multiplies it."""
+        rank, alpha = (
+            next(value for matches, value in values if matches(name))
+            for values in (self._ranks, self._alphas)
+        )
+        return rank, alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
+
+    def _names(self, key: str) -> Matches:
+        """Whether a name is, or ends in, one of a list; or is what a regular expression says."""
+        value = self.values.get(key) or []
+        if key == "target_modules" and str(value).lower() == "all-linear":
+            return lambda name: True
+        if isinstance(value, str) and key != "target_parameters":
+            return self._pattern(key, value)
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self._bad(key, "not a list of names")
+        return lambda name: any(f".{name}".endswith(f".{end}") for end in value)
+
+    def _by_pattern(
+        self, key: str, default: str, is_good: Callable[[Any], bool], wanted: str
+    ) -> list[tuple[Matches, Any]]:
+        """The values of ``key`` by pattern, the first of which counts, and ``default``'s."""
+        values = self.values.get(key) or {}
+        if not isinstance(values, dict) or not all(map(is_good, values.values())):
+            raise self._bad(key, f"not patterns of names, each with {wanted}")
+        if not is_good(self.values.get(default)):
+            raise self._bad(default, f"not {wanted}")
+        found = [(self._pattern(key, rf"(.*\.)?({p})"), value) for p, value in values.items()]
+        return [*found, (lambda name: True, self.values[default])]
+
+    def _pattern(self, key: str, pattern: str) -> Matches:
+        # Rust's regular expressions take linear time. A stranger can make Python's take for ever.
+        try:
+            schema = core_schema.str_schema(pattern=f"^(?:{pattern})$")
+            return SchemaValidator(schema).isinstance_python
+        except SchemaError:
+            raise self._bad(key, f"whose pattern {pattern!r:.80} cannot be read") from None
+
+    def _bad(self, key: str, problem: str) -> ConfigError:
+        return _error(self.folder, f"{SETTINGS}: {key} is {self.values.get(key)!r:.80}, {problem}")
 
 
-def _check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
-    problems = {"not in it": sorted(wanted - stored), "of no lora.targets": sorted(stored - wanted)}
-    for what, names in problems.items():
-        if names:
-            raise _error(folder, f"its adapters are not this run's: {what}: {listing(names)}")
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_RANK
+
+
+def _is_finite(value: Any) -> bool:
+    """In fp32 too."""
+    return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _error(folder: Path, problem: str) -> ConfigError:
