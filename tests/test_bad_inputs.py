@@ -634,7 +634,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     (JSONL, _template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "data.path", "Recursion"),
     (JSONL, _template("{{ raise_exception('two\nlines') }}"), "data.path", "fails: two lines"),
     (JSONL, _template("{{ messages | tojson }}"), "data.path", "does not begin its rendering"),
-    (JSONL, _template("{% generation %}"), "data.chat_template", "unknown tag 'generation'"),
+    (JSONL, _template("{% generation %}"), "data.chat_template", "'endgeneration'"),
     (JSONL, _template("{{ " + "(" * 5000), "data.chat_template", "line 1|cannot be compiled"),
     # Tokenizers.
     (TEXT, _tokenizer('{"eos_token": 5}'), "data.tokenizer", "eos_token 5 is no token"),

@@ -482,6 +482,30 @@ def test_pad_equal_to_eos_is_told_once_and_eos_keeps_its_loss(
     assert data.train.row(0).targets_S.tolist() == [2, 1, IGNORE_INDEX, 2, 1, IGNORE_INDEX]
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bos_token": "<s>", "pad_token": "<s>"}, "PAD is BOS ('<s>', id 1)"),
+        ({"unk_token": "<unk>", "pad_token": "<unk>"}, "PAD is UNK ('<unk>', id 0)"),
+        ({"sep_token": "<s>", "pad_token": "<s>"}, "PAD is SEP ('<s>', id 1)"),
+        ({"bos_token": "</s>", "pad_token": "</s>"}, "PAD is EOS and BOS ('</s>', id 2)"),
+        (
+            {"chat_template": "{{ '<s>' + messages[0].content }}", "pad_token": "<s>"},
+            "PAD is a token of the chat template ('<s>', id 1)",
+        ),
+    ],
+)
+def test_pad_equal_to_another_special_token_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, str], said: str
+):
+    words = ("<unk>", "<s>", "</s>", "a")
+    folder = word_tokenizer(tmp_path / "t", *words, eos_token="</s>", **settings)
+    load_tokenizer(str(folder))
+    assert [r.getMessage().split(". Loss")[0] for r in caplog.records] == [
+        f"data.tokenizer: {said}"
+    ]
+
+
 def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = word_tokenizer(tmp_path / "t", "p", "</s>", "a", eos_token="</s>", pad_token="p")
     load_tokenizer(str(folder))

@@ -156,6 +156,18 @@ def test_prompts_from_a_file(lines):
     assert chat.endswith("assistant\n")
 
 
+def test_tools_of_a_conversation_are_in_its_prompt(lines):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
+    row = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"a": 1}], "answer": 1}
+    lines.write_text(json.dumps(row))
+    environment = open_environment(settings(env="jsonl", prompts=lines, reward="exact"), tokenizer)
+    assert bytes(environment.episode(0).reset().tokens) == b'[{"a": 1}]hi'
+    lines.write_text(json.dumps(row | {"tools": ["a"]}))
+    with pytest.raises(ConfigError, match=r"rl\.prompts: .* line 1: tools\[0\] is not an object"):
+        opened("jsonl", prompts=lines, reward="exact")
+
+
 def test_rewards_of_a_user(lines):
     file = lines.with_name("rewards.py")
     environment = opened("jsonl", prompts=lines, reward=f"{file}:now")

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from test_rollout import make_model
 
+from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models import load_hf, save_hf
@@ -29,7 +30,8 @@ def folder(tmp_path_factory):
     from moetrain.data.tokenizer import ByteTokenizer
 
     folder = tmp_path_factory.mktemp("served")
-    save_hf(make_model(), folder, tokenizer=tokenizer_files(ByteTokenizer()))
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    save_hf(make_model(), folder, tokenizer=tokenizer_files(ByteTokenizer(), template))
     return folder
 
 
@@ -117,6 +119,17 @@ def test_chats_by_the_template(server, directly, folder):
     assert top[0] == pytest.approx(sorted(expected.top_logprobs[0].values(), reverse=True))
     parts = client.chat.completions.create(**asked, stream=True, **COMMON)
     assert "".join(part.choices[0].delta.content for part in parts) == choice.message.content
+
+
+def test_tools_go_to_the_template(server, directly, folder):
+    _, client = server
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"a": 1}]}
+    ids = chat_ids(load_tokenizer(str(folder)), asked["messages"], asked)
+    assert bytes(ids).startswith(b'[{"a": 1}]')
+    choice = client.chat.completions.create(model="tiny", **asked, **COMMON).choices[0]
+    assert choice.token_ids == directly(ids)[0].tokens
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\] is not an object"):
+        client.chat.completions.create(model="tiny", **{**asked, "tools": ["a"]}, **COMMON)
 
 
 def test_a_stop_text_ends_the_text_before_it(server):

@@ -45,7 +45,7 @@ from moetrain.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("moetrain")
 
-FORMAT = 2
+FORMAT = 3
 """Part of every key: raise it when the files or the way tokens are made change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")

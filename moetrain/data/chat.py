@@ -2,23 +2,36 @@
 
 The template is rendered once up to each assistant turn (with the generation prompt) and once
 after it; what the second rendering adds is the turn. So any Jinja chat template works unmarked.
+One that marks the text to learn with ``{% generation %}`` is rendered once, and has its way: the
+spans are those of ``transformers``' assistant mask.
+
+Templates see what they see in ``transformers``' ``apply_chat_template``, and render the same text:
+tools, documents and other variables (:func:`template_variables`), no keys that are null, and what
+a turn was reasoned under any of the names that are in use.
 
 A template may rewrite history: Qwen3's drops the thoughts of earlier turns. Then one text cannot
 hold every turn as the model will see it, and the conversation becomes several texts, each with
 loss on the turns that are in their final form there.
 
-Left out on purpose: turns after the last assistant turn (they carry no loss), trailing white space
-of a turn (layout, not speech), and Hugging Face's non-standard ``{% generation %}`` tag.
+Left out on purpose: turns after the last assistant turn (they carry no loss), and trailing white
+space of a turn (layout, not speech).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moetrain.config import ConfigError
@@ -34,6 +47,16 @@ CHATML = """\
 Span = tuple[int, int]
 """Characters ``start:end`` of a text."""
 
+
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+# Other arguments of ``apply_chat_template``, which there are no variables of the template.
+_RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}
+_RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_tensors"}
+_RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MARK = secrets.token_hex(8)
+"""Of the marks around text to learn: nothing that a conversation holds by chance or on purpose."""
+_MARKS = re.compile(f"<{_MARK}>|</{_MARK}>")
 
 # What templates raise: programs, if small ones.
 _TEMPLATE_ERRORS = (
@@ -56,13 +79,36 @@ class BadLineError(Exception):
         self.field = field
 
 
+class _Generation(Extension):
+    """``{% generation %} ... {% endgeneration %}``: its content, between marks if asked for."""
+
+    tags = {"generation"}  # noqa: RUF012  as the base class has it
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    @jinja2.pass_context
+    def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
+        return f"<{_MARK}>{caller()}</{_MARK}>" if context.get(_MARK) else caller()
+
+
 class ChatTemplate:
     """A Jinja chat template, run in a sandbox: it comes with checkpoints from strangers."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, check: bool = False
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        check: bool = False,
+        with_tools: str | None = None,
     ) -> None:
         """``special_tokens`` (``bos_token``, ...) become variables of the template.
+
+        Args:
+            with_tools: the template of conversations that have tools; None: the same one.
 
         Raises:
             ConfigError: with ``check``, the template is malformed. Without, that is found at the
@@ -70,15 +116,23 @@ class ChatTemplate:
         """
         self.source = source
         self._special_tokens = special_tokens
+        self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
         if check:
             _ = self._template
+
+    def identity(self) -> list[str]:
+        """What decides the texts of conversations, but for special tokens."""
+        return [self.source, *(self._with_tools.identity() if self._with_tools else ())]
 
     @cached_property
     def _template(self) -> jinja2.Template:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = datetime.now().strftime  # one time for all texts
         environment.filters["tojson"] = _to_json
         try:
             return environment.from_string(self.source)
@@ -91,30 +145,40 @@ class ChatTemplate:
                 "data.chat_template", f"the template cannot be compiled: {_say(error)}"
             ) from None
 
-    def documents(self, messages: object) -> list[tuple[str, list[Span]]]:
+    def documents(
+        self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[tuple[str, list[Span]]]:
         """The texts of one conversation, each with the spans of its assistant turns.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
+            variables: further ones of the template: :func:`template_variables`.
 
         Raises:
             BadLineError: ``messages`` has another shape, no assistant turn, or the template fails.
             ConfigError: the template itself is wrong.
         """
+        if self._with_tools is not None and variables.get("tools") is not None:
+            return self._with_tools.documents(messages, variables)
         turns = _checked(messages)
+        if not any(message["role"] == "assistant" for message in turns):
+            raise BadLineError("`messages` has no assistant turn to learn from")
+        if re.search(r"{%[-+]?\s*generation\b", self.source):
+            return [self._marked_document(turns, variables)]
         documents: list[tuple[str, list[Span]]] = []
         for i, message in enumerate(turns):
             if message["role"] != "assistant":
                 continue
-            prompt = self._render(turns[:i], add_generation_prompt=True)
-            text = self._render(turns[: i + 1], add_generation_prompt=False)
+            prompt = self._render(turns[:i], variables, add_generation_prompt=True)
+            text = self._render(turns[: i + 1], variables, add_generation_prompt=False)
             if not text.startswith(prompt):
                 raise BadLineError(
                     f"the chat template's generation prompt does not begin its rendering of "
                     f"messages[{i}]; give another template in data.chat_template"
                 )
             text = prompt + text[len(prompt) :].rstrip()
-            if len(text) == len(prompt) and message["content"].strip():
+            says = message.get("content", "").strip() or message.get("tool_calls")
+            if len(text) == len(prompt) and says:
                 raise BadLineError(
                     f"the chat template renders no text for messages[{i}], an assistant's turn; "
                     "give another one",
@@ -124,42 +188,110 @@ class ChatTemplate:
             if documents and text.startswith(documents[-1][0]):
                 spans = documents.pop()[1]
             documents.append((text, [*spans, (len(prompt), len(text))]))
-        if not documents:
-            raise BadLineError("`messages` has no assistant turn to learn from")
         return documents
 
-    def prompt(self, messages: object) -> str:
+    def _marked_document(
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[str, list[Span]]:
+        """The whole conversation up to the last text that the template marks, and its marks."""
+        marked = self._render(turns, {**variables, _MARK: True}, add_generation_prompt=False)
+        text, spans, depth, start, last = "", [], 0, 0, 0
+        for mark in _MARKS.finditer(marked):
+            text += marked[last : mark.start()]
+            last = mark.end()
+            if not mark[0].startswith("</"):
+                start = len(text) if depth == 0 else start
+                depth += 1
+                continue
+            depth -= 1
+            if depth == 0 and start < len(text):
+                spans.append((start, len(text)))
+        if not spans:
+            raise BadLineError(
+                "the chat template marks no text with {% generation %}, though there is an "
+                "assistant's turn; give another one",
+                "data.chat_template",
+            )
+        return text[: spans[-1][1]], spans
+
+    def prompt(self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The text that an assistant's next turn continues.
 
         Raises:
             BadLineError, ConfigError: as :meth:`documents`.
         """
-        return self._render(_checked(messages), add_generation_prompt=True)
+        if self._with_tools is not None and variables.get("tools") is not None:
+            return self._with_tools.prompt(messages, variables)
+        return self._render(_checked(messages), variables, add_generation_prompt=True)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
         template = self._template  # its own error is no line's
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        none = {"tools": None, "documents": None}  # as `transformers` has them where none are given
         try:
-            return template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,  # as Hugging Face has them where none are given
-                documents=None,
-                **self._special_tokens,
-            )
+            return template.render({**self._special_tokens, **none, **variables, **own})
         except (MemoryError, *_TEMPLATE_ERRORS) as error:  # all that is made here is the template's
             raise BadLineError(f"the chat template fails: {_say(error)}") from None
 
 
+def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a conversation's record gives the template beside ``messages``.
+
+    ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of other
+    variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests. Each may
+    be the text of its JSON, as tables have it; other keys of the record are none of the template's.
+
+    Raises:
+        BadLineError: one is of another kind, or a variable has the name of something else.
+    """
+    found = {key: _value(record, key) for key in ("tools", "documents", "chat_template_kwargs")}
+    variables = found.pop("chat_template_kwargs")
+    if not isinstance(variables, dict | None):
+        raise BadLineError("`chat_template_kwargs` is not an object")
+    if taken := sorted(_RESERVED.intersection(variables or {})):
+        raise BadLineError(f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there")
+    for key, value in found.items():
+        if not isinstance(value, list | None):
+            raise BadLineError(f"`{key}` is not a list of objects")
+        for i, entry in enumerate(value or ()):
+            if not isinstance(entry, dict):
+                raise BadLineError(f"{key}[{i}] is not an object")
+    return {**(variables or {}), **found}
+
+
+def _value(record: Mapping[str, Any], key: str) -> Any:
+    value = record.get(key)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise BadLineError(f"`{key}` is text that is not JSON") from None
+
+
 def _checked(messages: object) -> list[dict[str, Any]]:
+    """The turns, as ``transformers`` gives them to templates."""
     if not isinstance(messages, list) or not messages:
         raise BadLineError("`messages` is not a list of turns")
+    turns = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise BadLineError(f"messages[{i}] is not an object")
+        turn = {key: value for key, value in message.items() if value is not None}
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+            if key == "content" and key not in turn and turn.get("tool_calls"):
+                continue  # it only calls tools
+            if not isinstance(turn.get(key), str):
                 raise BadLineError(f"messages[{i}].{key} is missing or not text")
-    return messages
+        if reasoning := [turn[key] for key in _REASONING if key in turn]:
+            turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
+        turns.append(turn)
+    return turns
 
 
 def _say(error: Exception) -> str:
@@ -174,6 +306,18 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As ``transformers`` has it; Jinja's own filter escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

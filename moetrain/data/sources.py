@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError, DataSection
-from moetrain.data.chat import CHATML, BadLineError, ChatTemplate, Span
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate, Span, template_variables
 from moetrain.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("moetrain")
@@ -102,7 +102,8 @@ class JsonlSource(_Files):
 
     def identity(self) -> list[Any]:
         """As :meth:`TextSource.identity`."""
-        return ["jsonl", _stat(self.files), self.share, self.text_field, self.template.source]
+        template = self.template.identity()
+        return ["jsonl", _stat(self.files), self.share, self.text_field, template]
 
     def parts(self) -> Iterator[TextPart]:
         """The documents, in order.
@@ -140,7 +141,8 @@ class JsonlSource(_Files):
         if not isinstance(entry, dict):
             raise BadLineError("not a JSON object")
         if "messages" in entry:
-            return [(_unicode(t), spans) for t, spans in self.template.documents(entry["messages"])]
+            documents = self.template.documents(entry["messages"], template_variables(entry))
+            return [(_unicode(text), spans) for text, spans in documents]
         if self.text_field not in entry:
             raise BadLineError(
                 f"no {self.text_field!r} and no 'messages'; name the field in data.text_field"
@@ -257,7 +259,7 @@ def chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     if file_name is not None:
         return ChatTemplate(_read_template(file_name), special, check=True)
     if tokenizer.chat_template is not None:
-        return ChatTemplate(tokenizer.chat_template, special)
+        return ChatTemplate(tokenizer.chat_template, special, with_tools=tokenizer.tool_template)
     # Templates write their own BOS: so does this one, where the model knows texts to begin with it.
     has_bos = tokenizer.bos_ids and "bos_token" in special
     return ChatTemplate("{{- bos_token }}" * bool(has_bos) + CHATML, special)

@@ -28,6 +28,7 @@ import numpy as np
 import tokenizers
 
 from moetrain.config import ConfigError
+from moetrain.models.hf.files import follow
 
 logger = logging.getLogger("moetrain")
 
@@ -60,6 +61,8 @@ class Tokenizer(Protocol):
     """Hash of all that decides the ids a text or a conversation gets, but for its template."""
     chat_template: str | None
     """Its own Jinja template for conversations."""
+    tool_template: str | None
+    """That for conversations with tools, if it is another one."""
     special_tokens: dict[str, str]
     """Variables of that template: ``bos_token``, ``eos_token``, ..., where they exist."""
     byte_ids: frozenset[int]
@@ -102,6 +105,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.chat_template: str | None = None
+        self.tool_template: str | None = None
         self.special_tokens: dict[str, str] = {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
@@ -150,18 +154,35 @@ class HFTokenizer(Tokenizer):
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
             bos = self.special_tokens["bos_token"]
             self.bos_ids = (_id_of("bos_token", bos, vocabulary, file),)
-        self.chat_template = _chat_template(folder, config)
+        self.chat_template = _chat_template(folder, "chat_template.jinja", config, "default")
+        tools = "additional_chat_templates/tool_use.jinja"
+        self.tool_template = _chat_template(folder, tools, config, "tool_use")
         special = json.dumps([self.special_tokens, self.bos_ids], sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
         self.file = file  # for exports, as are the ids
         self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
-        if eos in (self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")):
-            logger.warning(
-                "data.tokenizer: PAD is EOS (%r, id %d). Loss is masked by position, not by id, "
-                "so real EOS tokens keep their loss",
-                eos,
-                self.eos_id,
-            )
+        pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
+        for pad in sorted(pads - {None}):
+            if roles := self._other_roles(pad):
+                logger.warning(
+                    "data.tokenizer: PAD is %s (%r, id %s). Loss is masked by position, not by id, "
+                    "so real ones keep their loss",
+                    " and ".join(roles),
+                    pad,
+                    vocabulary.get(pad),
+                )
+
+    def _other_roles(self, pad: str) -> list[str]:
+        """What else the token is, for which it may stand in a text."""
+        keys = sorted(self.special_tokens, key="eos_token".__ne__)  # that first
+        roles = [
+            key.removesuffix("_token").upper()
+            for key in keys
+            if self.special_tokens[key] == pad and key != "pad_token"
+        ]
+        if any(pad in (text or "") for text in (self.chat_template, self.tool_template)):
+            roles.append("a token of the chat template")
+        return roles
 
     def _find_bos(self, vocabulary: Iterable[str]) -> tuple[int, ...]:
         """What the post-processor puts before a text: asked of the first text that has tokens."""
@@ -241,11 +262,12 @@ def _hf_offsets(encoding: tokenizers.Encoding) -> np.ndarray:
     return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, folder: Path | None = None) -> bytes:
+    """The bytes of ``path``, of the tokenizer in ``folder`` (None: that which it lies in)."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError("data.tokenizer", f"{path} is not a file")
     try:
-        return path.read_bytes()
+        return follow(path, folder or path.parent, "data.tokenizer").read_bytes()
     except OSError as error:
         raise ConfigError("data.tokenizer", f"{path} cannot be read: {error.strerror}") from None
 
@@ -267,7 +289,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
     """``{"eos_token": "</s>", ...}``; the file has plain strings or objects with ``content``."""
     tokens = {}
-    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+    for key in (f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")):
         value = config.get(key)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
@@ -297,17 +319,20 @@ def _guess_eos(vocabulary: Mapping[str, int], file: Path) -> str:
     )
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
+def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: str) -> str | None:
+    """The template ``name``: of a file of its own, else of ``tokenizer_config.json``."""
+    file = folder / file_name
     if os.path.lexists(file):
         try:
-            return _read(file).decode()
+            return _read(file, folder).decode()
         except UnicodeDecodeError as error:
             raise ConfigError("data.tokenizer", f"{file} is not UTF-8: {error.reason}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((e.get("template", 0) for e in named if e.get("name") == "default"), 0)
+        named = {e.get("name"): e.get("template", 0) for e in template if isinstance(e, dict)}
+        template = named.get(name, 0 if name == "default" else None)
+    elif name != "default":
+        return None
     if template is not None and not isinstance(template, str):
         raise ConfigError(
             "data.tokenizer",

@@ -1,8 +1,9 @@
 """An HTTP server that speaks OpenAI's protocol: completions, chat, streams of both.
 
 Beyond the protocol: prompts may be token ids, ``top_k`` and ``min_p`` are parameters, and every
-choice has its ``token_ids``. A parameter that this server does not know is an error, since who
-sends it expects it to do something.
+choice has its ``token_ids``. ``tools``, ``documents`` and ``chat_template_kwargs`` go to the chat
+template; what the model calls comes as the text that it writes. A parameter that this server does
+not know is an error, since who sends it expects it to do something.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
 _COMMON = {*_SAMPLING, "model", "max_tokens", "stop", "stream", "logprobs", "user"}
 _KNOWN = {
     "text_completion": {*_COMMON, "prompt"},
-    "chat.completion": {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"},
+    "chat.completion": {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"}
+    | {"tools", "documents", "chat_template_kwargs"},
 }
 
 
@@ -129,7 +131,7 @@ class _Answer:
     def _prompts(self, body: Mapping[str, Any]) -> list[tuple[int, ...]]:
         tokenizer = self.server.tokenizer
         if self.kind == "chat.completion":
-            return [chat_ids(tokenizer, body.get("messages"))]
+            return [chat_ids(tokenizer, body.get("messages"), body)]
         prompt = body.get("prompt")
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
             prompt = [prompt]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.data.chat import BadLineError
+from moetrain.data.chat import BadLineError, template_variables
 from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models import Transformer, attach_peft, load_hf
@@ -66,14 +68,20 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
         raise ConfigError("prompt", str(error)) from None
 
 
-def chat_ids(tokenizer: Tokenizer, messages: object) -> tuple[int, ...]:
+def chat_ids(
+    tokenizer: Tokenizer, messages: object, record: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[int, ...]:
     """The tokens that an assistant's answer to ``messages`` continues.
+
+    Args:
+        record: what came with them, of which the template gets its variables
+            (:func:`~moetrain.data.chat.template_variables`): tools and documents, say.
 
     Raises:
         ConfigError: ``messages`` are no conversation, or the template refuses them.
     """
     try:
-        text = chat_template(None, tokenizer).prompt(messages)
+        text = chat_template(None, tokenizer).prompt(messages, template_variables(record))
     except BadLineError as error:
         raise ConfigError("messages", str(error)) from None
     return tuple(tokenizer.encode_batch([text])[0].ids.tolist())

@@ -1,7 +1,8 @@
 """Prompts from a jsonl file, and answers scored by a function: the user's, or one of ours.
 
-A line holds ``prompt`` (text) or ``messages`` (a conversation, by the chat template), and whatever
-the reward function wants to know: ``answer``, for those that are shipped.
+A line holds ``prompt`` (text) or ``messages`` (a conversation, by the chat template, with the
+``tools``, ``documents`` and ``chat_template_kwargs`` of the line), and whatever the reward function
+wants to know: ``answer``, for those that are shipped.
 
     def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
     rl.reward = "file.py:reward"
@@ -22,6 +23,7 @@ from typing import Any
 
 from moetrain.config import ConfigError
 from moetrain.config_sources import shortened
+from moetrain.data.chat import BadLineError, template_variables
 from moetrain.rl.envs.text import Problem, Prompts, TextEnvironment
 
 Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
@@ -44,7 +46,9 @@ class Jsonl(TextEnvironment):
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
         prompt = line.get("prompt")  # null, in files that were tables, where the other is there
-        return Problem(line["messages"] if prompt is None else prompt, facts=line)
+        if prompt is None:
+            return Problem(line["messages"], facts=line, record=line)
+        return Problem(prompt, facts=line)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
         return self.reward(copy.deepcopy(problem.facts), answer)  # theirs to change
@@ -142,6 +146,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if not is_good:
             problem = f"{str(path)!r} line {number} has neither a prompt nor messages"
             raise ConfigError("rl.prompts", problem)
+        try:
+            template_variables(line if line.get("prompt") is None else {})
+        except BadLineError as error:
+            problem = f"{str(path)!r} line {number}: {error}"
+            raise ConfigError("rl.prompts", problem) from None
         lines.append(line)
     if not lines:
         raise ConfigError("rl.prompts", f"{str(path)!r} has no lines")

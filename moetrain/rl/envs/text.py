@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moetrain.data.tokenizer import Tokenizer
@@ -20,6 +21,8 @@ class Problem(NamedTuple):
     """A right one, where it is known."""
     facts: Any = None
     """Whatever ``score`` needs besides."""
+    record: Mapping[str, Any] = MappingProxyType({})
+    """``tools``, ``documents`` and ``chat_template_kwargs`` for the chat template, if any."""
 
 
 class Prompts:
@@ -28,12 +31,14 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
 
-    def encode(self, prompt: str | list[Any]) -> tuple[int, ...]:
+    def encode(
+        self, prompt: str | list[Any], record: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[int, ...]:
         """The tokens that an answer to ``prompt`` continues; ConfigError where there are none."""
         if isinstance(prompt, str) and not self.chat:
             return tuple(self.tokenizer.encode_prompt(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return chat_ids(self.tokenizer, messages)
+        return chat_ids(self.tokenizer, messages, record)
 
     def text(self, text: str) -> tuple[int, ...]:
         """Tokens of ``text`` alone."""
@@ -70,7 +75,8 @@ class _OneAnswer(Episode):
         self._environment, self._problem = environment, problem
 
     def reset(self) -> Turn:
-        return Turn(self._environment.prompts.encode(self._problem.prompt))
+        problem = self._problem
+        return Turn(self._environment.prompts.encode(problem.prompt, problem.record))
 
     def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
         text = self._environment.prompts.tokenizer.decode(action)
@@ -88,5 +94,6 @@ class SolvedEnvironment(TextEnvironment):
     def demonstrate(self, task: int) -> Marked:
         """See :class:`~moetrain.rl.envs.protocol.Demonstrates`."""
         problem = self.problem(task)
-        prompt, answer = self.prompts.encode(problem.prompt), self.prompts.ended(problem.answer)
+        prompt = self.prompts.encode(problem.prompt, problem.record)
+        answer = self.prompts.ended(problem.answer)
         return Marked(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))
