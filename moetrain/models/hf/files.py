@@ -312,8 +312,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
         ConfigError: a file is missing, or the index is damaged or names what is not in the folder.
     """
     if (folder / SINGLE).is_file():
-        follow(folder / SINGLE, folder)
-        return [folder / SINGLE], []
+        return [follow(folder / SINGLE, folder)], []
     if not (folder / INDEX).is_file():
         raise error(folder, f"has neither {SINGLE} nor {INDEX} (other formats are not read)")
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -323,10 +322,10 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
         if not _is_inside(file):
             raise error(folder / INDEX, f"{tensor} is in {file!r:.100}, not a file of this folder")
     files = sorted(set(weight_map.values()))
-    absent = [file for file in files if not os.path.isfile(follow(folder / file, folder))]
+    absent = [file for file in files if not os.path.isfile(folder / file)]
     if absent:
         raise error(folder, f"{INDEX} names {listing(absent)}, absent from the folder")
-    return [folder / file for file in files], list(weight_map)
+    return [follow(folder / file, folder) for file in files], list(weight_map)
 
 
 def _is_inside(name: object) -> bool:
