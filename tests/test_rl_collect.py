@@ -199,6 +199,8 @@ FAULTS = [
     ("nonsense", lambda: Turn((1,), reward=-math.inf)),
     ("nonsense", lambda: Turn((1,), reward="1")),
     ("nonsense", lambda: Turn((1,), reward=10**400)),
+    ("nonsense", lambda: Turn((1,), reward=1e39)),  # finite, and infinite in fp32
+    ("nonsense", lambda: Turn((1,), reward=-1e20)),  # whose square is
     ("nonsense", lambda: Turn((1,), reward=torch.zeros(2))),
     ("nonsense", lambda: Turn((1, 264))),  # beyond the vocabulary
     ("nonsense", lambda: Turn((-1,))),

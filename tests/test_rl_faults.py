@@ -2,15 +2,25 @@
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
-from test_rl_run import lines_of, words_of
+from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.config import RunFailed
+from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.__main__ import run
-from moetrain.rl.envs import Marked
-from moetrain.rl.faults import HOPELESS_STEPS, Demonstrations, Failing
+from moetrain.rl.envs import Marked, Prompts
+from moetrain.rl.envs.jsonl import Jsonl
+from moetrain.rl.faults import (
+    HOPELESS_STEPS,
+    LARGEST_REWARD,
+    Demonstrations,
+    Failing,
+    not_a_reward,
+    try_reward,
+)
 from moetrain.rl.trajectory import Trajectory
 
 GONE = """
@@ -49,6 +59,54 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
         *range(1, 6),
         *range(7, 12),
     ]
+
+
+LARGE = """
+from moetrain.rl.envs.generated import Sort
+
+class Large(Sort):
+    def score(self, problem, answer):
+        size = sum(map(ord, answer)) % 8
+        return 1e39 if size == 0 else (-1) ** size * 1e12
+"""
+
+
+def test_no_reward_that_is_taken_makes_a_step_that_is_skipped(tmp_path):
+    (tmp_path / "large.py").write_text(LARGE)
+    values = {"rl.env": f"{tmp_path}/large.py:Large", "rl.supervised_steps": 0}
+    fitted(tmp_path / "out", **values, **{"train.eval_interval": 0, "rl.eval_tasks": 0})
+    rows = [row for row in lines_of(tmp_path / "out") if "reward" in row]
+    assert len(rows) == 4
+    assert [row["skipped_steps"] for row in rows] == [0] * 4
+    assert all(0 < row["grad_norm"] < float("inf") for row in rows)
+    assert sum(row.get("left_out/nonsense", 0) for row in rows) > 0  # those of 1e39
+
+
+def test_rewards_of_all_turns_are_bounded_together():
+    assert not_a_reward(-LARGEST_REWARD) is None
+    assert not_a_reward(-1.0, LARGEST_REWARD) is None
+    assert "at most 1e+12" in not_a_reward(1.0, LARGEST_REWARD)
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (
+            "len(answer) / len(line['solution'])",
+            "the answer '7', failed .raised.: KeyError: ",
+        ),
+        ("float(int(answer) == line['answer'])", "the answer '', failed .raised.: ValueError: inv"),
+        ("time.sleep(3600)", "failed .timeout.: no answer within rl.step_timeout"),
+    ],
+)
+def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path, caplog):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "3+4", "answer": 7}\n')
+    text = f"import time\n\ndef score(line, answer):\n    return {score}\n"
+    (tmp_path / "rewards.py").write_text(text)
+    name = f"{tmp_path}/rewards.py:score"
+    prompts = Prompts(ByteTokenizer(), chat=False)
+    try_reward(Jsonl(prompts, f"{tmp_path}/prompts.jsonl", name), name, 0.2)
+    assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
 
 
 def ended(*faults):

@@ -33,7 +33,46 @@ class Other:
         pass
 """
 
+REWARDS = """
+def one(line):
+    return 1.0
+
+def three(line, answer, tokenizer):
+    return 1.0
+
+def text(line, answer):
+    return "1"
+
+def nothing(line, answer):
+    if answer == line["answer"]:
+        return 1.0
+
+async def later(line, answer):
+    return nothing(line, answer)
+
+class Scores:
+    def __init__(self, line, answer):
+        pass
+
+def huge(line, answer):
+    return 1e39
+"""
+
+
+def scored_by(name):
+    file = "FOLDER/rewards.py"
+    return {"rl.env": "jsonl", "rl.prompts": "FOLDER/p.jsonl", "rl.reward": f"{file}:{name}"}
+
+
+FIRST = "'FOLDER/rewards.py:{}', of line 1 of rl.prompts and the answer '{}', returns a".format
 REFUSED = [
+    (scored_by("one"), "rl.reward: 'FOLDER/rewards.py:one' takes (line), and is called with"),
+    (scored_by("three"), "rl.reward: 'FOLDER/rewards.py:three' takes (line, answer, tokenizer), a"),
+    (scored_by("text"), f"rl.reward: {FIRST('text', 'b')} str that is no finite number"),
+    (scored_by("nothing"), f"rl.reward: {FIRST('nothing', '')} NoneType that is no finite number"),
+    (scored_by("later"), f"rl.reward: {FIRST('later', '')} NoneType that is no finite number"),
+    (scored_by("Scores"), f"rl.reward: {FIRST('Scores', 'b')} Scores that is no finite number"),
+    (scored_by("huge"), f"rl.reward: {FIRST('huge', 'b')[:-1]}1e+39; all of a trajectory's"),
     ({"rl.env": "sorted"}, "rl.env: 'sorted' is neither yes_no_maybe, sort, "),
     ({"rl.env": "FOLDER/none.py:Even"}, "rl.env: 'FOLDER/none.py:Even' is neither "),
     ({"rl.env": "FOLDER/bad.py:Nobody"}, "rl.env: cannot load 'FOLDER/bad.py:Nobody': "),
@@ -73,6 +112,7 @@ REFUSED = [
 @pytest.mark.parametrize(("values", "message"), REFUSED)
 def test_a_dry_run_refuses_what_a_run_refuses(values, message, tmp_path, capsys):
     (tmp_path / "bad.py").write_text(BAD_ENVIRONMENTS)
+    (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 9)
     values = {k: str(v).replace("FOLDER", str(tmp_path)) for k, v in values.items()}
     if values.get("rl.env") == "jsonl":  # which shows nothing

@@ -26,6 +26,8 @@ logger = logging.getLogger("moetrain")
 
 K = TypeVar("K")
 
+PATIENCE = 1.0
+"""Seconds between looks at calls whose answers come later, where nothing else is to be done."""
 GRACE_SECONDS = 1.0
 """After its limit, in which a loop that works has ended a call."""
 QUICK_SECONDS = 0.005
@@ -92,6 +94,13 @@ class Calls(Generic[K]):
                 if not is_done and call.loop is self._loop:  # blocked: the next get another
                     self._loop = None
         return done
+
+    def wait_for_all(self) -> dict[K, Any]:
+        """What comes of all calls under way, as :meth:`finished` has it."""
+        found: dict[K, Any] = {}
+        while len(self):
+            found |= dict(self.finished(PATIENCE))
+        return found
 
     def _add_threads(self, number: int) -> None:
         for _ in range(number):

@@ -16,22 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from numbers import Real
-from typing import Any, SupportsFloat, cast
-
-import numpy as np
-import torch
+from typing import Any
 
 from moetrain.config_rl import RlSection
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Environment, Episode, Turn
-from moetrain.rl.faults import are_tokens
+from moetrain.rl.faults import are_tokens, not_a_reward, number_of
 from moetrain.rl.trajectory import Trajectory
 from moetrain.rollout import Completion, Generator, Request, SamplingParams
 
@@ -39,9 +33,6 @@ logger = logging.getLogger("moetrain")
 
 PATIENCE = 0.01
 """Seconds between looks, where nothing is left to generate and environments are at work."""
-
-NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
-"""What a reward may be an object of."""
 
 
 @dataclass
@@ -203,11 +194,13 @@ class Collector:
             return answer
         if not issubclass(type(answer), Turn):
             return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
-        tokens, (reward, done) = answer.tokens, map(_number, answer[1:])
+        tokens, (reward, done) = answer.tokens, map(number_of, answer[1:])
         vocabulary = self.generator.model.arch.vocab_size
-        if reward is None or done is None:
-            name, value = ("reward", answer.reward) if reward is None else ("done", answer.done)
-            return Failed("nonsense", f"its {name}, a {type(value).__name__}, is no finite number")
+        problem = not_a_reward(answer.reward, trajectory.reward)
+        if problem is not None or reward is None:
+            return Failed("nonsense", f"its reward is {problem}")
+        if done is None:
+            return Failed("nonsense", f"its done, a {type(answer.done).__name__}, is no number")
         if not are_tokens(tokens, vocabulary):
             problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
             return Failed("nonsense", problem)
@@ -277,17 +270,6 @@ class Collector:
         completion, part.completion = part.completion, None
         if completion is not None:
             part.trajectory.write(completion.tokens, completion.logprobs, completion.versions)
-
-
-def _number(value: object) -> float | None:
-    """``value`` as a float, be it Python's, NumPy's or torch's; None: it is no finite number."""
-    if not issubclass(type(value), NUMBERS):  # float() reads text, and runs code of an object
-        return None
-    try:
-        number = float(cast("SupportsFloat", value))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's is the last
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _step(episode: Episode, action: list[int]) -> Turn | Awaitable[Turn]:

@@ -7,20 +7,36 @@ nothing: it ends at once, and says what the environment has said.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
-from typing import Any
+from decimal import Decimal
+from numbers import Real
+from typing import Any, SupportsFloat, cast
 
-from moetrain.config import RunFailed
+import numpy as np
+import torch
+
+from moetrain.config import ConfigError, RunFailed
+from moetrain.config_sources import shortened
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Demonstrates, Marked
+from moetrain.rl.envs.jsonl import Jsonl
 from moetrain.rl.trajectory import Trajectory
+
+logger = logging.getLogger("moetrain")
 
 HOPELESS_STEPS = 3
 """In a row, in which every trajectory has failed for one reason: what a restart of a service that
 answers for an environment takes, and no more."""
 
-PATIENCE = 1.0
-"""Seconds between looks at demonstrations that come later."""
+LARGEST_REWARD = 1e12
+"""Gradients grow with rewards, and their squares are summed in fp32, which ends at 3.4e38: above
+about 1e19 the norm is infinite and every step is skipped. The rest is room for the gradient of the
+log-probability."""
+
+NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
+"""What a reward may be an object of."""
 
 
 class Failing:
@@ -75,9 +91,7 @@ class Demonstrations:
         """
         for number, task in enumerate(tasks):
             self._calls.start(number, self.environment.demonstrate, task)
-        found: dict[int, Any] = {}
-        while len(self._calls):
-            found |= self._calls.finished(PATIENCE)
+        found = self._calls.wait_for_all()
         return [self._checked(task, found[number]) for number, task in enumerate(tasks)]
 
     def _checked(self, task: int, shown: Any) -> Marked:
@@ -95,6 +109,60 @@ class Demonstrations:
         else:
             return Marked(shown.tokens, tuple(map(bool, shown.mask)))
         raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
+
+
+def try_reward(environment: Jsonl, name: str, limit: float) -> None:
+    """Call the reward function on the first line, before anything is generated.
+
+    It scores the line's own ``answer``, where there is one, and an empty text. A call that raises
+    or takes too long is logged alone: the policy's answers may be other ones.
+
+    Args:
+        name: of the function, as ``rl.reward`` has it.
+        limit: seconds for a call.
+
+    Raises:
+        ConfigError: it returns something else than a reward.
+    """
+    line, calls = environment.lines[0], Calls[str](limit)
+    for answer in {str(line.get("answer", "")): None, "": None}:
+        calls.start(answer, environment.score, environment.problem(0), answer)
+    for answer, found in calls.wait_for_all().items():
+        case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
+        if type(found) is Failed:
+            logger.warning(
+                "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
+                case,
+                found.reason,
+                found.detail[:400],
+            )
+        elif (problem := not_a_reward(found)) is not None:
+            raise ConfigError("rl.reward", f"{case}, returns {problem}")
+
+
+def not_a_reward(value: object, before: float = 0.0) -> str | None:
+    """What is wrong with ``value`` as a reward, in words; None: nothing.
+
+    Args:
+        before: the rewards that it is added to.
+    """
+    number = number_of(value)
+    if number is None:
+        return f"a {type(value).__name__} that is no finite number"
+    if abs(before + number) > LARGEST_REWARD:
+        return f"{number:g}; all of a trajectory's together are at most {LARGEST_REWARD:g} in size"
+    return None
+
+
+def number_of(value: object) -> float | None:
+    """``value`` as a float, be it Python's, NumPy's or torch's; None: it is no finite number."""
+    if not issubclass(type(value), NUMBERS):  # float() reads text, and runs code of an object
+        return None
+    try:
+        number = float(cast("SupportsFloat", value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's is the last
+        return None
+    return number if math.isfinite(number) else None
 
 
 def are_tokens(tokens: object, vocabulary: int) -> bool:

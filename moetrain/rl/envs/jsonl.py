@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -58,11 +59,22 @@ def find_reward(name: str) -> Reward:
     """The function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``.
 
     Raises:
-        ConfigError: there is none, or the package that ``math`` needs is not installed.
+        ConfigError: there is none, it cannot be called with a line and an answer, or the package
+            that ``math`` needs is not installed.
     """
     if name in _SHIPPED:
         return _SHIPPED[name]()
-    return load_function(name, "rl.reward", ", ".join(_SHIPPED))
+    reward = load_function(name, "rl.reward", ", ".join(_SHIPPED))
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a function in C need not have one
+        return reward
+    try:
+        signature.bind({}, "")
+    except TypeError as error:
+        problem = f"{name!r} takes {signature}, and is called with a line and an answer: {error}"
+        raise ConfigError("rl.reward", problem) from None
+    return reward
 
 
 def _exact() -> Reward:
