@@ -2,10 +2,11 @@
 
     chosen = argmax over v of  logit[v] / temperature + noise[v]     (no noise at temperature 0)
 
-With Gumbel noise that draws from the softmax exactly (the Gumbel-max trick). The noise is a hash of
-a key and the token id, ``-log(-log u)`` with uniform u of 24 bits, so it is nobody's state. The
-log-probability is that of the loss (:mod:`moetrain.kernels.linear_cross_entropy`) at a temperature
-that each row has for it, with the loss's bits on the same device.
+Gumbel noise makes that a draw from the softmax (the Gumbel-max trick). The noise is a hash of a key
+and the token id, ``-log(-log u)`` with one of 2^23 equally likely u in (0, 1), so it is nobody's
+state. It lies between -2.82 and 16.64, so a score of -inf stays -inf. The log-probability is that
+of the loss (:mod:`moetrain.kernels.linear_cross_entropy`) at a temperature that each row has for
+it, with the loss's bits on the same device.
 
 Legend: N rows, D width, V vocabulary.
 """
@@ -81,10 +82,21 @@ def gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """The noise [N, V], fp32."""
     keys_N1 = (keys_N.long() & MASK)[:, None]
     ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
-    bits_NV = mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1)
-    # 24 bits, so that fp32 has them exactly; never 0 or 1.
-    uniform_NV = ((bits_NV >> 8).float() + 0.5) / 2**24
-    return -(-uniform_NV.log()).log()
+    return noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
+
+
+def noise_of(bits: torch.Tensor) -> torch.Tensor:
+    """The noise, fp32, that 32 random bits (int64, not negative) stand for."""
+    return -(-uniform_of(bits).log()).log()
+
+
+def uniform_of(bits: torch.Tensor) -> torch.Tensor:
+    """The middle, fp32, of that one of 2^23 equal parts of (0, 1) that 32 random bits name.
+
+    Every middle has 24 binary digits, as many as fp32 keeps. Of 2^24 parts the middles would have
+    25: fp32 rounds the last one to 1, and its noise would be infinite.
+    """
+    return ((bits >> 9).float() + 0.5) / 2**23
 
 
 def mix(x: Words) -> Words:

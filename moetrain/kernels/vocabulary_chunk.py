@@ -323,10 +323,19 @@ def _product_kernel(
 def gumbel(key, token):
     """Gumbel noise of uint32 ``key`` and ``token``; see :mod:`moetrain.kernels.token_choice`."""
     key = key.to(tl.uint32)
-    bits = mix_bits(mix_bits(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key)
-    # 24 bits, so that fp32 has them exactly; never 0 or 1.
-    uniform = ((bits >> 8).to(tl.float32) + 0.5) * (1 / 2**24)
-    return -tl.log(-tl.log(uniform))
+    return noise_of(mix_bits(mix_bits(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
+
+
+@triton.jit
+def noise_of(bits):
+    """As :func:`moetrain.kernels.token_choice.noise_of`, of uint32."""
+    return -tl.log(-tl.log(uniform_of(bits)))
+
+
+@triton.jit
+def uniform_of(bits):
+    """As :func:`moetrain.kernels.token_choice.uniform_of`, with its bits, of uint32."""
+    return ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
 
 
 @triton.jit
