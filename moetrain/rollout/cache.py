@@ -4,8 +4,8 @@ A :class:`PagedAttention` takes the place of an attention module's core: it stor
 values of the tokens that a step reads, then lets each of them see its own sequence as far as that
 was read, itself included. Rows of a step are sequences laid end to end, [1, T].
 
-On CUDA the kernels of :mod:`moetrain.kernels.exact_attention` do it, elsewhere torch, a
-sequence at a time.
+On CUDA the kernels of :mod:`moetrain.kernels.exact_attention` do it, elsewhere torch, for
+all sequences of one size at a time.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
 H query heads, G key/value heads, d width.
@@ -13,7 +13,7 @@ H query heads, G key/value heads, d width.
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -97,28 +97,29 @@ class PagedAttention:
     def _by_sequences(
         self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
     ) -> torch.Tensor:
-        out_THd = torch.empty_like(q_THd)
-        spans = itertools.pairwise(rows.ends_N.tolist())
-        for (start, stop), seen, pages in zip(
-            spans, rows.seen_N.tolist(), rows.pages_NM.long(), strict=True
-        ):
-            length = seen + stop - start
-            pages = pages[: -(-length // self.page_size)]
-            keys_LGd, values_LGd = (x[pages].flatten(0, 1)[:length] for x in cache)
-            out_THd[start:stop] = self._attend(q_THd[start:stop], keys_LGd, values_LGd)
+        out_THd, members_of = torch.empty_like(q_THd), defaultdict[tuple[int, int], list[int]](list)
+        sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
+        for i, size in enumerate(sizes):
+            members_of[size].append(i)
+        for (queries, seen), members in members_of.items():  # a call for those of one size
+            at_NQ = rows.ends_N[members].long()[:, None] + torch.arange(queries)
+            length = seen + queries
+            pages_NM = rows.pages_NM[members, : -(-length // self.page_size)].long()
+            past = (x[pages_NM].flatten(1, 2)[:, :length] for x in cache)
+            out_THd[at_NQ] = self._attend(q_THd[at_NQ], *past)
         return out_THd
 
-    def _attend(self, q_QHd: torch.Tensor, k_LGd: torch.Tensor, v_LGd: torch.Tensor):
+    def _attend(self, q_NQHd: torch.Tensor, k_NLGd: torch.Tensor, v_NLGd: torch.Tensor):
         """The last Q of L tokens see themselves and what came before."""
-        queries, length = q_QHd.shape[0], k_LGd.shape[0]
-        at_L = torch.arange(length, device=q_QHd.device)
+        queries, length = q_NQHd.shape[1], k_NLGd.shape[1]
+        at_L = torch.arange(length, device=q_NQHd.device)
         distance_QL = at_L[length - queries :, None] - at_L
         visible_QL = distance_QL >= 0
         if self.window is not None:
             visible_QL &= distance_QL < self.window
-        out_HQd = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q_QHd, k_LGd, v_LGd)),
+        out_NHQd = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q_NQHd, k_NLGd, v_NLGd)),
             attn_mask=visible_QL,
             enable_gqa=True,
-        )[0]
-        return out_HQd.transpose(0, 1)
+        )
+        return out_NHQd.transpose(1, 2)
