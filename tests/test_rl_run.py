@@ -413,7 +413,7 @@ def test_settings_of_the_other_command_are_one_line(command, words, message, cap
 def test_the_toy_learns_from_its_reward(tmp_path):
     words = ["--output_dir", str(tmp_path), "--train.steps", "30", "--train.eval_interval", "0"]
     words += ["--optim.lr", "2e-3", "--rl.supervised_steps", "18"]  # faster than it is meant to
-    words += ["--rl.eval_tasks", "0"]
+    words += ["--rl.eval_tasks", "0", "--optim.schedule", "constant"]
     assert run([*words, "--train.device", "cpu", "--log.tensorboard", "false"]) == 0
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
     assert [row["step"] for row in rows] == list(range(19, 31))
