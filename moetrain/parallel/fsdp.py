@@ -90,9 +90,12 @@ class Unit:
             yield from bucket.members
 
     @property
-    def is_late(self) -> bool:
-        """Whether the host has not yet updated all of it."""
-        return any(bucket.host is not None and bucket.host.is_late for bucket in self.buckets)
+    def awaits_update(self) -> bool:
+        """Whether the host has updated some of it, done or not, since it was last gathered.
+
+        The same on every rank, whose hosts are not equally fast.
+        """
+        return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
 
     @property
     def is_trained(self) -> bool:
@@ -326,8 +329,11 @@ class FSDP:
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
-        # What the host still updates it is waited for: the device gets this block's work before.
-        late = [following for following in ahead if following.is_late]
+        # A gather waits for the host's update. The device gets this block's work first, or it would
+        # idle as long; that a gather whose update is done could start before costs its own time,
+        # once a step. But a rank must not look whether it is done: the block's collectives come in
+        # between, and ranks whose collectives are in another order wait for each other forever.
+        late = [following for following in ahead if following.awaits_update]
         for following in ahead[len(late) :]:
             self.start_unshard(following)
         unit.swap_in(full)

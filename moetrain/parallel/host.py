@@ -51,7 +51,7 @@ class HostShard:
         self.has_gradient = False
         """Whether all there is of this step's gradient is here or on the way."""
         self.update: Future[None] | None = None
-        """That is under way, or done; None: nobody waits for one."""
+        """The one under way or done since the last :meth:`wait`; None: there was none since."""
         self._came: torch.cuda.Event | None = None
         self._left: torch.cuda.Event | None = None
 
@@ -94,11 +94,6 @@ class HostShard:
             self.copy_N.copy_(self._out_N, non_blocking=True)
         self._left = torch.cuda.Event()
         self._left.record(up)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether :meth:`wait` would wait."""
-        return self.update is not None and not self.update.done()
 
     def wait(self) -> None:
         """Until the update under way is done; on the device, until its weights have come."""
