@@ -274,6 +274,42 @@ def test_several_calls_make_one_step():
     assert_near(both, {name: mine[name] + other[name] for name in mine}, 1e-5)
 
 
+class NoHeadWithoutTargets(CrossEntropy):
+    """What many write for a batch without targets; the head has no gradient then."""
+
+    def terms(self, model, outputs, batch, sizes):
+        if bool((batch.targets_BS >= 0).any()):
+            return super().terms(model, outputs, batch, sizes)
+        return {"cross_entropy": Term(0 * outputs.hidden_BSD.sum())}
+
+
+def learn_beside_a_rank_without_targets(layouts):
+    """The gradient norms of a step where half of the ranks have no target, by two objectives."""
+    found = []
+    for words, rows in layouts:
+        tokens_BS, targets_BS = make_rows(0)
+        targets_BS[ROWS // 2 :] = IGNORE_INDEX
+        for objective in (CrossEntropy(), NoHeadWithoutTargets()):
+            engine = make_engine(*words, micro=rows)
+            first = engine.world.data_rank * ROWS // engine.world.dims.data_ranks
+            last = first + ROWS // engine.world.dims.data_ranks
+            parts = zip(
+                tokens_BS[first:last].split(rows), targets_BS[first:last].split(rows), strict=True
+            )
+            batches = [Batch(*part, None, None) for part in parts]
+            engine.forward_backward(batches, objective)
+            found.append(engine.step(1e-2).grad_norm.item())
+    return found
+
+
+def test_an_objective_may_leave_parameters_out_on_one_rank():
+    # The head, which tensor parallel ranks cut, travels by itself.
+    layouts = [(["parallel.tp=2"], 4), (["parallel.tp=2", "parallel.reduce_at=last"], 2)]
+    expected = learn_beside_a_rank_without_targets([([], ROWS)])[0]
+    for norms in spawn(4, learn_beside_a_rank_without_targets, layouts):
+        assert norms == pytest.approx([expected] * 4, rel=1e-5)
+
+
 def test_a_step_without_a_finite_loss_changes_nothing():
     engine = make_engine()
     with pytest.raises(ValueError, match="no forward_backward"):

@@ -369,6 +369,8 @@ class Bucket:
     ) -> Reducing | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
+        All of its ranks do, one that has none (None stands for 0) as well.
+
         ``now``: else they are added up in fp32 here, until a later call or :meth:`flush` sends all.
         """
         chunks_WN = self._chunks(gradients)
@@ -424,12 +426,11 @@ class Bucket:
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
         ranks = self.group.size()
-        dtype = next(g.dtype for g in gradients if g is not None)
         only, (first, *others) = gradients[0], self.members
         is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
         if not others and first.share == 1 and only is not None and is_even:
             return only.contiguous().view(ranks, -1)
-        chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=dtype)
+        chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=self.dtype)
         for member, gradient in zip(self.members, gradients, strict=True):
             if gradient is None:
                 continue

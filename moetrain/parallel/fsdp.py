@@ -308,7 +308,8 @@ class FSDP:
         started, rest = [], list(gradients)
         for bucket in unit.buckets:
             mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
-            if any(g is not None for g in mine):
+            # Whatever gradients there are on this rank: an objective may leave some out on one alone.
+            if bucket.is_trained:
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
         self.finish_reductions()
