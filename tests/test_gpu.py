@@ -7,6 +7,8 @@ import pytest
 import torch
 import triton
 from checkpoints import tensors_of
+from distributed import spawn
+from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.config import Config
 from moetrain.kernels import (
@@ -18,6 +20,7 @@ from moetrain.kernels import (
     unpermute,
 )
 from moetrain.metrics import read_metrics
+from moetrain.parallel import alltoall
 from moetrain.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -129,6 +132,85 @@ def test_a_run_that_stopped_goes_on_with_its_bits_on_two_gpus(precision, tmp_pat
         found, expected, before = (tensors_of(folder)[group] for folder in folders)
         assert all(torch.equal(x, found[name]) for name, x in expected.items())
         assert sum(torch.equal(x, found[name]) for name, x in before.items()) < len(found) / 4
+
+
+def declared(call, waits):
+    """``call``, which may wait for the device: noted in ``waits``."""
+
+    def waiting(*args):
+        waits.append(call)
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return call(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    return waiting
+
+
+def waits_of_steps(runs):
+    """Of each run, how often the host waits in a step where it is declared; elsewhere it raises.
+
+    Torch sees what waits for a stream, not what waits for an event: numbers that are read late.
+    """
+    waits, found = [], {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        exchange = declared(alltoall._exchange_counts, waits)
+        monkeypatch.setattr(alltoall, "_exchange_counts", exchange)
+        for name, words in runs.items():
+            engine = make_engine("train.device=cuda", *SIZES, *words, micro=2)
+            objective, world = objective_of(engine), engine.world
+
+            def learn(steps, engine=engine, objective=objective, world=world):
+                for step in steps:
+                    batches = make_batches(step, 2, world.data_rank, world.dims.data_ranks)
+                    engine.forward_backward(batches, objective)
+                    engine.step(1e-3)
+
+            learn(range(2))  # kernels are compiled, memory is taken, ranks tell one another names
+            torch.cuda.synchronize()
+            waits.clear()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                learn(range(2, 4))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            found[name] = len(waits) / 2
+    return found
+
+
+SIZES = ["model.hidden_size=128", "model.num_heads=4", "model.head_dim=32"]
+SIZES += ["model.moe_intermediate_size=64", "kernels.attention=sdpa"]
+WAYS = {
+    "plain": [],
+    "recompute": ["activation.policy=full"],
+    "selective": ["activation.policy=selective"],
+    "reshard": ["parallel.reshard_after_forward=yes"],
+    "last": ["parallel.reduce_at=last"],
+    "global": ["moe.aux_loss_scope=global_batch"],
+    "bf16 state": ["optim.state_dtype=bfloat16", "optim.gradient_dtype=bfloat16"],
+    "offload": ["optim.offload_fraction=0.5"],
+    "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
+    "compiled": ["compile.enabled=yes"],
+}
+
+
+def test_no_host_waits_in_a_step():
+    assert waits_of_steps(WAYS) == dict.fromkeys(WAYS, 0)
+
+
+def test_hosts_wait_for_the_exchange_of_counts_alone_on_two_gpus():
+    dp = {f"dp {name}": [*words, "parallel.dp_shard=2"] for name, words in WAYS.items()}
+    tp, pp = {"tp": ["parallel.tp=2"]}, {"pp": ["parallel.pp=2"]}
+    sent = ["parallel.ep=2", "moe.dispatcher=alltoall"]
+    # Of two layers and two micro-batches; again where all is recomputed, or is counted ahead.
+    ep = {"ep": (sent, 4), "ep recompute": ([*sent, "activation.policy=full"], 8)}
+    ep["ep global"] = ([*sent, "moe.aux_loss_scope=global_batch"], 8)
+    runs = dp | tp | pp | {name: words for name, (words, _) in ep.items()}
+    expected = dict.fromkeys(runs, 0) | {name: count for name, (_, count) in ep.items()}
+    for found in spawn(2, waits_of_steps, runs, device_type="cuda", timeout=500):
+        assert found == expected
 
 
 def test_kernels_whose_sizes_routing_changes_are_compiled_once(monkeypatch):

@@ -358,6 +358,24 @@ def test_a_checkpoint_goes_on_on_another_mesh(tiny_words, tmp_path):
         assert losses[step] == pytest.approx(loss, rel=TOLERANCE)
 
 
+@pytest.mark.gpu
+def test_a_checkpoint_goes_on_on_other_gpus(tiny_words, tmp_path):
+    """Written behind the steps, by NCCL's ranks, from pinned memory."""
+    words = words_of(tiny_words, "optim.schedule=constant", "checkpoint.at_end=yes")
+    words += ["train.device=cuda", "train.dtype=float32", "kernels.attention=reference"]
+    words += ["checkpoint.interval=1", "checkpoint.asynchronous=yes"]
+    straight = fit([*words, "train.steps=6", f"output_dir={tmp_path / 'straight'}"])
+    moved = [*words, f"output_dir={tmp_path / 'moved'}"]
+    fit([*moved, "train.steps=2"])
+    for step, layout in ((3, "ep"), (4, "tp"), (5, "pp")):
+        on_two = [*moved, f"train.steps={step}", f"parallel.{layout}=2"]
+        spawn(2, fit, on_two, device_type="cuda", timeout=120)
+    losses = fit([*moved, "train.steps=6"])
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    for step, loss in straight.items():
+        assert losses[step] == pytest.approx(loss, rel=TOLERANCE)
+
+
 def test_sharded_ranks_load_and_save_hugging_face_weights(tiny_words, tmp_path):
     words = words_of(tiny_words, "train.steps=1", f"output_dir={tmp_path / 'out'}")
     fit([*words, "checkpoint.save_hf=yes"])

@@ -138,18 +138,69 @@ def run_all(runs):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_pipeline_gives_the_single_process_answer(world, tiny_words):
-    found = cases(world, tiny_words)
+    check_cases(world, cases(world, tiny_words))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_pipeline_gives_the_single_gpu_answer(world, tiny_words):
+    """In fp32, with the fast kernels; beside expert parallel ranks where there are four GPUs."""
+    words = [*tiny_words, "train.device=cuda", "train.dtype=float32", "kernels.attention=reference"]
+    check_cases(world, cases(world, words), "cuda")
+
+
+def check_cases(world, found, device_type="cpu"):
+    """Every layout of every case on ``world`` ranks against one process."""
     runs = {
         (case, name): ([*one.words, *BASE, *layout], one.pads)
         for case, one in found.items()
         for name, layout in one.layouts.items()
     }
-    ranks = spawn(world, run_all, runs, timeout=400)
+    ranks = spawn(world, run_all, runs, device_type=device_type, timeout=400)
     for case, one in found.items():
         plain = [*one.words, *BASE, "parallel.pp=1", f"train.micro_batch_size={one.rows}"]
         expected = run(plain, one.pads)
         for name in one.layouts:
             check(f"{case}: {name}", [answers[case, name] for answers in ranks], expected)
+
+
+LARGER = {
+    4: {"tp": {"tp": 4}, "tp+ep": {"tp": 4, "ep": 4}, "tp+ep+efsdp": {"tp": 4, "ep": 2}},
+    8: {
+        "dp": {},
+        "dp+tp": {"tp": 4},
+        "ep": {"ep": 8},
+        "hsdp+ep": {"dp_replicate": 2, "ep": 4},
+        "ep+efsdp": {"ep": 4},
+        "dp+tp+ep": {"tp": 4, "ep": 8},
+        "hsdp+tp+ep": {"dp_replicate": 2, "tp": 2, "ep": 4},
+        "pp+dp+tp": {"pp": 2, "tp": 2},
+        "pp+hsdp+ep": {"pp": 2, "dp_replicate": 2, "ep": 2, "pp_schedule": "zbv"},
+        "pp+tp+ep": {"pp": 2, "tp": 4, "ep": 4, "pp_schedule": "interleaved_1f1b"},
+        "pp4+ep": {"pp": 4, "ep": 2, "pp_schedule": "merged_1f1b"},
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", LARGER)
+def test_larger_worlds_give_the_single_process_answer(world, tiny_words):
+    words = words_of(tiny_words, "model.num_kv_heads=4", "model.num_experts=8")
+    words += ["train.micro_batch_size=1", "model.num_layers=4"]
+    runs = {
+        name: ([*words, *(f"parallel.{axis}={value}" for axis, value in layout.items())],)
+        for name, layout in LARGER[world].items()
+    }
+    ranks = spawn(world, run_all, runs, timeout=600)
+    expected = run([*words, "train.micro_batch_size=8"])
+    for name in runs:
+        answers = [one[name] for one in ranks]
+        if "pp" in name:
+            check(name, answers, expected)
+        else:
+            compare(
+                {f"{name}, rank {i}": one for i, one in enumerate(answers)}, expected, TOLERANCE
+            )
 
 
 def check(name, answers, expected):

@@ -73,11 +73,20 @@ WORDS = {
 }
 
 
-def learn_words(folder):
+ON_GPUS = {
+    "train.device": "cuda",
+    "model.hidden_size": 128,
+    "model.head_dim": 64,
+    "model.moe_intermediate_size": 64,
+}
+
+
+def learn_words(folder, more):
     """From nothing to the best word, with another process in the middle; the generator's weights
     against the trainer's, as the largest difference."""
-    fitted(folder, **WORDS, **{"train.steps": 54})
-    trainer = RlTrainer(config_of(folder, **WORDS, **{"train.steps": 70}))
+    words = WORDS | more
+    fitted(folder, **words, **{"train.steps": 54})
+    trainer = RlTrainer(config_of(folder, **words, **{"train.steps": 70}))
     assert trainer.step == 54
     assert trainer.generator.experts is not None
     apart = []
@@ -88,7 +97,7 @@ def learn_words(folder):
         for name, weight in trainer.engine.weights():
             mine = trainer.generator.experts.part(name, weight)
             theirs = trainer.generator.model.get_parameter(name)
-            apart.append((theirs - mine).abs().max().item())
+            apart.append((theirs - mine.to(theirs)).abs().max().item())
         finish()
 
     trainer.finish = look
@@ -97,7 +106,7 @@ def learn_words(folder):
 
 
 def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
-    assert spawn(2, learn_words, tmp_path, timeout=240) == [0, 0]
+    assert spawn(2, learn_words, tmp_path, {}, timeout=240) == [0, 0]
     rows = [row for row in lines_of(tmp_path) if "reward" in row]
     assert [row["step"] for row in rows] == list(range(41, 71))
     start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
@@ -108,6 +117,15 @@ def test_two_ranks_that_share_experts_learn_the_best_word(tmp_path):
     )
     for name, weight in first.items():  # of every layer
         assert not torch.equal(weight, last[name]), name
+
+
+@pytest.mark.gpu
+def test_two_gpus_that_share_experts_learn_the_best_word(tmp_path):
+    """In bf16, with the generator's graphs and kernels."""
+    assert spawn(2, learn_words, tmp_path, ON_GPUS, device_type="cuda", timeout=500) == [0, 0]
+    rows = [row for row in lines_of(tmp_path) if "reward" in row]
+    start, end = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert end > max(start, 0.85)
 
 
 DEADLY = """

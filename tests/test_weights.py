@@ -182,6 +182,25 @@ def test_a_generator_follows_a_trainer_on_every_mesh():
         }
 
 
+def follow_on_gpus(layouts, words):
+    """In bf16: what a generator has is what its trainer gathers, to the bit."""
+    return {
+        name: follow(engine_of(layout, *words, "train.dtype=bfloat16"), tokens=False)
+        for name, layout in layouts.items()
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_generator_follows_a_trainer_on_gpus(world):
+    on_two = {name: [f"parallel.{name}=2"] for name in ("dp_shard", "tp", "ep", "pp")}
+    layouts = {2: on_two, 4: LAYOUTS}[world]
+    words = ["train.device=cuda", "kernels.attention=reference"]
+    for counts in spawn(world, follow_on_gpus, layouts, words, device_type="cuda", timeout=300):
+        assert counts.keys() == layouts.keys()
+        assert all(counts.values())
+
+
 def test_one_process_has_all_there_is():
     for engine in (engine_of(["parallel.tp=1"]), biased_engine([])):
         assert follow(engine) == 0

@@ -308,7 +308,7 @@ class FSDP:
         started, rest = [], list(gradients)
         for bucket in unit.buckets:
             mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
-            # Whatever gradients there are on this rank: an objective may leave some out on one alone.
+            # With no gradient here too: an objective may leave parameters out on one rank alone.
             if bucket.is_trained:
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
