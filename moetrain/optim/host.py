@@ -3,7 +3,11 @@
 A thread waits for the clip and for gradients, which are on their way down, updates bucket by bucket
 in the order in which the next forward asks for them, and sends weights up. Training waits, if it
 must, where a bucket is gathered: the device's own updates, and the forward of what comes before,
-hide the rest. The update is torch's fused AdamW, vectorised and on all of torch's threads.
+hide the rest. For that the first gather after an update is started after the block before it,
+whether the update is done or not: every rank must start collectives in the same order, and hosts
+are not equally fast. An update that was done early thus leaves one gather uncovered, once a step;
+to gather before the block would leave the device without work for as long as a late update takes.
+The update is torch's fused AdamW, vectorised and on all of torch's threads.
 """
 
 from __future__ import annotations

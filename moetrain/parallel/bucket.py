@@ -369,7 +369,7 @@ class Bucket:
     ) -> Reducing | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
-        All of its ranks do, one that has none (None stands for 0) as well.
+        Every rank must call this, even without gradients (None counts as 0): others wait for it.
 
         ``now``: else they are added up in fp32 here, until a later call or :meth:`flush` sends all.
         """

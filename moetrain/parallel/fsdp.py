@@ -91,10 +91,7 @@ class Unit:
 
     @property
     def awaits_update(self) -> bool:
-        """Whether the host has updated some of it, done or not, since it was last gathered.
-
-        The same on every rank, whose hosts are not equally fast.
-        """
+        """Whether the host was given some of it to update since the last gather; it may be done."""
         return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
 
     @property
@@ -308,7 +305,6 @@ class FSDP:
         started, rest = [], list(gradients)
         for bucket in unit.buckets:
             mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
-            # With no gradient here too: an objective may leave parameters out on one rank alone.
             if bucket.is_trained:
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
@@ -330,10 +326,8 @@ class FSDP:
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
-        # A gather waits for the host's update. The device gets this block's work first, or it would
-        # idle as long; that a gather whose update is done could start before costs its own time,
-        # once a step. But a rank must not look whether it is done: the block's collectives come in
-        # between, and ranks whose collectives are in another order wait for each other forever.
+        # The host's update is waited for: the device gets this block's work before. Not only where
+        # it is not done yet: the block's own collectives must come in one order on all ranks.
         late = [following for following in ahead if following.awaits_update]
         for following in ahead[len(late) :]:
             self.start_unshard(following)
