@@ -146,6 +146,7 @@ def test_every_pipeline_gives_the_single_process_answer(world, tiny_words):
 def test_every_pipeline_gives_the_single_gpu_answer(world, tiny_words):
     """In fp32, with the fast kernels; beside expert parallel ranks where there are four GPUs."""
     words = [*tiny_words, "train.device=cuda", "train.dtype=float32", "kernels.attention=reference"]
+    words += ["compile.enabled=no"]  # but where a case says so
     check_cases(world, cases(world, words), "cuda")
 
 

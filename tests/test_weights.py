@@ -195,7 +195,7 @@ def follow_on_gpus(layouts, words):
 def test_a_generator_follows_a_trainer_on_gpus(world):
     on_two = {name: [f"parallel.{name}=2"] for name in ("dp_shard", "tp", "ep", "pp")}
     layouts = {2: on_two, 4: LAYOUTS}[world]
-    words = ["train.device=cuda", "kernels.attention=reference"]
+    words = ["train.device=cuda", "kernels.attention=reference", "compile.enabled=no"]
     for counts in spawn(world, follow_on_gpus, layouts, words, device_type="cuda", timeout=300):
         assert counts.keys() == layouts.keys()
         assert all(counts.values())
