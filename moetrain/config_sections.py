@@ -296,7 +296,11 @@ class CheckpointSection(Section):
     """Saving and resuming."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: only at the end and when stopped."""
+    """Steps between checkpoints; 0: they are saved by time (checkpoint.minutes), at the end and
+    when the run is stopped."""
+    minutes: float = Field(default=30, ge=0)
+    """Save as well when so many minutes have passed since the last checkpoint, so that a power cut
+    loses no more, whatever checkpoint.interval is; 0: never by time."""
     at_end: bool = True
     """Write a checkpoint at the end of the run."""
     keep: int = Field(default=2, gt=0)

@@ -257,6 +257,8 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
     saves = int(checkpoint.at_end)
     if checkpoint.interval:
         saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
+    if checkpoint.minutes:  # how many there will be is not known
+        saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
     milestones = 0
     if checkpoint.keep_every and steps is not None:
         milestones = steps // checkpoint.keep_every
@@ -277,7 +279,7 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
         "output_dir",
         f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
         f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or "
-        "write less (checkpoint.keep, checkpoint.interval, checkpoint.at_end)",
+        "write less (checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end)",
     )
 
 

@@ -35,13 +35,21 @@ from moetrain.parallel.world import join_world
 from moetrain.preflight import check_what_can_run, prepare
 from moetrain.profiling import Profile
 from moetrain.run_control import (
+    SAVE,
     BadSteps,
     StepWatch,
     garbage_collector_off,
     make_deterministic,
     stop_signals,
 )
-from moetrain.run_folder import CHECKPOINTS, claimed, resume_now, set_aside, where_it_failed
+from moetrain.run_folder import (
+    CHECKPOINTS,
+    check_shared,
+    claimed,
+    resume_now,
+    set_aside,
+    where_it_failed,
+)
 from moetrain.snapshot import Snapshots, find_snapshot, restore_snapshot
 
 logger = logging.getLogger("moetrain")
@@ -77,6 +85,7 @@ class Run(ABC, Generic[S]):
             make_deterministic()
         self.folder = Path(config.output_dir)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
+        self.saved_time = time.monotonic()
         self.continues: Path | None = None
         """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
@@ -86,6 +95,7 @@ class Run(ABC, Generic[S]):
         self.clock = Throughput(flops, self.device)
         with self.claim():
             # Before anything slow.
+            check_shared(self.folder, self.world)
             found = self.find(arch, None)
             self.build(arch)
             config.log.check(self.total_steps)
@@ -177,15 +187,19 @@ class Run(ABC, Generic[S]):
                 if self.step == 0 and config.train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
                 self.clock.start()
+                self.saved_time = time.monotonic()
                 while self.step < self.total_steps and not self.watch.asked_to_stop:
                     result = self.train_step()
-                    self.watch.update(result.skipped, self.count_stops(stop))
+                    asked = self.sum_requests(stop, save=self.is_time_to_save())
+                    self.watch.update(result.skipped, asked)
                     profile.step_done(self.step)
                     if self.due(config.log.interval) or self.step in (1, self.total_steps):
                         self.log_step(result)
                     if self.due(config.train.eval_interval):
                         self.evaluate()
-                    if self.due(config.checkpoint.interval):
+                    # What was asked for before the last checkpoint has come with that.
+                    by_time = self.watch.asked_to_save and self.saved_at < self.step - 1
+                    if self.due(config.checkpoint.interval) or by_time:
                         self.save_if_good()
                     self.report_saved(self.snapshots.finished())
                     if self.due(config.train.gc_interval):
@@ -194,7 +208,7 @@ class Run(ABC, Generic[S]):
                 if config.checkpoint.at_end:
                     self.save()  # before all that takes time, and while a stop signal can wait
                 self.report_saved(self.snapshots.wait())
-                if self.count_stops(stop).item() > 0:
+                if self.sum_requests(stop).item() > 0:
                     self.save()
                     number = stop[0] if stop else signal.SIGTERM  # another rank's
                     self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
@@ -212,9 +226,16 @@ class Run(ABC, Generic[S]):
         """What traces steps, if any are to be."""
         return Profile(self.config.log, self.folder, self.world.rank, self.clock, self.log.say)
 
-    def count_stops(self, signals: list[int]) -> torch.Tensor:
-        """How many stop signals have come to all ranks (0-d, on the device)."""
-        return self.world.sum_all(torch.full((), len(signals), device=self.device))
+    def sum_requests(self, signals: list[int], *, save: bool = False) -> torch.Tensor:
+        """The stop signals that have come to all ranks, plus :data:`SAVE` where the main rank says
+        ``save``; so all ranks decide alike, by one clock (0-d, on the device)."""
+        mine = len(signals) + SAVE * (save and self.world.is_main)
+        return self.world.sum_all(torch.full((), mine, device=self.device))
+
+    def is_time_to_save(self) -> bool:
+        """Whether ``checkpoint.minutes`` have passed since the last save, by this rank's clock."""
+        seconds = 60 * self.config.checkpoint.minutes
+        return 0 < seconds <= time.monotonic() - self.saved_time
 
     def due(self, interval: int) -> bool:
         """Whether something done every ``interval`` steps (0: never) is to be done now."""
@@ -271,6 +292,7 @@ class Run(ABC, Generic[S]):
             self.report_saved(self.snapshots.wait())
         self.clock.count_blocked(time.perf_counter() - started)
         self.saved_at, self.continues = self.step, path
+        self.saved_time = time.monotonic()
         self.clock.start()
         return path
 

@@ -20,6 +20,8 @@ logger = logging.getLogger("moetrain")
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
+SAVE = 1 << 32
+"""In the sum of what ranks ask for: the main rank asks for a checkpoint. Signals are fewer."""
 
 
 class BadSteps(RunFailed):
@@ -45,7 +47,7 @@ class LateNumbers:
 
 
 class StepWatch:
-    """Counts skipped steps and stop requests on the device, and reads them one step late.
+    """Counts skipped steps and ranks' requests on the device, and reads them one step late.
 
     So the host never waits for the step under way. Since a skipped step changes nothing, the state
     one step later is still that before the first of them; and since all ranks read the same sums of
@@ -55,29 +57,31 @@ class StepWatch:
     def __init__(self, device: torch.device, limit: int) -> None:
         self.limit = limit
         self._steps = 0
-        # Skipped in a row, skipped in all, ranks that were asked to stop.
+        # Skipped in a row, skipped in all, what ranks ask for.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._late = LateNumbers(self._counts)
         self.asked_to_stop = False
         """Whether any rank was, as of the step before the last."""
+        self.asked_to_save = False
+        """Whether the main rank's clock asked for a checkpoint, as of the step before the last."""
 
-    def update(self, skipped: torch.Tensor, stops: torch.Tensor) -> None:
+    def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
         """Count one step; raises :class:`BadSteps` for the steps before it.
 
         Args:
             skipped: 0-d bool, the same on every rank.
-            stops: 0-d, how many ranks were asked to stop.
+            requests: 0-d, a sum over ranks: stop signals, and :data:`SAVE` for a checkpoint.
         """
         self.check()
         self._steps += 1
         in_row = torch.where(skipped, self._counts[0] + 1, 0)
-        self._counts = torch.stack([in_row, self._counts[1] + skipped, stops.long()])
+        self._counts = torch.stack([in_row, self._counts[1] + skipped, requests.long()])
         self._late = LateNumbers(self._counts)
 
     def check(self) -> None:
         """Raise :class:`BadSteps` if the limit was reached by the steps counted so far."""
-        in_row, _, stops = self._late.read().tolist()  # of the step before: long done
-        self.asked_to_stop = stops > 0
+        in_row, _, requests = self._late.read().tolist()  # of the step before: long done
+        self.asked_to_save, self.asked_to_stop = requests >= SAVE, requests % SAVE > 0
         if in_row >= self.limit:
             raise BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "

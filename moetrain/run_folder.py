@@ -4,23 +4,28 @@ The checkpoints of a folder are one branch of training, the higher step the newe
 one is what ``auto`` goes on from. What would break that (steps after the one that was resumed, or
 another run's checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-One process a run calls these: the main rank.
+One process a run calls these, the main rank; but :func:`check_shared` is called by all.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
+import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moetrain.checkpoint import list_checkpoints, open_checkpoint, remove_leftovers, step_of
 from moetrain.config import ConfigError
+from moetrain.config_sources import shortened
+from moetrain.parallel.world import World
 
 logger = logging.getLogger("moetrain")
 
@@ -28,6 +33,12 @@ CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 BEGUN = ".begun"
 """Says that what lies in the folder is of the run that was last started there."""
+VISIBLE_SECONDS = 60.0
+"""Until a rank must see what another wrote: NFS keeps what it knows of a folder so long at most
+(acdirmax in nfs(5))."""
+VISIBLE_PAUSE = 0.05
+_MARK = ".rank-{}"
+"""What a rank writes to show that its machine has the folder."""
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 """What ``flock`` answers on file systems without it."""
 
@@ -93,6 +104,72 @@ def _lock(descriptor: int, folder: Path) -> bool:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Check that every rank can write to one and the same ``folder``, which the main rank has made.
+
+    Every rank writes a small file of its own, which the main rank must see and read; all are
+    removed again. Collective: all ranks return, or all raise the same error.
+
+    Raises:
+        ConfigError: a rank cannot write there, or what it writes is not seen by the main rank, as
+            on machines that each have a disk of their own.
+    """
+    if world.meeting is None:
+        return
+    token = world.share(secrets.token_hex(8))  # comes when there is a folder
+    mine = folder / _MARK.format(world.rank)
+    reports = world.meeting.gather(json.dumps([socket.gethostname(), _write_mark(mine, token)]))
+    problem = _not_shared(folder, token, [json.loads(report) for report in reports])
+    problem = world.share(problem)
+    with suppress(OSError):
+        mine.unlink()
+    world.wait()  # the folder may go again, and must be empty then
+    if problem:
+        raise ConfigError("output_dir", problem)
+
+
+def _write_mark(file: Path, token: str) -> str:
+    """Write ``token`` to ``file``; returns what is wrong, or nothing."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        try:
+            file.write_text(token)
+            return ""
+        except FileNotFoundError:  # the folder is new, or it is not there
+            if time.monotonic() > deadline:
+                return "there is no such folder"
+        except OSError as error:
+            return f"it cannot be written to ({error.strerror})"
+        time.sleep(VISIBLE_PAUSE)
+
+
+def _not_shared(folder: Path, token: str, reports: list[tuple[str, str]]) -> str:
+    """Of the main rank, given every rank's machine and problem: what is wrong, or nothing."""
+    problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    for rank in () if problems else range(len(reports)):
+        while not _holds(folder / _MARK.format(rank), token):
+            if time.monotonic() > deadline:
+                problems[rank] = f"what is written there is not seen on {reports[0][0]} (rank 0)"
+                break
+            time.sleep(VISIBLE_PAUSE)
+    if not problems:
+        return ""
+    rank, problem = next(iter(problems.items()))
+    others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return (
+        f"{shortened(str(folder))} is not one folder for all ranks: on {reports[rank][0]} (rank "
+        f"{rank}{others}) {problem}; choose one on a file system that all machines of the run share"
+    )
+
+
+def _holds(file: Path, token: str) -> bool:
+    try:
+        return file.read_text() == token
+    except (OSError, ValueError):  # it is not there yet, or only half
+        return False
 
 
 def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Path | None:

@@ -53,7 +53,8 @@ class Snapshots:
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
-            if self.settings.interval:  # before there is anything to be kept waiting
+            # Before there is anything to be kept waiting.
+            if self.settings.interval or self.settings.minutes:
                 self.staging.reserve(state_bytes(engine))
 
     def save(

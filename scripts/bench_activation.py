@@ -62,7 +62,8 @@ def bench(args: argparse.Namespace, settings: list[str], name: str, size: str) -
         *("--model.num_layers", str(args.layers), "--compile.enabled", "yes"),
         *("--train.micro_batch_size", size, "--train.global_batch_size", size),
         *("--activation.policy", policy, "--activation.offload", offload or "0"),
-        *("--log.tensorboard", "no", "--checkpoint.at_end", "no", *settings),
+        *("--checkpoint.at_end", "no", "--checkpoint.minutes", "0"),
+        *("--log.tensorboard", "no", *settings),
     ]
     gc.collect()
     torch.compiler.reset()

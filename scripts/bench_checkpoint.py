@@ -50,6 +50,7 @@ from moetrain.snapshot import restore_snapshot, state_bytes
 from moetrain.trainer import Trainer
 
 SETTINGS = ["checkpoint.asynchronous=yes", "checkpoint.interval=0", "checkpoint.at_end=no"]
+SETTINGS += ["checkpoint.minutes=0"]
 SETTINGS += ["checkpoint.resume=never", "data.source=synthetic", "log.tensorboard=no"]
 SETTINGS += ["train.eval_interval=0", "train.sample_tokens=0", "train.steps=1000"]
 

@@ -105,6 +105,7 @@ def main() -> int:
         "rl.offload": "yes",
         "compile.enabled": "yes",
         "checkpoint.at_end": "no",
+        "checkpoint.minutes": 0,
         "log.interval": 1,
         "log.tensorboard": "no",
         "output_dir": args.output_dir,

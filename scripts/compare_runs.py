@@ -36,7 +36,8 @@ SMOOTHED = 0.05
 def train(folder: Path, words: Sequence[str]) -> list[float]:
     """The losses of every step of a run of its own."""
     shutil.rmtree(folder, ignore_errors=True)
-    said = [f"output_dir={folder}", "log.interval=1", "checkpoint.at_end=no"]
+    said = [f"output_dir={folder}", "log.interval=1"]
+    said += ["checkpoint.at_end=no", "checkpoint.minutes=0"]
     recipes = [word for word in words if "=" not in word]
     settings = [part for word in [*words, *said] if "=" in word for part in _option(word)]
     subprocess.run([sys.executable, "-m", "moetrain.train", *recipes, *settings], check=True)

@@ -711,6 +711,9 @@ def test_files_folders_and_layouts(words, field, says, places, tmp_path, capsys,
     assert_refused(words.split(), field, says, tmp_path, capsys)
 
 
+NEVER_BY_TIME = "checkpoint.minutes=0"
+
+
 def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, monkeypatch):
     def refuse(**_):
         raise OSError(30, "Read-only file system")
@@ -724,11 +727,16 @@ def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "the run will write 0.02 GiB: 1 checkpoint of 0.02 GiB;"),
-        (["checkpoint.interval=100"], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),
-        (["checkpoint.interval=400"], "0.04 GiB: 2 checkpoints of 0.02 GiB;"),
+        ([], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),  # by time: how many is not known
+        (["train.steps=2"], "0.04 GiB: 2 checkpoints of 0.02 GiB;"),
+        ([NEVER_BY_TIME], "the run will write 0.02 GiB: 1 checkpoint of 0.02 GiB;"),
+        ([NEVER_BY_TIME, "checkpoint.interval=100"], "0.06 GiB: 3 checkpoints of 0.02 GiB;"),
+        ([NEVER_BY_TIME, "checkpoint.interval=400"], "0.04 GiB: 2 checkpoints of 0.02 GiB;"),
         (["checkpoint.interval=100", "checkpoint.keep_every=300"], "4 checkpoints of 0.02 GiB;"),
-        (["checkpoint.at_end=no", "checkpoint.save_hf=yes"], "0.01 GiB: checkpoint.save_hf's"),
+        (
+            [NEVER_BY_TIME, "checkpoint.at_end=no", "checkpoint.save_hf=yes"],
+            "0.01 GiB: checkpoint.save_hf's",
+        ),
     ],
     ids=repr,
 )

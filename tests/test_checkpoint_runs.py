@@ -3,28 +3,39 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import rewrite, save, save_first_format, tensors_of
-from distributed import spawn
+from distributed import fork_server, spawn
+from test_rl_run import config_of as rl_config
 
+from moetrain import run_folder
 from moetrain.checkpoint import list_checkpoints
 from moetrain.checkpoint import save as checkpoint_save
-from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
 from moetrain.config_sources import LaunchedPlace
+from moetrain.jobs.desk import Desk
+from moetrain.jobs.service import Service
 from moetrain.metrics import read_metrics
 from moetrain.models import resolve_architecture
 from moetrain.parallel.world import join_world
+from moetrain.preflight import resolve_run
+from moetrain.rl.trainer import RlTrainer
 from moetrain.run_folder import BEGUN
+from moetrain.train import main
 from moetrain.trainer import Trainer
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
@@ -285,3 +296,223 @@ def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end():
     ((code, row),) = spawn(1, soak, words, timeout=550)  # which need not import torch
     assert code == 0, row
     assert (row["runs"], row["steps"], sum(row["disturbances"].values())) == (1, 30, 2)
+
+
+# ---- machines that do not share output_dir -------------------------------------------------------
+
+
+def on_a_machine_of_its_own(folder, case):
+    """Every rank's ``out`` is another folder, unless ``case`` says otherwise; what each is told."""
+    rank = dist.get_rank()
+    here = Path(folder) / f"node{rank}"
+    here.mkdir()
+    os.chdir(here)
+    socket.gethostname = lambda: here.name
+    run_folder.VISIBLE_SECONDS = 20.0 if case == "late" else 0.3
+    link = threading.Timer(1.0, (here / "out").symlink_to, [Path(folder) / "node0" / "out"])
+    if rank and case == "late":
+        link.start()
+    elif rank and case == "empty":
+        (here / "out").mkdir()
+    elif rank and case == "unwritable":
+        Path.write_text = fail_to_write
+    return here
+
+
+def fail_to_write(*_):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def start_a_run(folder, words, case):
+    here = on_a_machine_of_its_own(folder, case)
+    config = Config.load(None, [*words, "output_dir=out"], environ={})
+    try:
+        return Trainer(config).step, names(here)
+    except ConfigError as error:
+        return str(error), names(here)
+
+
+def start_a_service(folder, words, case):
+    here = on_a_machine_of_its_own(folder, case)
+    config = Config.load(None, [*words, "output_dir=out"], environ={}, recipes=JOB_RECIPES)
+    try:
+        if dist.get_rank():
+            Desk(*resolve_run(config))
+        else:
+            Service(config)
+    except ConfigError as error:
+        return str(error), names(here)
+
+
+@pytest.mark.parametrize("start", [start_a_run, start_a_service])
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("missing", "there is no such folder;"),
+        ("empty", r"what is written there is not seen on node0 \(rank 0\);"),
+        ("unwritable", r"it cannot be written to \(Read-only file system\);"),
+    ],
+)
+def test_machines_without_a_shared_folder_are_told_before_the_first_step(
+    start, case, says, tiny_words, tmp_path
+):
+    words = [word for word in tiny_words if not word.startswith("output_dir")]
+    found = spawn(2, start, tmp_path, words, case)
+    for error, _ in found:
+        assert re.match(rf"output_dir: 'out' is not .* on node1 \(rank 1\) {says} choose", error)
+        assert "file system that all machines of the run share" in error
+    (_, left), (_, its) = found
+    assert left == []  # of what was made for it
+    assert its == (["out"] if case == "empty" else [])
+    assert not list((tmp_path / "node1").glob("out/*"))
+
+
+def test_a_shared_folder_that_is_seen_late_will_do(tiny_words, tmp_path):
+    words = [word for word in tiny_words if not word.startswith("output_dir")]
+    assert [step for step, _ in spawn(2, start_a_run, tmp_path, words, "late")] == [0, 0]
+    assert not list((tmp_path / "node0" / "out").glob(".rank*"))
+
+
+def end_of_a_process(rank, port, folder, words):
+    """Be one of two processes that a launcher of each machine has started."""
+    run_folder.VISIBLE_SECONDS = 0.3
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.chdir(Path(folder) / f"node{rank}")
+    sys.stderr = open("error", "w")  # noqa: SIM115 - until this process ends
+    sys.exit(main([*words, "output_dir=out"]))
+
+
+def test_two_processes_without_a_shared_folder_end_alike(tiny_words, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = []
+    for rank in range(2):
+        (tmp_path / f"node{rank}").mkdir()
+        words = (rank, port, tmp_path, tiny_words)
+        started.append(fork_server().Process(target=end_of_a_process, args=words))
+        started[-1].start()
+    for rank, process in enumerate(started):
+        process.join(120)
+        error = (tmp_path / f"node{rank}" / "error").read_text()
+        assert process.exitcode == 2, error
+        assert error.startswith("error: output_dir: 'out' is not one folder for all ranks: on ")
+        assert error.count("\n") == 1
+
+
+# ---- saved by time ------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock in which every step takes a minute."""
+
+    def __init__(self, monkeypatch, trainer):
+        self.now, self.step = 0.0, trainer.train_step
+        monkeypatch.setattr("moetrain.run.time", self)
+        trainer.train_step = self.train_step
+        trainer.saved_time = 0.0
+
+    def train_step(self):
+        self.now += 60
+        return self.step()
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        # Time is up after step 3, which all ranks know after the next.
+        (["checkpoint.minutes=3"], [4, 8, 12, 13]),
+        (["checkpoint.minutes=3", "checkpoint.interval=6"], [4, 6, 10, 12, 13]),
+        (["checkpoint.minutes=3", "checkpoint.asynchronous=yes"], [4, 8, 12, 13]),
+        (["checkpoint.minutes=1"], [2, 4, 6, 8, 10, 12, 13]),
+        (["checkpoint.minutes=0"], [13]),
+    ],
+)
+def test_a_run_is_saved_by_time(words, steps, tiny, tmp_path, monkeypatch):
+    keep = ["checkpoint.keep=99", "train.steps=13", "train.sample_tokens=0"]
+    trainer = Trainer(tiny(*words, *keep))
+    Clock(monkeypatch, trainer)
+    trainer.fit()
+    assert names(tmp_path / "out" / "checkpoints") == [f"step-{step:08d}" for step in steps]
+
+
+def test_a_step_that_was_skipped_puts_off_what_time_asks_for(tiny, tmp_path, monkeypatch):
+    words = ["checkpoint.minutes=3", "train.steps=7", "train.sample_tokens=0"]
+    trainer = Trainer(tiny(*words, "train.max_bad_steps=9", "checkpoint.at_end=no"))
+    step = trainer.train_step
+
+    def skip_the_fourth():
+        result = step()
+        skipped = result.skipped | (trainer.step == 4)
+        return result._replace(skipped=skipped)
+
+    trainer.train_step = skip_the_fourth
+    Clock(monkeypatch, trainer)
+    trainer.fit()
+    assert names(tmp_path / "out" / "checkpoints") == ["step-00000005"]
+
+
+def saved_by_one_clock(words):
+    """The saves of a run whose ranks' clocks say different things."""
+    trainer, saved = Trainer(Config.load(None, words, environ={})), []
+    begin = trainer.begin_save
+    trainer.begin_save = lambda **how: saved.append(trainer.step) or begin(**how)
+    late = dist.get_rank() == 0
+    trainer.is_time_to_save = lambda: trainer.step % 5 == 3 if late else trainer.step % 2 == 0
+    trainer.fit()
+    return saved
+
+
+def test_ranks_save_by_the_clock_of_one(tiny_words, tmp_path):
+    words = [*tiny_words, "train.steps=10", "train.sample_tokens=0"]
+    assert spawn(2, saved_by_one_clock, words, timeout=90) == [[4, 9, 10]] * 2
+    assert names(tmp_path / "out" / "checkpoints") == ["step-00000009", "step-00000010"]
+
+
+def run_slowly(words):
+    """A run whose steps take a moment."""
+    step = Trainer.train_step
+    Trainer.train_step = lambda trainer: time.sleep(0.1) or step(trainer)
+    sys.exit(main(words))
+
+
+def test_a_run_that_is_killed_goes_on_from_what_was_saved_by_time(tiny, tiny_words, tmp_path):
+    words = ["train.steps=40", "train.sample_tokens=0", "checkpoint.minutes=0.01"]
+    process = fork_server().Process(target=run_slowly, args=([*tiny_words, *words],))
+    process.start()
+    root, deadline = tmp_path / "out" / "checkpoints", time.monotonic() + 120
+    while not list_checkpoints(root):
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    trainer = Trainer(tiny(*words))
+    assert 0 < trainer.step < 40
+    trainer.fit()
+    Trainer(tiny(*words, f"output_dir={tmp_path / 'straight'}")).fit()
+    assert losses(tmp_path / "out") == losses(tmp_path / "straight")
+
+
+def test_reinforcement_learning_is_saved_by_time(tmp_path, monkeypatch):
+    values = {"rl.env": "sort", "train.steps": 5, "checkpoint.minutes": 3}
+    trainer = RlTrainer(rl_config(tmp_path, **values))
+    Clock(monkeypatch, trainer)
+    trainer.fit()
+    assert names(tmp_path / "checkpoints") == ["step-00000004", "step-00000005"]
+
+
+def test_a_save_that_fails_first_says_that_there_is_none(tiny, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_save, "write_tensors", fail)
+    with pytest.raises(RunFailed, match=r"No space left .*; there is no earlier one, so the next"):
+        Trainer(tiny("train.sample_tokens=0")).fit()

@@ -164,10 +164,10 @@ class Saver:
             outcome = self._meeting.share(outcome)
         answer = json.loads(outcome)
         if "error" in answer:
-            raise RunFailed(
-                f"cannot write the checkpoint {plan.path}: {answer['error']}; earlier ones are as "
-                "they were, and the next run goes on from the newest"
-            )
+            left = "there is no earlier one, so the next run begins where this one did"
+            if list_checkpoints(plan.root):
+                left = "earlier ones are as they were, and the next run goes on from the newest"
+            raise RunFailed(f"cannot write the checkpoint {plan.path}: {answer['error']}; {left}")
         return answer["value"]
 
     def _write_parts(self, folder: Path, mine: Groups, ready: Callable[[], object]) -> str:

@@ -62,7 +62,7 @@ from moetrain.rl.trainer import with_training_bits
 from moetrain.rollout import Completion, Generator, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.run_control import make_deterministic
-from moetrain.run_folder import CHECKPOINTS
+from moetrain.run_folder import CHECKPOINTS, check_shared
 from moetrain.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
 LOGPROB_BYTES = 32
@@ -93,6 +93,7 @@ class Desk:
             ConfigError: settings that do not fit the model or the device.
         """
         self.world = join_world(config, arch)
+        check_shared(Path(config.output_dir), self.world)
         self.is_told = False
         """Whether what runs now is run by every rank."""
         self.is_given_up: Callable[[], bool] = lambda: False

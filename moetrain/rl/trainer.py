@@ -170,7 +170,8 @@ class RlTrainer(Run[Learned]):
     def _give_up(self) -> None:
         """End a run whose environment answers nobody."""
         checkpoint = self.config.checkpoint
-        saved = f"; saved to {self.save()}" if checkpoint.interval or checkpoint.at_end else ""
+        saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
+        saved = f"; saved to {self.save()}" if saves else ""
         raise RunFailed(f"rl.env {shortened(self.config.rl.env)}: {self.failing.describe()}{saved}")
 
     def _begin(self) -> None:
