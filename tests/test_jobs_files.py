@@ -143,6 +143,35 @@ def test_a_file_that_fails_is_told_and_the_others_finish(config, write, monkeypa
         assert service.jobs["bad"].status == "failed"
 
 
+def test_a_file_whose_folder_is_damaged_fails_alone(config, write):
+    names = ["empty", "list", "cut", "short", "good"]
+    files = [write(name, seed=number) for number, name in enumerate(names)]
+    expected = config("undisturbed", files[-1:])
+    JobRun(expected).fit()
+    damaged = config("damaged", files, "jobs.save_interval=2", "jobs.max_loaded=9")
+    service = Service(damaged)
+    for _ in range(4 * len(files)):
+        service.turn()
+    service._stack.close()  # as the kernel ends a claim
+    root = Path(damaged.output_dir) / "files"
+    (root / "empty" / "job.json").touch()
+    (root / "list" / "settings.json").write_text("[]")
+    metrics = root / "cut" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[1:])
+    metrics = root / "short" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(RunFailed, match="4 of 5 jobs: ") as failed:
+        JobRun(damaged).fit()
+    for says in (
+        r"empty \(job\.json is damaged",
+        r"list \(settings\.json is damaged: it holds a list",
+        r"cut \(metrics\.jsonl is damaged",
+        r"short \(its log is damaged: a checkpoint has seen 4 requests of 1\)",
+    ):
+        failed.match(says)
+    assert left_by(damaged, "good") == left_by(expected, "good")
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from test_jobs import asker, config_of, text_of
 from test_jobs_server import Process, send
 
+from moetrain.jobs import job as job_module
 from moetrain.jobs import journal
-from moetrain.jobs import service as service_module
 from moetrain.jobs.journal import Full
 from moetrain.jobs.requests import KINDS, BadRequest
 from moetrain.jobs.service import Service, Unknown
@@ -157,7 +157,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service_module, "write_durably", full)
+        patch.setattr(job_module, "write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.create(other)
         with pytest.raises(OSError, match="No space"):
@@ -169,7 +169,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
     assert "result" in waiting.result(0)
     waiting = service.answer(name, service.submit(name, *LEARN))
     with monkeypatch.context() as patch:
-        patch.setattr(service_module, "write_durably", full)
+        patch.setattr(job_module, "write_durably", full)
         gone = service.delete(name)
         assert waiting.result(0) == {"error": "cancelled"}
         service.turn()

@@ -47,6 +47,18 @@ _SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
 
 
+def sealed(text: str) -> bytes:
+    """``text``, an object of JSON that is not empty, with a checksum of it as its last key."""
+    body = text.encode()[:-1]
+    return body + f', "crc32": "{crc_of(body)}"}}\n'.encode()
+
+
+def holds_seal(data: bytes) -> bool | None:
+    """Whether ``data`` is what :func:`sealed` gave; None: it has no checksum."""
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    return None if seal is None else crc_of(memoryview(data)[:-_SEAL_BYTES]) == seal[1].decode()
+
+
 class Damaged(ConfigError):
     """A checkpoint's files are not what was written; an earlier one may do."""
 
@@ -261,9 +273,7 @@ def write_manifest(folder: Path, contents: Contents, state: Mapping[str, Any]) -
     _write_file(folder / STATE, text)
     files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
     body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
-    sealed = json.dumps(body).encode()[:-1]
-    seal = f', "crc32": "{crc_of(sealed)}"}}\n'.encode()
-    _write_file(folder / MANIFEST, sealed + seal)
+    _write_file(folder / MANIFEST, sealed(json.dumps(body)))
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -294,8 +304,7 @@ def read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
     try:
         with open_file(path) as file:
             data = file.read()
-        seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-        if seal is None or crc_of(memoryview(data)[:-_SEAL_BYTES]) != seal[1].decode():
+        if not holds_seal(data):
             raise unreadable(path, "it is not what was written (its checksum differs)")
         value = json.loads(data)
         check_version(value["format"], folder)

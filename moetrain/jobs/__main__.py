@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from moetrain.config import JOB_RECIPES
 from moetrain.config_rl import RlSection
+from moetrain.config_sections import CheckpointSection
 from moetrain.train import Program, main
 
 OF_GENERATION = ("max_sequences", "cache_tokens")
 FOREIGN = tuple(f"rl.{name}" for name in RlSection.model_fields if name not in OF_GENERATION)
-FOREIGN += ("data.eval", "train.eval_", "train.sample_", "train.gc_interval", "checkpoint.")
-FOREIGN += ("log.",)
+FOREIGN += ("data.eval", "train.eval_", "train.sample_", "train.gc_interval", "log.")
+FOREIGN += tuple(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes")
 JOBS = Program(
     "moetrain.jobs",
     "moetrain.jobs.run:JobRun",

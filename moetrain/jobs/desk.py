@@ -298,14 +298,15 @@ class Desk:
     # ---- requests ------------------------------------------------------------------------------
 
     @together
-    def serve(self, number: int, file: str) -> dict[str, Any]:
-        """What comes of request ``number``, in ``file``, of the job that sits here, as JSON.
+    def serve(self, number: int, name: str) -> dict[str, Any]:
+        """What comes of request ``number``, the file ``name`` of the job that sits here, as JSON.
 
         Raises:
             BadRequest: it cannot be done as the job is, which stays so.
+            Damaged: the file is.
             Exception: any other; the job is to be forgotten before it goes on.
         """
-        entry = read(Path(file))
+        entry = read(self.folder, name, kind=str, body=dict)
         request = parse(entry["kind"], entry["body"], self.limits)
         with self._request(number) as seed:
             match request:

@@ -17,7 +17,7 @@ from typing import Any
 
 from moetrain.config import ConfigError
 from moetrain.jobs.desk import Desk
-from moetrain.jobs.durable import read, write_durably
+from moetrain.jobs.durable import Damaged, read, write_durably
 from moetrain.jobs.lessons import SETTINGS, Lessons
 
 
@@ -29,18 +29,23 @@ class Course:
     """
 
     def __init__(self, lessons: Lessons, folder: Path) -> None:
-        """Finds how far the job in ``folder`` had come; ConfigError: it was begun as another."""
+        """Of the job in ``folder``; raises nothing before :meth:`look`."""
         self.config, self.folder, self.seed = lessons.config, folder, lessons.config.train.seed
-        folder.mkdir(parents=True, exist_ok=True)
-        self._check_same(lessons.data)
+        self._data = lessons.data
         self.total_steps = lessons.total_steps
         self._metrics = folder / "metrics.jsonl"
+        self._skipped = self.done = 0
+        self.accepted = self.total_steps + 1
+
+    def look(self, seen: int) -> None:
+        """As :meth:`moetrain.jobs.journal.Log.look`; ConfigError: it was begun as another."""
+        self._check_same(self._data)
         rows = _whole_rows(self._metrics)
-        self._skipped = 0
         for row in rows:
             self._count(row)
-        self.accepted, self.done = self.total_steps + 1, len(rows)
-        if len(rows) == self.total_steps and (folder / "adapter" / "adapter_config.json").exists():
+        self.done = len(rows)
+        adapter = self.folder / "adapter" / "adapter_config.json"
+        if len(rows) == self.total_steps and adapter.exists():
             self.done += 1
 
     def _check_same(self, data: str) -> None:
@@ -51,7 +56,7 @@ class Course:
         path = self.folder / "settings.json"
         if not path.exists():
             write_durably(path, values)
-        before = read(path)
+        before = read(self.folder, path.name)
         for name, value in values.items():
             if before.get(name) != value:
                 raise ConfigError(
@@ -90,11 +95,22 @@ class Course:
 
 
 def _whole_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of lines, from which half a line at its end is removed."""
+    """The rows of a file of lines, from which half a line at its end is removed.
+
+    Raises:
+        Damaged: a line is no step's.
+    """
     if not path.exists():
         return []
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        rows = [json.loads(line) for line in whole.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise Damaged(path.name, error) from None
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.get("step") != number or "skipped" not in row:
+            raise Damaged(path.name, f"line {number} is not that of step {number}")
+    return rows

@@ -6,6 +6,8 @@
               checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
               saves/<name>/            the same under a name, and the adapter in PEFT's format
 
+Anything else in requests/ and answers/, but for hidden files, is damage, and so is what is missing.
+
 A request's number is its place in the job's order, from 0. A client that sends one again under its
 number (the connection broke, the service was killed) has the first one's answer: each is done once.
 
@@ -15,17 +17,22 @@ What is killed leaves no more than a file under a temporary name; there is nothi
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from moetrain.checkpoint.folder import fsync
+from moetrain.config_sources import shortened
 from moetrain.jobs.desk import Desk
-from moetrain.jobs.durable import read, write_durably
+from moetrain.jobs.durable import Damaged, read, write_durably
 from moetrain.jobs.requests import KINDS, BadRequest
 
 KEPT_ANSWERS = 100
 """Of each job: a client that asks for older ones has lost its place."""
+REQUESTS, ANSWERS, SAVES = "requests", "answers", "saves"
+_NAME = re.compile(r"([0-9]{8,})\.json")
 
 
 class Log(Protocol):
@@ -35,6 +42,14 @@ class Log(Protocol):
     """Requests that there are, ..."""
     done: int
     """... and those that have an answer."""
+
+    def look(self, seen: int) -> None:
+        """Find what there is, given how many requests the newest checkpoint has seen.
+
+        Raises:
+            Damaged, OSError: a file is not what it should be, missing, or one too many.
+        """
+        ...
 
     def serve(self, number: int, desk: Desk) -> dict[str, Any]:
         """What comes of the request, at the desk where its job sits."""
@@ -57,14 +72,28 @@ class Journal:
     """The :class:`Log` of a job that a client asks."""
 
     def __init__(self, folder: Path) -> None:
-        self._requests, self._answers = folder / "requests", folder / "answers"
-        for path in (self._requests, self._answers):
-            path.mkdir(exist_ok=True)
-        fsync(folder)
-        self.done = 1 + max(_numbers(self._answers), default=-1)
-        self.accepted = max(self.done, 1 + max(_numbers(self._requests), default=-1))
+        self._folder = folder
+        self.accepted = self.done = 0
         self._entries: dict[int, dict[str, str]] = {}
         """What answers keep of their requests, of those that came since the service runs."""
+
+    def look(self, seen: int) -> None:
+        for kind in (REQUESTS, ANSWERS, SAVES):
+            (self._folder / kind).mkdir(exist_ok=True)
+        for kind in (REQUESTS, ANSWERS):
+            for entry in os.scandir(self._folder / kind):
+                is_ours = entry.is_file() and _NAME.fullmatch(entry.name)
+                if not is_ours and not entry.name.startswith("."):
+                    raise Damaged(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
+        fsync(self._folder)
+        requests, answers = self._numbers(REQUESTS), self._numbers(ANSWERS)
+        done = 1 + max(answers, default=-1)
+        accepted = max(done, 1 + max(requests, default=-1))
+        # What every checkpoint has seen may be gone; what none has is needed to go on.
+        for kind, known, end in ((REQUESTS, requests, accepted), (ANSWERS, answers, done)):
+            if (lost := next((n for n in range(seen, end) if n not in known), None)) is not None:
+                raise Damaged(_name(kind, lost), "it is not there")
+        self.accepted, self.done = accepted, done
 
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
         """Take up a request; returns its number.
@@ -89,7 +118,7 @@ class Journal:
             raise BadRequest(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
             raise Full(f"{most} requests of this job wait already (jobs.max_queued)")
-        write_durably(_file(self._requests, self.accepted), entry, body=body)
+        write_durably(self._folder / _name(REQUESTS, self.accepted), entry, body=body)
         self._entries[self.accepted] = entry
         self.accepted += 1
         return self.accepted - 1
@@ -97,13 +126,13 @@ class Journal:
     def _known(self, number: int) -> dict[str, str]:
         """Kind and digest of a request."""
         if number not in self._entries:
-            path = _file(self._requests, number)
-            entry = read(path) if path.exists() else self.answer_of(number)
+            is_kept = (self._folder / _name(REQUESTS, number)).exists()
+            entry = self._read(REQUESTS, number) if is_kept else self.answer_of(number)
             self._entries[number] = {key: entry[key] for key in ("kind", "digest")}
         return self._entries[number]
 
     def serve(self, number: int, desk: Desk) -> dict[str, Any]:
-        return desk.serve(number, str(_file(self._requests, number)))
+        return desk.serve(number, _name(REQUESTS, number))
 
     def serve_again(self, number: int, desk: Desk) -> None:
         answer = self.answer_of(number)
@@ -116,36 +145,46 @@ class Journal:
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         assert number == self.done
-        write_durably(_file(self._answers, number), {**self._known(number), **answer})
+        path = self._folder / _name(ANSWERS, number)
+        write_durably(path, {**self._known(number), **answer})
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
-        """What came of request ``number``, which is done; BadRequest: that was too long ago."""
-        try:
-            return read(_file(self._answers, number))
-        except FileNotFoundError:
+        """What came of request ``number``, which is done.
+
+        Raises:
+            BadRequest: that was too long ago; or Damaged, which is one.
+        """
+        if not os.path.lexists(self._folder / _name(ANSWERS, number)):
             raise BadRequest(
                 f"the answer to request {number} is no longer kept: the last {KEPT_ANSWERS} are"
-            ) from None
+            )
+        return self._read(ANSWERS, number)
+
+    def _read(self, kind: str, number: int) -> dict[str, Any]:
+        name = _name(kind, number)
+        entry = read(self._folder, name, kind=str, digest=str)
+        outcome = {"body"} if kind == REQUESTS else {"result", "error"}
+        if entry["kind"] not in KINDS or not outcome & set(entry):
+            raise Damaged(name, "it is not what this version of moetrain writes")
+        return entry
 
     def prune(self, seen: int) -> None:
         self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
-        for number in _numbers(self._requests):
-            if number < min(seen, self.done):
-                _file(self._requests, number).unlink()
-        for number in _numbers(self._answers):
-            if number < min(seen, self.done - KEPT_ANSWERS):
-                _file(self._answers, number).unlink()
+        for kind, end in ((REQUESTS, self.done), (ANSWERS, self.done - KEPT_ANSWERS)):
+            for number in self._numbers(kind):
+                if number < min(seen, end):
+                    (self._folder / _name(kind, number)).unlink()
+
+    def _numbers(self, kind: str) -> set[int]:
+        """Of the files that are complete."""
+        names = map(_NAME.fullmatch, os.listdir(self._folder / kind))
+        return {int(name[1]) for name in names if name}
 
 
 class Full(Exception):
     """A service has as much to do as it takes; the message is one line for the client."""
 
 
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}.json"
-
-
-def _numbers(folder: Path) -> list[int]:
-    """Of the files that are complete."""
-    return [int(path.stem) for path in folder.glob("[0-9]*.json")]
+def _name(kind: str, number: int) -> str:
+    return f"{kind}/{number:08d}.json"

@@ -7,7 +7,8 @@ Jobs with something to do take turns, one request each; a job that is a file, on
 on the disk before its sender is told so, and its answer before the next one runs: whatever kills
 the process, the next one goes on from the newest checkpoint of each job and does again what that
 has not seen. Whatever goes wrong within a request is its job's: it is told, and others are as they
-were. What goes wrong with the disk ends the service.
+were. So it is with a job's files: where one is damaged the job is set aside, with its folder as it
+is, until a service is started that finds it put right. What cannot be written ends the service.
 
 Who knows a job's id may use it; ids are random, and nobody is told another's.
 """
@@ -19,20 +20,21 @@ import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.jobs.desk import Cancelled, Desk
-from moetrain.jobs.durable import read, write_durably
+from moetrain.jobs.durable import Damaged, read, write_durably
 from moetrain.jobs.files import Course
-from moetrain.jobs.journal import Full, Journal, Log
+from moetrain.jobs.job import Job, Status, has_begun
+from moetrain.jobs.journal import Full, Journal
 from moetrain.jobs.requests import BadRequest, parse
 from moetrain.models import Architecture
 from moetrain.preflight import check_output_folder, resolve_run
@@ -44,54 +46,9 @@ ID = re.compile(r"[0-9a-f]{32}")
 STOPPED = "the service was stopped; ask again when it runs"
 REMOVED = ".removed"
 
-Status = Literal["open", "cancelled", "finished", "failed"]
-
 
 class Unknown(LookupError):
     """There is no such job."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One job, in memory."""
-
-    id: str
-    folder: Path
-    seed: int
-    log: Log
-    status: Status = "open"
-    error: str | None = None
-    waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
-    """Those who wait for an answer."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a turn would do something."""
-        return self.status == "open" and self.log.done < self.log.accepted
-
-    def note(self, status: Status, error: str | None = None) -> None:
-        """Be so, on the disk first; OSError: it is as it was."""
-        value = {"seed": self.seed, "status": status, "error": error}
-        write_durably(self.folder / "job.json", value)
-        self.status, self.error = status, error
-
-    def describe(self) -> dict[str, Any]:
-        """For its client."""
-        waiting = self.log.accepted - self.log.done if self.status == "open" else 0
-        return {
-            "id": self.id,
-            "status": self.status,
-            "error": self.error,
-            "seed": self.seed,
-            "next_number": self.log.accepted,
-            "waiting": waiting,
-        }
-
-    def tell_waiting(self, error: str) -> None:
-        """Answer everybody who waits, since nothing more will come."""
-        for future in self.waiting.values():
-            future.set_result({"error": error})
-        self.waiting.clear()
 
 
 class Service:
@@ -158,7 +115,14 @@ class Service:
         }
         if not path.exists():
             write_durably(path, mine)
-        theirs = read(path)
+        try:
+            theirs = read(self.folder, path.name)
+        except Damaged as error:
+            raise ConfigError(
+                "output_dir",
+                f"in {str(self.folder)!r} {error}; put it back, or, where model, lora and "
+                "optim.state_dtype are as they were for its jobs, remove it",
+            ) from None
         settings = {"architecture": "model", "frozen": "model", "lora": "lora"}
         settings["moments"] = "optim.state_dtype"
         for key, setting in settings.items():
@@ -177,22 +141,34 @@ class Service:
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif ID.fullmatch(folder.name) and (folder / "job.json").exists():
-                known = read(folder / "job.json")
-                found.append(Job(folder.name, folder, log=Journal(folder), **known))
+            elif ID.fullmatch(folder.name) and folder.is_dir() and has_begun(folder):
+                found.append(Job(folder.name, folder, Journal(folder)))
+                self._look(found[-1])
         return found
+
+    def _look(self, job: Job) -> None:
+        try:
+            job.look()
+        except Damaged as error:
+            self._set_aside(job, str(error))
+
+    def _set_aside(self, job: Job, error: str) -> None:
+        """Serve ``job`` no more, and leave all that it has as it is.
+
+        Not on the disk: the next start, with other settings or a folder put right, may do it.
+        """
+        with self._lock:
+            job.status, job.error = "failed", error
+            job.tell_waiting(error)
+        logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
 
     def _find_files(self) -> list[Job]:
         """The jobs that are files, begun or not."""
         found = []
         for name, lessons in self.desk.lessons.items():
             course = Course(lessons, self.folder / "files" / name)
-            path, known = course.folder / "job.json", {}
-            if path.exists():
-                known = read(path)
-            job = Job(name, course.folder, course.seed, course)
-            job.note(known.get("status", "open"), known.get("error"))
-            found.append(job)
+            found.append(Job(name, course.folder, course, course.seed))
+            self._look(found[-1])
         return found
 
     # ---- for clients, from any thread ----------------------------------------------------------
@@ -214,7 +190,7 @@ class Service:
             job = self.jobs.get(name)
             if job is None:
                 job = self._make(name, seed)
-            elif job.seed != seed:
+            elif job.seed not in (None, seed):
                 raise BadRequest(f"this job has seed {job.seed}")
             return job.describe()
 
@@ -226,7 +202,8 @@ class Service:
             raise Full("the job of this id is being deleted; ask again when it is")
         folder = self.folder / "jobs" / name
         folder.mkdir(exist_ok=True)
-        job = Job(name, folder, seed, Journal(folder))
+        job = Job(name, folder, Journal(folder), seed)
+        job.log.look(0)
         job.note("open")
         self.jobs[name] = job
         return job
@@ -255,8 +232,7 @@ class Service:
         text = parse(kind, body, self.desk.limits).model_dump_json()
         with self._lock:
             job = self._of(name)
-            if job.status != "open":
-                raise BadRequest(f"this job is {job.status}" + (f": {job.error}" * bool(job.error)))
+            job.check_open()
             assert isinstance(job.log, Journal)
             taken = job.log.add(kind, text, number, most=self.config.jobs.max_queued)
             self._lock.notify()
@@ -273,12 +249,19 @@ class Service:
             job = self._of(name)
             assert isinstance(job.log, Journal)
             if not 0 <= number < job.log.accepted:
+                job.check_open()
                 raise BadRequest(f"there was no request {number}; the next is {job.log.accepted}")
             if number >= job.log.done and job.status == "open":
                 return job.waiting.setdefault(number, Future())
             future: Future[dict[str, Any]] = Future()
-            is_done = number < job.log.done
-            future.set_result(job.log.answer_of(number) if is_done else {"error": job.status})
+            answer = {"error": job.error or job.status}
+            if number < job.log.done:
+                try:
+                    answer = job.log.answer_of(number)
+                except Damaged as error:  # which the job need not know, as long as it is loaded
+                    logger.warning("job %s: %s", job.label, error)
+                    answer = {"error": str(error)}
+            future.set_result(answer)
             return future
 
     def cancel(self, name: str) -> dict[str, Any]:
@@ -333,6 +316,7 @@ class Service:
             job = self._next()
         if job is None:
             return False
+        assert job.seed is not None  # else it was set aside
         try:
             self.desk.sit(job.id, job.seed, str(job.folder))
             if not self._catch_up(job):
@@ -342,14 +326,13 @@ class Service:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self.desk.probe()
             self.desk.forget(job.id)
-            # Not on the disk: the next start, with other settings or a folder put right, may do it.
-            with self._lock:
-                job.status = "failed"
-                job.error = f"it could not be brought back: {_line_of(error)}"
-                job.tell_waiting(job.error)
-            logger.warning("job %s: %s", job.id[:8], job.error)
+            self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
             return True
-        self._serve(job)
+        try:
+            self._serve(job)
+        except Damaged as error:
+            self.desk.forget(job.id)
+            self._set_aside(job, str(error))
         return True
 
     def _next(self) -> Job | None:
@@ -374,7 +357,7 @@ class Service:
         try:
             desk.is_given_up = partial(self._is_given_up, job)
             answer: dict[str, Any] = {"result": job.log.serve(number, desk)}
-        except (RunFailed, OSError):
+        except (RunFailed, OSError, Damaged):
             raise
         except Cancelled:
             desk.forget(job.id)
@@ -385,14 +368,19 @@ class Service:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             answer = {"error": _line_of(error), "refused": False}
             desk.forget(job.id)
-            logger.warning("job %s, request %d: %s", job.id[:8], number, answer["error"])
+            logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
         with self._lock:
-            job.log.answer(number, answer)
+            try:
+                job.log.answer(number, answer)
+            except OSError:  # a checkpoint at the end must not have seen what has no answer
+                desk.forget(job.id)
+                raise
             future = job.waiting.pop(number, None)
         if "error" in answer:
             desk.probe()
         if desk.job == job.id and self._is_due(job):
             desk.save()
+            job.saved_time = time.monotonic()
             with self._lock:
                 job.log.prune(desk.oldest_saved)
         if future is not None:
@@ -406,7 +394,9 @@ class Service:
     def _is_due(self, job: Job) -> bool:
         new = self.desk.progress.seen - self.desk.saved
         is_over = isinstance(job.log, Course) and job.log.done == job.log.accepted
-        is_due = new >= self.config.jobs.save_interval or is_over
+        seconds = 60 * self.config.checkpoint.minutes
+        by_time = 0 < seconds <= time.monotonic() - job.saved_time
+        is_due = new >= self.config.jobs.save_interval or by_time or is_over
         return new > 0 and is_due and self.desk.engine.is_between_steps
 
     def _look_at(self, job: Job, course: Course, answer: dict[str, Any]) -> None:
@@ -424,7 +414,7 @@ class Service:
     def _fail(self, job: Job, error: str) -> None:
         with self._lock:
             self._end(job, "failed", error)
-        logger.warning("job %s has failed: %s", job.id[:8], error)
+        logger.warning("job %s has failed: %s", job.label, error)
 
     def wait(self, seconds: float) -> None:
         """Return when there may be something to do, or after so many seconds."""
