@@ -5,10 +5,11 @@ alone asks for none; but a page in a browser here can have a name of its own mea
 rebinding), and would be of the same origin as the server. So without a token a request to a
 loopback address must name such an address as its host.
 
-Connections are bounded, and closed when nothing comes of them, since each takes a file of the
-process, and anybody who can connect makes them.
+Connections are bounded, since each takes a file of the process, and anybody who can connect makes
+them. A client that keeps the server waiting, for a request or for its reader, is closed: after a
+minute, or as the one that was waited for longest when there are too many.
 
-Left out on purpose: TLS, which a proxy before the server has; who sends slowly, but sends.
+Left out on purpose: TLS, which a proxy before the server has.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from urllib.parse import urlsplit
 
 from moetrain.config import ConfigError
@@ -35,11 +37,19 @@ if TYPE_CHECKING:
     import uvicorn  # which is in an extra
 
 CONNECTIONS = 1024
-"""At once, or half as many as this process may have files open; further ones are closed."""
+"""At once, or half as many as this process may have files open."""
 IDLE_SECONDS = 60.0
-"""For which a connection may bring nothing while a request is to come, or the rest of one."""
+"""For which a client may keep the server waiting: for a request, the rest of one, or its reader."""
+SLOWEST = 16 << 10
+"""Bytes, sent or read, that earn a client another second: rates below are not waited for."""
+PIECE = 64 << 10
+"""Bytes of an answer that are handed to the connection at once, so that what is read of it shows:
+asyncio's mark above which a writer waits until a quarter is left."""
 
-App = Callable[[Any, Any, Any], Awaitable[None]]
+ErrorBody = Callable[[int, str], object]
+"""The JSON that tells a client of a status and a problem."""
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Any, Any, Send], Awaitable[None]]
 """Of ASGI: ``app(scope, receive, send)``."""
 Auth = Literal["auto", "token", "none"]
 
@@ -61,10 +71,12 @@ class Access:
 
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other, or what is not installed."""
+        if not 0 <= self.port <= 65535:
+            raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
         missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
         if missing:
-            problem = f"{' and '.join(missing)} is not installed; pip install 'moetrain[serve]'"
-            raise self._error("port", f"{self.port}, but {problem}")
+            problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
+            raise self._error("port", f"{problem}; pip install 'moetrain[serve]'")
         if self.is_open and self.token_file is not None:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
             if self.auth == "auto":
@@ -101,13 +113,11 @@ class Access:
         print(f"the bearer token is in {path}", flush=True)
         return token
 
-    def server(
-        self, app: App, body: Callable[[str], object] = lambda problem: {"error": problem}
-    ) -> tuple[uvicorn.Server, socket.socket]:
+    def server(self, app: App, error_body: ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
         """A server of ``app`` for who may come in, and what it is to run with; it listens already.
 
         Args:
-            body: what others are told, as JSON.
+            error_body: what is told to others, and of requests that are no HTTP or have no end.
 
         Raises:
             ConfigError: as :meth:`token`; the address is none, or cannot be listened at.
@@ -115,12 +125,15 @@ class Access:
         import uvicorn
 
         token = self.token()
-        settings: dict[str, Any] = {"log_level": "warning", "ws": "none", "http": _bounded()}
+        settings: dict[str, Any] = {"log_level": "warning", "ws": "none"}
+        settings["http"] = _bounded(error_body)
         settings["timeout_graceful_shutdown"] = 2  # seconds; then what is being served ends
         listener = self._listen()
-        return uvicorn.Server(uvicorn.Config(self._guarded(app, token, body), **settings)), listener
+        return uvicorn.Server(
+            uvicorn.Config(self._guarded(app, token, error_body), **settings)
+        ), listener
 
-    def _guarded(self, app: App, token: str | None, body: Callable[[str], object]) -> App:
+    def _guarded(self, app: App, token: str | None, error_body: ErrorBody) -> App:
         """``app`` for who sends ``token``, or, if that is None, for whom the address is meant."""
         is_local = token is None and is_loopback(self.host)
 
@@ -131,13 +144,13 @@ class Access:
                 await app(scope, receive, send)
             elif token is not None and not _shows(headers, token):
                 problem = "no bearer token, or another than the server's"
-                await _answer(send, 401, body(problem))
+                await _answer(send, 401, error_body(401, problem))
             elif is_local and not _names_this_machine(host):
                 problem = f"host {shortened(host)} is not {self.host}, which alone is served here"
                 remedy = f"use that, or start the server with {self.section}auth token"
-                await _answer(send, 403, body(f"{problem}; {remedy}"))
+                await _answer(send, 403, error_body(403, f"{problem}; {remedy}"))
             else:
-                await app(scope, receive, send)
+                await app(scope, receive, _in_pieces(send))
 
         return handle
 
@@ -187,48 +200,107 @@ def _shows(headers: dict[bytes, bytes], token: str) -> bool:
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
 
 
-async def _answer(send: Any, status: int, body: object) -> None:
+async def _answer(send: Send, status: int, body: object) -> None:
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
 
 
-def _bounded() -> type[asyncio.Protocol]:
-    """HTTP of a number of connections, of which something comes."""
+def _in_pieces(send: Send) -> Send:
+    """``send``, to which the body of an answer comes in pieces."""
+
+    async def pieces(message: dict[str, Any]) -> None:
+        body = message.get("body", b"")
+        last = max(0, len(body) - 1) // PIECE * PIECE
+        for start in range(0, last, PIECE):
+            await send({**message, "body": body[start : start + PIECE], "more_body": True})
+        await send({**message, "body": body[last:]} if last else message)
+
+    return pieces
+
+
+def _bounded(error_body: ErrorBody) -> type[asyncio.Protocol]:
+    """HTTP of a number of connections, none of which is waited for too long."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
 
     class Bounded(H11Protocol):
-        idle: asyncio.TimerHandle | None = None
+        waited = 0.0
+        """Seconds for which the client has kept the server waiting, less those that it earned."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
+            self._watch()
             if len(self.connections) > most:
-                transport.abort()
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._wait()
+                here = cast("set[Bounded]", self.connections)
+                slowest = max(here, key=lambda one: (one.waited, one is self))
+                self.connections.discard(slowest)
+                slowest.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._stop_waiting()
+            self.timer.cancel()
 
-        def _wait(self) -> None:
-            self._stop_waiting()
-            self.idle = self.loop.call_later(IDLE_SECONDS, self._give_up)
+        def data_received(self, data: bytes) -> None:
+            if self.cycle is None or not self.cycle.response_complete:
+                self._earn(len(data))
+            super().data_received(data)
 
-        def _stop_waiting(self) -> None:
-            if self.idle is not None:
-                self.idle.cancel()
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._earn(PIECE * 3 // 4)
 
-        def _give_up(self) -> None:
-            # Of a whole request something comes, and afterwards uvicorn's own timer runs.
-            if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+        def on_response_complete(self) -> None:
+            self.waited = 0.0
+            super().on_response_complete()
+
+        def eof_received(self) -> None:
+            if self._is_in_request():
+                self._refuse(400, "the request has no end")
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "the request is no HTTP/1.1")
+
+        def _earn(self, num_bytes: int) -> None:
+            self.waited = max(0.0, self.waited - num_bytes / SLOWEST)
+
+        def _watch(self) -> None:
+            self.timer = self.loop.call_later(IDLE_SECONDS / 60, self._look)
+
+        def _look(self) -> None:
+            cycle = self.cycle
+            is_served = cycle is not None and not cycle.more_body and not cycle.response_complete
+            is_waiting = not is_served or self.flow.write_paused
+            self.waited = self.waited + IDLE_SECONDS / 60 if is_waiting else 0.0
+            if self.waited < IDLE_SECONDS:
+                self._watch()
+            elif self._is_in_request() and not self.transport.is_closing():
+                self._refuse(408, f"the rest of the request did not come in {IDLE_SECONDS:.0f} s")
+                self._watch()
+            else:
                 self.transport.abort()
+
+        def _is_between(self) -> bool:
+            """Whether no request has been seen whole up to its body that is not over."""
+            cycle = self.cycle
+            return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+        def _is_in_request(self) -> bool:
+            """Whether a request has begun, and neither ended nor been answered."""
+            if self._is_between():
+                return bool(self.conn.trailing_data[0])
+            return self.cycle.more_body and not self.cycle.response_started
+
+        def _refuse(self, status: int, problem: str) -> None:
+            """Answer what the application does not see whole, unless it has, and close."""
+            if self._is_between() or not self.cycle.response_started:
+                body = json.dumps(error_body(status, problem)).encode()
+                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
 
     return Bounded

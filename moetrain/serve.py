@@ -25,7 +25,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="moetrain.serve", description=__doc__, allow_abbrev=False)
     parser.add_model()
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one, which is printed")
     parser.add_argument(
         "--auth",
         choices=get_args(Auth),
@@ -38,10 +38,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache_tokens", type=int, default=2**16, help="that the cache holds")
     parser.add_argument("--max_sequences", type=int, default=64, help="that run at once")
     parser.add_argument("--max_step_tokens", type=int, default=2048, help="that one step reads")
+    parser.add_argument(
+        "--max_queue",
+        type=int,
+        default=1024,
+        help="completions that may run or wait at once; requests for more are answered 429",
+    )
+    parser.add_argument("--max_request_mib", type=int, default=4, help="size of a request's body")
     args = parser.parse_args(argv)
-    for name in ("cache_tokens", "max_sequences", "max_step_tokens"):
+    numbers = ("cache_tokens", "max_sequences", "max_step_tokens", "max_queue", "max_request_mib")
+    for name in numbers:
         if getattr(args, name) < 1:
-            raise ConfigError(name, f"{getattr(args, name)} is not positive")
+            raise ConfigError(name, f"{getattr(args, name)} is not positive; choose 1 or more")
     return args
 
 
@@ -52,7 +60,8 @@ def _run(argv: Sequence[str] | None) -> None:
     access.check()
     from moetrain.rollout import Generator
     from moetrain.rollout.pages import PAGE_SIZE
-    from moetrain.rollout.server import error_body, make_app
+    from moetrain.rollout.protocol import error_body
+    from moetrain.rollout.server import make_app
     from moetrain.rollout.text import load_model
 
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
@@ -65,8 +74,9 @@ def _run(argv: Sequence[str] | None) -> None:
     )
     generator.warm_up()
     name = args.name or args.path
-    server, listener = access.server(make_app(generator, name), error_body)
-    print(f"serving {name} at http://{args.host}:{args.port}", flush=True)
+    app = make_app(generator, name, max_queue=args.max_queue, max_request_mib=args.max_request_mib)
+    server, listener = access.server(app, error_body)
+    print(f"serving {name} at http://{args.host}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
 
 

@@ -195,27 +195,33 @@ def test_nobody_reads_or_touches_what_is_anothers(served):
 
 def test_bad_bodies_are_refused_in_one_line(served):
     job = served.client.create()
-    there = f"/v1/jobs/{job.id}/requests/optim_step"
+    here = f"/v1/jobs/{job.id}"
+    there = f"{here}/requests/optim_step"
     for path, data, kind, wanted in (
         (there, b"{", "application/json", (400, "the body is not JSON")),
         (there, b"[" * 100_000, "application/json", (400, "the body is not JSON")),
         (there, b'{"lr": NaN}', "application/json", (400, "lr: ")),
-        (there, b'{"lr": 1}', "text/plain", (400, "the body is not application/json")),
-        (there, b" " * (2 << 20), "application/json", (413, "more than jobs.max_request_mib, 1")),
+        (there, b'{"lr": 1}', "text/plain", (415, "the body is not application/json")),
+        (there, b" " * (2 << 20), "application/json", (413, "the body has more than the 1 MiB of")),
+        (here + "/cancel", b"{}", "text/plain", (415, "the body is not application/json")),
+        (here + "/cancel", b'{"a": 1}', "application/json", (400, "'a' is not supported")),
+        (here + "/nothing", b"{}", "application/json", (404, "Not Found")),
+        (here, b"{}", "application/json", (405, "Method Not Allowed")),
         (there + "?number=7", b'{"lr": 1}', "application/json", (400, "number 7 is ahead")),
         (there + "?number=x", b'{"lr": 1}', "application/json", (400, "number 'x' is no number")),
         (there + "?wait=inf", b'{"lr": 1}', "application/json", (400, "wait 'inf' is not 0 to")),
         (there + "x", b"{}", "application/json", (400, "'optim_stepx' is not one of")),
         ("/v1/jobs", b'{"id": "mine"}', "application/json", (400, "id is not 32 hexadecimal")),
-        ("/v1/jobs", b'{"sed": 1}', "application/json", (400, "'sed' is not id or seed")),
+        ("/v1/jobs", b'{"sed": 1}', "application/json", (400, "'sed' is not supported")),
         ("/v1/jobs", b'{"seed": -1}', "application/json", (400, "seed -1 is out of range")),
-        ("/v1/jobs", b"[]", "application/json", (400, "the body is no object")),
+        ("/v1/jobs", b"[]", "application/json", (400, "Input should be a valid dictionary")),
+        ("/v1/jobs", b'{"seed": 1.5}', "application/json", (400, "seed: Input should be a valid")),
     ):
         status, body = send(served, "POST", path, data, kind=kind)
         problem = json.loads(body)["error"]
         assert (status, problem[: len(wanted[1])]) == wanted
         assert "\n" not in problem
-    assert job.describe()["next_number"] == 0
+    assert (job.describe()["status"], job.describe()["next_number"]) == ("open", 0)
 
 
 def test_an_answer_can_be_asked_for_later(served):

@@ -1,15 +1,23 @@
 """The HTTP server, asked by OpenAI's own client: the tokens that generation gives without it."""
 
+import contextlib
+import http.client
+import json
+import math
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 
 import openai
 import pytest
+import torch
 import uvicorn
 from test_rollout import make_model
 
@@ -147,27 +155,60 @@ def test_a_stop_text_ends_the_text_before_it(server):
 def test_who_hangs_up_is_served_no_further(folder):
     """By a server in this process, whose steps are slow: to the end it would take six seconds."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
-    step = generator.step
-    generator.step = lambda: time.sleep(0.05) or step()
-    app = make_app(generator, "tiny")
-    served = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    held_back(generator)
+    with serving(generator) as (client, _):
+        for is_stream in (True, False):
+            asked = {"prompt": "A", "max_tokens": 120, "n": 3, "seed": 1, "stream": is_stream}
+            connection = begin(client, asked)
+            wait_until(lambda: generator.is_busy, 10)
+            time.sleep(0.3)
+            connection.close()
+            wait_until(lambda: not generator.is_busy, 2)
+            assert generator.pages.num_available == generator.pages.num_pages
+
+
+ASKED = {"model": "tiny", "max_tokens": 9, "seed": 1, "temperature": 0.8}
+
+
+def held_back(generator):
+    """Steps take 50 ms each, until the list that this gives is empty."""
+    step, slow = generator.step, [True]
+    generator.step = lambda: (slow and time.sleep(0.05)) or step()
+    return slow
+
+
+@contextlib.contextmanager
+def serving(generator, **settings):
+    """A server in this process: a client of it, and uvicorn's."""
+    app = make_app(generator, "tiny", **settings)
+    served = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     thread = threading.Thread(target=served.run)
     thread.start()
     try:
         wait_until(lambda: served.started, 30)
         port = served.servers[0].sockets[0].getsockname()[1]
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=30)
-        stream = client.completions.create(
-            model="tiny", prompt="A", max_tokens=120, n=3, seed=1, stream=True
-        )
-        next(iter(stream))
-        assert generator.is_busy
-        stream.close()
-        wait_until(lambda: not generator.is_busy, 2)
-        assert generator.pages.num_available == generator.pages.num_pages
+        at = f"http://127.0.0.1:{port}/v1"
+        yield openai.OpenAI(base_url=at, api_key="none", timeout=60, max_retries=0), served
     finally:
         served.should_exit = True
         thread.join(30)
+
+
+def begin(client, body, small=False):
+    """A connection over which ``body`` was asked for; ``small``: that holds little unread."""
+    connection = socket.socket()
+    if small:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", client.base_url.port))
+    data = json.dumps({"model": "tiny", **body, "stream": bool(body["stream"])}).encode()
+    line = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    headers = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
+    connection.sendall(line + headers + data)
+    return connection
+
+
+def has_answer(connection):
+    return bool(select.select([connection], [], [], 0.5)[0])
 
 
 def wait_until(is_so, seconds):
@@ -177,24 +218,167 @@ def wait_until(is_so, seconds):
         time.sleep(0.02)
 
 
+LONG = "x" * 129
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"prompt": "A", "max_tokens": 500}, "more than the model's positions"),
+        ({"max_tokens": 500}, "more than the model's positions"),
         ({"prompt": ""}, "no tokens"),
         ({"prompt": [300]}, "not all of 0 to 263"),
-        ({"prompt": "A", "temperature": -1}, "temperature -1"),
-        ({"prompt": "A", "max_tokens": "x"}, "wrong type"),
-        ({"prompt": "A", "max_tokens": 2.5}, "wrong type: max_tokens 2.5"),
-        ({"prompt": "A", "stop": [5]}, "stop"),
-        ({"prompt": "A", "best_of": 3}, "'best_of' is not supported"),
-        ({"prompt": "A", "max_tokens": 500, "stream": True}, "more than the model's positions"),
+        ({"prompt": [[10**400]]}, "not all of 0 to 263"),
+        ({"prompt": "A" * 1000}, "a prompt of 1000 tokens leaves no room: 128 is the longest"),
+        ({"prompt": ["A"] * 1025}, "1025 prompts x n 1 are more completions than max_queue 1024"),
+        ({"prompt": ["A"] * 100, "n": 100}, "100 prompts x n 100 are more completions than"),
+        ({"prompt": {}}, "prompt is neither text nor token ids"),
+        ({"prompt": [True]}, "prompt is a list of something else"),
+        ({"temperature": -1}, "temperature -1.0 is out of range"),
+        ({"temperature": 10**400}, "temperature: Input should be a valid number, not 1000"),
+        ({"temperature": True}, "temperature: Input should be a valid number, not True"),
+        ({"max_tokens": "x"}, "max_tokens: Input should be a valid integer, not 'x'"),
+        ({"max_tokens": 2.5}, "max_tokens: Input should be a valid integer, not 2.5"),
+        ({"max_tokens": 0}, "max_tokens 0 is out of range"),
+        ({"max_tokens": 10**400}, "more than the model's positions"),
+        ({"top_p": 10**400}, "top_p: Input should be a valid number"),
+        ({"seed": -1}, "seed -1 is out of range"),
+        ({"n": 0}, "n 0 is out of range"),
+        ({"n": 10**8}, "n: Input should be less than or equal to 128, not 100000000"),
+        ({"stop": [5]}, "stop.0: Input should be a valid string, not 5"),
+        ({"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        ({"stop": [LONG]}, "stop.0: String should have at most 128 characters"),
+        ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20, not 21"),
+        ({"logprobs": True}, "logprobs: Input should be a valid integer, not True"),
+        ({"logprobs": 20, "n": 128, "prompt": ["A"] * 8}, "lower max_tokens, or ask in parts"),
+        ({"extra_body": {"best_of": 3}}, "'best_of' is not supported"),
+        ({"max_tokens": 500, "stream": True}, "more than the model's positions"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_request_is_told_what_is_wrong(server, asked, says):
     _, client = server
-    with pytest.raises(openai.BadRequestError, match=says):
-        client.completions.create(model="tiny", **asked)
+    with pytest.raises(openai.BadRequestError, match=re.escape(says)) as found:
+        client.completions.create(**{"model": "tiny", "prompt": "A", "max_tokens": 64} | asked)
+    assert found.value.type == "invalid_request_error"
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"messages": []}, "`messages` is not a list of turns"),
+        ({"messages": [5]}, "messages[0] is not an object"),
+        ({"messages": [{"role": "user", "content": "a"}] * 4097}, "at most 4096 items"),
+        ({"top_logprobs": 3}, "top_logprobs has no effect without logprobs true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: Input should be less than"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "by another name; send one"),
+    ],
+)
+def test_a_bad_chat_is_told_what_is_wrong(server, asked, says):
+    _, client = server
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(openai.BadRequestError, match=re.escape(says)):
+        client.chat.completions.create(**{"model": "tiny", "messages": messages} | asked)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "kind", "data", "status"),
+    [
+        ("POST", "/v1/completions", "text/plain", b'{"prompt": "A"}', 415),
+        ("POST", "/v1/completions", "application/x-www-form-urlencoded", b"prompt=A", 415),
+        ("POST", "/v1/completions", "", b'{"prompt": "A"}', 415),
+        ("POST", "/v1/completions", "application/json", b"[" * 100_000, 400),
+        ("POST", "/v1/completions", "application/json", b'{"n":' + b"9" * 5000 + b"}", 400),
+        ("POST", "/v1/completions", "application/json", b'{"temperature":NaN}', 400),
+        ("POST", "/v1/completions", "application/json", b'{"prompt":"\xff"}', 400),
+        ("POST", "/v1/completions", "application/json", b"[]", 400),
+        ("POST", "/v1/completions", "application/json", b" " * (5 << 20), 413),
+        ("GET", "/v1/completions", "application/json", b"", 405),
+        ("OPTIONS", "/v1/completions", "application/json", b"", 405),
+        ("GET", "/v1/models/", "application/json", b"", 404),
+        ("GET", "/nothing", "application/json", b"", 404),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_every_error_is_the_protocols(server, method, path, kind, data, status):
+    connection = http.client.HTTPConnection("127.0.0.1", server[1].base_url.port, timeout=60)
+    connection.request(method, path, data, {"content-type": kind})
+    reply = connection.getresponse()
+    assert (reply.status, reply.headers["content-type"]) == (status, "application/json")
+    assert "access-control-allow-origin" not in reply.headers
+    error = json.loads(reply.read())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert "\n" not in error["message"]
+
+
+def test_weights_that_are_no_numbers_are_the_servers_fault(folder):
+    model = load_hf(folder)
+    with torch.no_grad():
+        model.embed.weight.fill_(math.nan)
+    with serving(Generator(model, load_tokenizer(str(folder)))) as (client, _):
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="are not finite numbers"):
+                client.completions.create(model="tiny", prompt="A", stream=stream, logprobs=2)
+
+
+def test_a_stream_that_fails_says_so(folder):
+    generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
+    step, steps = generator.step, []
+
+    def fail_later():
+        steps.append(1)
+        if len(steps) == 4:
+            raise IndexError("of this test")
+        return step()
+
+    generator.step = fail_later
+    with serving(generator) as (client, _):
+        stream = client.completions.create(prompt="A", stream=True, **ASKED)
+        assert [len(part.choices[0].token_ids) for part in islice(stream, 3)] == [1, 1, 1]
+        with pytest.raises(openai.APIError, match="the server failed at this; its log says why"):
+            next(stream)
+        assert len(client.completions.create(prompt="A", **ASKED).choices[0].token_ids) == 9
+
+
+def test_more_than_the_queue_holds_is_refused(folder):
+    """And what was refused can be asked for once others are done, or have hung up."""
+    generator = Generator(load_hf(folder), load_tokenizer(str(folder)), max_sequences=1)
+    slow = held_back(generator)
+    with serving(generator, max_queue=3) as (client, _):
+        stream = client.completions.create(prompt="A", stream=True, **ASKED)
+        next(iter(stream))
+        waiting = [begin(client, {"prompt": "B", "n": 2, **ASKED, "stream": s}) for s in (0, 1)]
+        wait_until(lambda: len(generator.scheduler.waiting) == 2, 10)
+        refused = [one for one in waiting if has_answer(one)]
+        assert len(refused) == 1
+        assert refused[0].recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+        with pytest.raises(openai.RateLimitError, match="3 completions run or wait, of max_queue"):
+            client.completions.create(prompt="A", **ASKED)
+        for one in waiting:  # it hangs up before its first token
+            one.close()
+        wait_until(lambda: not generator.scheduler.waiting, 2)
+        assert generator.is_busy
+        second = client.completions.create(prompt="A", n=2, stream=True, **ASKED)
+        stream.close()
+        next(iter(second))
+        second.close()
+        wait_until(lambda: not generator.is_busy, 2)
+        slow.clear()
+        assert len(client.completions.create(prompt="A", n=3, **ASKED).choices) == 3
+
+
+def test_who_does_not_read_holds_nobody_up(folder):
+    """A stream that nobody reads is generated to its end, and its place is another's."""
+    generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
+    with serving(generator, max_queue=16) as (client, served):
+        body = {"prompt": "A", "n": 16, "max_tokens": 60, "seed": 1, "stream": True}
+        stuck = begin(client, body | {"logprobs": 20, "temperature": 3.0}, small=True)
+        wait_until(lambda: generator.is_busy, 10)
+        wait_until(lambda: not generator.is_busy, 60)
+        assert len(client.completions.create(prompt="A", n=16, **ASKED).choices) == 16
+        assert len(served.server_state.tasks) == 1  # it would still have much to send
+        stuck.close()
 
 
 def test_the_server_stops_in_order(server):  # the last test here
@@ -256,6 +440,19 @@ def test_a_bad_setting_is_one_line(words, folder, capsys):
     assert main([str(folder), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "99999"], "port: 99999 is not a port, 1 to 65535 (0: any free one)"),
+        (["--max_queue", "0"], "max_queue: 0 is not positive; choose 1 or more"),
+        (["--max_request_mib", "-1"], "max_request_mib: -1 is not positive; choose 1 or more"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(words, says, folder, capsys):
+    assert main([str(folder), *words]) == 2
+    assert capsys.readouterr().err == f"error: {says}\n"
 
 
 def test_text_waits_for_whole_characters_and_stop_texts():

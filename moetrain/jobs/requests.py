@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from moetrain import bodies
+from moetrain.bodies import FIRST, complaint
 from moetrain.config import ConfigError
 from moetrain.config_rl import PolicyName, RlSection
 from moetrain.config_sources import shortened
@@ -41,14 +43,7 @@ MOST_TEXTS = 65_536
 """Of one request: each takes some hundred times the bytes of a short one's JSON."""
 
 
-class _First(FailFast):
-    """Of a list: one complaint is told, and a million would take gigabytes."""
-
-    # Unions want one, which pydantic's does not have.
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-
-FIRST = _First()
+B = TypeVar("B", bound=bodies.Body)
 Ints = Annotated[list[int], FIRST]
 Floats = Annotated[list[float], FIRST]
 Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
@@ -72,10 +67,9 @@ class Limits:
     """Likeliest tokens in one answer."""
 
 
-class Body(BaseModel):
-    """The body of a request: of the very types, without unknown keys, infinities or NaNs."""
+class Body(bodies.Body):
+    """The body of a request."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     changes: ClassVar[bool] = False
     """Whether it changes what a job has learned, and so is done again where that was lost."""
 
@@ -83,7 +77,7 @@ class Body(BaseModel):
         """Raise BadRequest for what can never be served."""
 
 
-class Datum(Body):
+class Datum(bodies.Body):
     """One text to learn from, or to look at."""
 
     tokens: Ints
@@ -142,7 +136,7 @@ class ForwardBackward(Texts):
 
     changes: ClassVar[bool] = True
     loss: Literal["cross_entropy"] | PolicyName = "cross_entropy"
-    loss_settings: dict[str, Any] = {}
+    loss_settings: dict[str, Any] = Field(default={})
     """Of a policy's loss: some of ``rl``'s settings, by their names."""
 
     def policy(self) -> RlSection | None:
@@ -163,7 +157,8 @@ class ForwardBackward(Texts):
             settings = RlSection.model_validate(values, strict=True)
             settings.check()
         except (ValidationError, ConfigError) as error:
-            raise BadRequest(f"loss_settings: {_first(error)}") from None
+            told = complaint(error) if isinstance(error, ValidationError) else error
+            raise BadRequest(f"loss_settings: {told}") from None
         if settings.ratio == "proximal":
             raise BadRequest(
                 "loss_settings: ratio 'proximal' is the trainer's own before the update; send "
@@ -213,7 +208,7 @@ class Sampling(Body):
     """Of the first prompt, each further one has the next; None: the job's seed and the request's
     number decide."""
     n: int = 1
-    stop_ids: Ints = []
+    stop_ids: Ints = Field(default=[])
     logprobs: int = 0
     tempered: bool = False
 
@@ -247,8 +242,9 @@ class Sampling(Body):
             _check_tokens(f"prompts[{i}]", prompt, limits)
             if len(prompt) + self.max_tokens > limits.longest_text:
                 raise BadRequest(
-                    f"prompts[{i}]: {len(prompt)} tokens and max_tokens {self.max_tokens} are more "
-                    f"than the {limits.longest_text} that one text may have"
+                    f"prompts[{i}]: {len(prompt)} tokens and max_tokens "
+                    f"{shortened(self.max_tokens)} are more than the {limits.longest_text} that "
+                    "one text may have"
                 )
         if self.logprobs > limits.vocab_size:
             raise BadRequest(f"logprobs {shortened(self.logprobs)} are more than there are tokens")
@@ -272,6 +268,18 @@ class Load(Body):
     name: str = Field(pattern=f"^{NAME}$")
 
 
+class NewJob(bodies.Body):
+    """What a new job is made of."""
+
+    id: str | None = None
+    """None: the service chooses one."""
+    seed: int = 0
+
+
+class Nothing(bodies.Body):
+    """The body of a request that is all in its path."""
+
+
 KINDS: Mapping[str, type[Body]] = {
     "forward_backward": ForwardBackward,
     "forward": Forward,
@@ -286,22 +294,17 @@ def parse(kind: str, body: object, limits: Limits) -> Body:
     """The request ``kind`` with the JSON value ``body``; raises BadRequest."""
     if kind not in KINDS:
         raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
-    try:
-        request = KINDS[kind].model_validate(body)
-    except (ValidationError, RecursionError) as error:
-        raise BadRequest(_first(error)) from None
+    request = validated(KINDS[kind], body)
     request.check(limits)
     return request
 
 
-def _first(error: Exception) -> str:
-    """The first of pydantic's complaints, or the only one of others, as one line."""
-    if not isinstance(error, ValidationError):
-        return shortened(str(error)) if isinstance(error, RecursionError) else str(error)
-    first = error.errors()[0]
-    # A key that nobody knows may be any text.
-    name = shortened(".".join(map(str, first["loc"])))[1:-1] or "the body"
-    return f"{name}: {first['msg'].removeprefix('Value error, ')}, not {shortened(first['input'])}"
+def validated(model: type[B], body: object) -> B:
+    """``body`` as ``model`` has it; raises BadRequest."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise BadRequest(complaint(error)) from None
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:

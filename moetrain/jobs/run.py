@@ -90,9 +90,9 @@ def serving(service: Service) -> Iterator[None]:
     if jobs.port is None:
         yield
         return
-    from moetrain.jobs.server import make_app
+    from moetrain.jobs.server import error_body, make_app
 
-    server, listener = access_of(service.config).server(make_app(service))
+    server, listener = access_of(service.config).server(make_app(service), error_body)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

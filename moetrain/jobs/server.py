@@ -17,30 +17,32 @@ or has failed has an ``error``, one line.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from moetrain.config_sources import shortened
+from moetrain.http_json import Bodies, Meaning, json_app, reply
 from moetrain.jobs.journal import Full
-from moetrain.jobs.requests import NAME, BadRequest
+from moetrain.jobs.requests import NAME, BadRequest, NewJob, Nothing, validated
 from moetrain.jobs.service import STOPPED, Service, Unknown
 
 LONGEST_WAIT = 600.0
 """Seconds in which an answer may be waited for at once."""
+REFUSALS: Mapping[type[Exception], Meaning] = {
+    Unknown: lambda error: (404, "there is no such thing"),
+    BadRequest: lambda error: (400, str(error)),
+    Full: lambda error: (429, str(error)),
+    OSError: lambda error: (507, f"it was not taken up: it cannot be kept: {error.strerror}"),
+}
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-class TooLarge(Exception):
-    """The body of a request has too many bytes."""
 
 
 def make_app(service: Service) -> Starlette:
@@ -48,10 +50,16 @@ def make_app(service: Service) -> Starlette:
     return _Door(service).app
 
 
+def error_body(status: int, problem: str) -> dict[str, str]:
+    """What a client is told, as JSON."""
+    return {"error": problem}
+
+
 class _Door:
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.most_bytes = service.config.jobs.max_request_mib << 20
+        most_bytes = service.config.jobs.max_request_mib << 20
+        self.bodies = Bodies(most_bytes, "jobs.max_request_mib")
         job = "/v1/jobs/{job}"
         table = [
             ("/health", "GET", self.health),
@@ -63,83 +71,38 @@ class _Door:
             (job + "/answers/{number}", "GET", self.answer),
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
-        self.app = Starlette(
-            routes=[Route(p, self._answering(f), methods=[m]) for p, m, f in table]
-        )
-
-    def _answering(
-        self, handler: Callable[[HTTPRequest], Awaitable[Response]]
-    ) -> Callable[[HTTPRequest], Awaitable[Response]]:
-        """``handler``, with errors as answers."""
-
-        async def handle(request: HTTPRequest) -> Response:
-            try:
-                return await handler(request)
-            except Unknown:
-                return _error(404, "there is no such thing")
-            except BadRequest as error:
-                return _error(400, str(error))
-            except Full as error:
-                return _error(429, str(error))
-            except TooLarge:
-                return _error(413, f"more than jobs.max_request_mib, {self.most_bytes >> 20} MiB")
-            except ClientDisconnect:
-                return _error(400, "the body has no end")
-            except OSError as error:
-                return _error(507, f"it could not be kept, and was not taken up: {error.strerror}")
-
-        return handle
-
-    async def _body(self, request: HTTPRequest) -> Any:
-        """The JSON that was sent; nothing is an empty object."""
-        # A page in somebody's browser can send anything else to a server on the same machine, and
-        # what has no type too.
-        kind = request.headers.get("content-type", "").partition(";")[0]
-        if kind.strip().lower() != "application/json":
-            raise BadRequest("the body is not application/json")
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > self.most_bytes:
-                raise TooLarge
-        return await asyncio.to_thread(_parsed, bytes(data))
+        routes = [Route(path, handler, methods=[method]) for path, method, handler in table]
+        self.app = json_app(routes, error_body, REFUSALS)
 
     # ---- routes --------------------------------------------------------------------------------
 
     async def health(self, request: HTTPRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        return reply({"status": "ok"})
 
     async def create(self, request: HTTPRequest) -> Response:
-        body = await self._body(request)
-        if not isinstance(body, dict):
-            raise BadRequest("the body is no object")
-        if odd := sorted(set(body) - {"id", "seed"}):
-            raise BadRequest(f"{shortened(odd[0])} is not id or seed")
-        name, seed = body.get("id"), body.get("seed", 0)
-        if type(seed) is not int or not isinstance(name, str | None):
-            raise BadRequest("id is a text, and seed a whole number")
-        return JSONResponse(await asyncio.to_thread(self.service.create, name, seed), 201)
+        new = await self.bodies.read(request, partial(validated, NewJob))
+        return reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
 
     async def describe(self, request: HTTPRequest) -> Response:
         name = request.path_params["job"]
-        return JSONResponse(await asyncio.to_thread(self.service.describe, name))
+        return reply(await asyncio.to_thread(self.service.describe, name))
 
     async def cancel(self, request: HTTPRequest) -> Response:
         name = request.path_params["job"]
-        return JSONResponse(await asyncio.to_thread(self.service.cancel, name))
+        await self.bodies.read(request, partial(validated, Nothing))
+        return reply(await asyncio.to_thread(self.service.cancel, name))
 
     async def delete(self, request: HTTPRequest) -> Response:
         gone = await asyncio.to_thread(self.service.delete, request.path_params["job"])
         await asyncio.wrap_future(gone)
-        return JSONResponse({})
+        return reply({})
 
     async def ask(self, request: HTTPRequest) -> Response:
         name, kind = request.path_params["job"], request.path_params["kind"]
         wait, number = _wait_of(request), request.query_params.get("number")
         given = None if number is None else _number_of(number)
-        body, service = await self._body(request), self.service
-        taken = await asyncio.to_thread(service.submit, name, kind, body, given)
-        return await self._answer(name, taken, wait)
+        take = partial(self.service.submit, name, kind, number=given)
+        return await self._answer(name, await self.bodies.read(request, take), wait)
 
     async def answer(self, request: HTTPRequest) -> Response:
         number = _number_of(request.path_params["number"])
@@ -153,24 +116,17 @@ class _Door:
         try:
             answer = await asyncio.wait_for(waiting, wait)
         except TimeoutError:
-            return JSONResponse({"number": number}, 202)
+            return reply({"number": number}, 202)
         if "result" in answer:
-            return JSONResponse({"number": number, "result": answer["result"]})
+            return reply({"number": number, "result": answer["result"]})
         status = 503 if answer["error"] == STOPPED else 422
-        return JSONResponse({"number": number, "error": answer["error"]}, status)
+        return reply({"number": number, "error": answer["error"]}, status)
 
     async def saved(self, request: HTTPRequest) -> Response:
         name, save, file = (request.path_params[key] for key in ("job", "name", "file"))
         if file not in FILES or not re.fullmatch(NAME, save):
             raise Unknown(file)
         return FileResponse(await asyncio.to_thread(self.service.saved_file, name, save, file))
-
-
-def _parsed(data: bytes) -> Any:
-    try:
-        return json.loads(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {shortened(str(error))}") from None
 
 
 def _number_of(text: str) -> int:
@@ -188,7 +144,3 @@ def _wait_of(request: HTTPRequest) -> float:
     if not 0 <= wait <= LONGEST_WAIT:
         raise BadRequest(f"wait {shortened(text)} is not 0 to {LONGEST_WAIT:.0f} seconds")
     return wait
-
-
-def _error(status: int, problem: str) -> Response:
-    return JSONResponse({"error": problem}, status)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from moetrain.config_sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.exact_attention import BLOCK
 from moetrain.models import Transformer
@@ -209,8 +210,8 @@ class Generator:
             if length > most:
                 raise RequestError(
                     request.id,
-                    f"{len(request.tokens)} tokens and max_tokens {params.max_tokens} are more "
-                    f"than {what} ({most}); shorten it, or lower max_tokens",
+                    f"{len(request.tokens)} tokens and max_tokens {shortened(params.max_tokens)} "
+                    f"are more than {what} ({most}); shorten it, or lower max_tokens",
                 )
         if params.stop and self.tokenizer is None:
             raise RequestError(request.id, "stop texts need a tokenizer; use stop_ids")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from moetrain.config_sources import shortened
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -16,7 +18,7 @@ class RequestError(ValueError):
 
     def __init__(self, request_id: str, problem: str) -> None:
         super().__init__(f"request {request_id!r}: {problem}")
-        self.request_id = request_id
+        self.request_id, self.problem = request_id, problem
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
             if not isinstance(getattr(self, name), int):
-                raise TypeError(f"{name} {getattr(self, name)!r} is no whole number")
+                raise TypeError(f"{name} {shortened(getattr(self, name))} is no whole number")
         good = {
             "max_tokens": self.max_tokens >= 1,
-            "temperature": self.temperature >= 0 and math.isfinite(self.temperature),
+            # Whole numbers may be larger than any float.
+            "temperature": 0 <= self.temperature <= sys.float_info.max,
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
@@ -75,7 +78,7 @@ class SamplingParams:
         }
         for name, is_good in good.items():
             if not is_good:
-                raise ValueError(f"{name} {getattr(self, name)!r} is out of range")
+                raise ValueError(f"{name} {shortened(getattr(self, name))} is out of range")
 
     @property
     def has_filters(self) -> bool:

@@ -2,55 +2,82 @@
 
 Beyond the protocol: prompts may be token ids, ``top_k`` and ``min_p`` are parameters, and every
 choice has its ``token_ids``. ``tools``, ``documents`` and ``chat_template_kwargs`` go to the chat
-template; what the model calls comes as the text that it writes. A parameter that this server does
-not know is an error, since who sends it expects it to do something.
+template; what the model calls comes as the text that it writes. What may be asked:
+:mod:`moetrain.rollout.protocol`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope
+from starlette.types import Send as ASGISend
 
-from moetrain.config import ConfigError
 from moetrain.data.tokenizer import Tokenizer
+from moetrain.http_json import FAILED, Bodies, json_app, reply, unless_gone
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.protocol import ASKED, Chat, Completions, error_body, validated
+from moetrain.rollout.request import Request, RequestError, SamplingParams
 from moetrain.rollout.serving import Serving, Update
 from moetrain.rollout.text import TextStream, chat_ids, end_ids, prompt_ids
+
+logger = logging.getLogger("moetrain")
+
+MOST_LOGPROBS = 1 << 20
+"""Of one reply: tokens and their likeliest alternatives, each of some hundred bytes."""
+NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
+LEAST_LOGPROB = -9999.0
+"""What the protocol has for a token that is never chosen."""
 
 Item = tuple[int, str, Update]
 """One token of one choice: the choice's number, the text that the token adds, and what came."""
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
-_COMMON = {*_SAMPLING, "model", "max_tokens", "stop", "stream", "logprobs", "user"}
-_KNOWN = {
-    "text_completion": {*_COMMON, "prompt"},
-    "chat.completion": {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"}
-    | {"tools", "documents", "chat_template_kwargs"},
-}
+
+class GenerationFailed(Exception):
+    """The server cannot generate what was asked for; the message is one line for the client."""
 
 
-def make_app(generator: Generator, name: str) -> Starlette:
-    """The server of ``generator`` (which has a tokenizer), whose model is called ``name``."""
-    return _Server(generator, name).app
+def make_app(
+    generator: Generator,
+    name: str,
+    *,
+    max_queue: int = 1024,
+    max_request_mib: int = 4,
+) -> Starlette:
+    """The server of ``generator`` (which has a tokenizer), whose model is called ``name``.
+
+    Args:
+        max_queue: completions that run or wait at once; further requests are status 429.
+        max_request_mib: size of one body.
+    """
+    return _Server(generator, name, max_queue, max_request_mib).app
 
 
 class _Server:
-    def __init__(self, generator: Generator, name: str) -> None:
+    def __init__(
+        self, generator: Generator, name: str, max_queue: int, max_request_mib: int
+    ) -> None:
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
-        self.generator, self.name = generator, name
+        self.generator, self.name, self.max_queue = generator, name, max_queue
+        self.open = 0
+        """Completions that run or wait."""
+        self.bodies = Bodies(max_request_mib << 20, "max_request_mib")
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         routes = [
             Route("/health", self.health),
@@ -58,7 +85,11 @@ class _Server:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, lifespan=self.lifespan)
+        refusals = {
+            RequestError: lambda error: (400, error.problem),
+            GenerationFailed: lambda error: (500, str(error)),
+        }
+        self.app = json_app(routes, error_body, refusals, self.lifespan)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -68,11 +99,11 @@ class _Server:
         await self.serving.close()
 
     async def health(self, request: HTTPRequest) -> Response:
-        return JSONResponse({"status": "ok"})
+        return reply({"status": "ok"})
 
     async def models(self, request: HTTPRequest) -> Response:
         entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return reply({"object": "list", "data": [entry]})
 
     async def completions(self, request: HTTPRequest) -> Response:
         return await self._answer(request, "text_completion")
@@ -81,21 +112,42 @@ class _Server:
         return await self._answer(request, "chat.completion")
 
     async def _answer(self, request: HTTPRequest, kind: str) -> Response:
+        answer = await self.bodies.read(request, partial(self._parse, kind))
+        updates = answer.updates()
+        if not answer.asked.stream:
+            return await unless_gone(request, answer.whole(updates))
+        # The first update, or the error, comes before the status is sent.
+        first = await unless_gone(request, anext(updates))
+        return _Events(answer.events(first, updates), updates)
+
+    def _parse(self, kind: str, body: object) -> _Answer:
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise ValueError("the body is not a JSON object")
-            if unknown := sorted(key for key in set(body) - _KNOWN[kind] if body[key] is not None):
-                raise ValueError(f"{unknown[0]!r} is not supported")
-            answer = _Answer(self, body, kind)
-            if not body.get("stream"):
-                return JSONResponse(await answer.whole(request))
-            # The first update, or the error, comes before the status is sent.
-            updates = answer.updates()
-            first = await anext(updates)
-        except (ValueError, ConfigError) as error:  # RequestError is a ValueError
-            return JSONResponse(error_body(str(error)), 400)
-        return StreamingResponse(answer.events(first, updates), media_type="text/event-stream")
+            return _Answer(self, kind, validated(ASKED[kind], body))
+        except ValueError as error:  # of a prompt or a parameter: SamplingParams, ConfigError
+            raise HTTPException(400, str(error)) from None
+
+    def take(self, count: int) -> None:
+        """Let ``count`` more completions run or wait; raises HTTPException."""
+        if self.open + count > self.max_queue:
+            problem = f"{self.open} completions run or wait, of max_queue {self.max_queue}"
+            raise HTTPException(429, f"{problem}; ask again later")
+        self.open += count
+
+
+class _Events(StreamingResponse):
+    """Server-sent events of updates, which end however the response does."""
+
+    def __init__(
+        self, events: AsyncGenerator[str, None], updates: AsyncGenerator[Item, None]
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.updates = updates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: ASGISend) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.updates.aclose()
 
 
 @dataclass
@@ -110,67 +162,74 @@ class _Choice:
 class _Answer:
     """One HTTP request: its prompts, served beside each other, and its reply."""
 
-    def __init__(self, server: _Server, body: Mapping[str, Any], kind: str) -> None:
-        self.server, self.kind = server, kind
+    def __init__(self, server: _Server, kind: str, asked: Completions | Chat) -> None:
+        """Raises ValueError: a prompt or a parameter is impossible, or there are too many."""
+        self.server, self.kind, self.asked = server, kind, asked
         self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
-        self.prompts = self._prompts(body)
-        # A number of completions, and of chats whether and how many: the protocol's own habits.
-        asked = body.get("logprobs")
-        self.has_logprobs = asked not in (None, False)
-        self.top = body.get("top_logprobs") or (asked if type(asked) is int else 0)
-        longest = max(map(len, self.prompts))
-        params = self.params = self._params(body, longest)
+        tokenizer = server.tokenizer
+        if isinstance(asked, Chat):
+            self.prompts = [chat_ids(tokenizer, asked.messages, asked.record)]
+        else:
+            self.prompts = [
+                prompt_ids(tokenizer, one) if isinstance(one, str) else tuple(one)
+                for one in asked.prompts()
+            ]
+        params = self.params = self._params()
+        count = len(self.prompts) * params.n
+        if count > server.max_queue:
+            problem = f"{len(self.prompts)} prompts x n {params.n} are more completions than "
+            raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
+        if asked.has_logprobs and count * params.max_tokens * (1 + params.logprobs) > MOST_LOGPROBS:
+            problem = f"{1 + params.logprobs} log-probabilities for each of {count} x "
+            raise ValueError(
+                f"logprobs: {problem}{params.max_tokens} tokens are more than {MOST_LOGPROBS}; "
+                "lower max_tokens, or ask in parts"
+            )
         self.requests = [
             Request(f"{self.id}-{i}", prompt, params) for i, prompt in enumerate(self.prompts)
         ]
-        self.choices = [
-            _Choice(TextStream(server.tokenizer, params.stop))
-            for _ in range(len(self.prompts) * params.n)
-        ]
+        self.choices = [_Choice(TextStream(tokenizer, params.stop)) for _ in range(count)]
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        tokenizer = self.server.tokenizer
-        if self.kind == "chat.completion":
-            return [chat_ids(tokenizer, body.get("messages"), body)]
-        prompt = body.get("prompt")
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
-            prompt = [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            raise ValueError("prompt is neither text nor token ids, nor a list of either")
-        if not all(isinstance(one, str) or _is_ids(one) for one in prompt):
-            raise ValueError("prompt is a list of something else than texts or token ids")
-        return [prompt_ids(tokenizer, p) if isinstance(p, str) else tuple(p) for p in prompt]
-
-    def _params(self, body: Mapping[str, Any], longest: int) -> SamplingParams:
-        stop = body.get("stop") or ()
-        room = max(1, self.server.generator.longest - longest)
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-        given.setdefault("seed", uuid.uuid4().int % 2**63)
-        try:
-            return SamplingParams(
-                max_tokens=min(SamplingParams.max_tokens, room) if most is None else most,
-                stop_ids=self.server.stop_ids,
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                logprobs=self.top,
-                **given,
-            )
-        except TypeError as error:
-            raise ValueError(f"a parameter is of the wrong type: {error}") from None
+    def _params(self) -> SamplingParams:
+        longest, most = max(map(len, self.prompts)), self.server.generator.longest
+        if longest >= most:
+            raise ValueError(f"a prompt of {longest} tokens leaves no room: {most} is the longest")
+        wanted = self.asked.most_tokens
+        return SamplingParams(
+            max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
+            stop_ids=self.server.stop_ids,
+            logprobs=self.asked.top,
+            **self.asked.sampling(),
+        )
 
     async def updates(self) -> AsyncGenerator[Item, None]:
-        """Each token of each choice, as it comes."""
+        """Each token of each choice, as it comes.
+
+        Raises:
+            HTTPException: too much is being served.
+            RequestError, GenerationFailed: it can never be served, or not by this server.
+        """
+        server, n = self.server, self.params.n
         queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
 
         async def listen(number: int, request: Request) -> None:
             try:
-                async for update in self.server.serving.stream(request):
-                    queue.put_nowait((number * self.params.n + update.completion, update))
+                async for update in server.serving.stream(request):
+                    queue.put_nowait((number * n + update.completion, update))
                 queue.put_nowait(None)
-            except Exception as error:  # noqa: BLE001 - raised below
+            except RequestError as error:
                 queue.put_nowait(error)
+            except Exception as error:  # of a step, and so of all that it served
+                logger.error("generation failed", exc_info=error)
+                queue.put_nowait(GenerationFailed(FAILED))
 
+        def give_back(task: asyncio.Task[None]) -> None:
+            server.open -= n
+
+        server.take(len(self.choices))
         tasks = [asyncio.create_task(listen(i, r)) for i, r in enumerate(self.requests)]
+        for task in tasks:  # whose end is not that of a slow reader
+            task.add_done_callback(give_back)
         try:
             still_open = len(tasks)
             while still_open:
@@ -181,6 +240,9 @@ class _Answer:
                     still_open -= 1
                 else:
                     number, update = item
+                    if not math.isfinite(update.logprob):
+                        logger.error("%s", NOT_FINITE)
+                        raise GenerationFailed(NOT_FINITE)
                     yield number, self._take(self.choices[number], update), update
         finally:
             for task in tasks:
@@ -195,35 +257,34 @@ class _Answer:
         choice.content += new
         return new
 
-    async def whole(self, request: HTTPRequest) -> dict[str, Any]:
-        """The reply in one piece; who hangs up ends it."""
-        updates = self.updates()
-        try:
-            async for _ in updates:
-                if await request.is_disconnected():
-                    break
-        finally:
-            await updates.aclose()
+    async def whole(self, updates: AsyncGenerator[Item, None]) -> Response:
+        """The reply in one piece."""
+        async for _ in updates:
+            pass
+        return await asyncio.to_thread(self._whole)
+
+    def _whole(self) -> Response:
         read, made = sum(map(len, self.prompts)), sum(len(c.updates) for c in self.choices)
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
         choices = [self._choice(i, c.content, c.updates) for i, c in enumerate(self.choices)]
-        return self._reply(choices) | {"usage": usage}
+        return reply(self._reply(choices) | {"usage": usage})
 
     async def events(
         self, first: Item, updates: AsyncGenerator[Item, None]
     ) -> AsyncGenerator[str, None]:
-        """The reply token by token, as server-sent events."""
+        """The reply token by token, as server-sent events; an error is the last one."""
         try:
             yield self._event(*first)
             async for item in updates:
                 yield self._event(*item)
             yield "data: [DONE]\n\n"
-        finally:
-            await updates.aclose()
+        except GenerationFailed as error:
+            yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
 
     def _event(self, number: int, new: str, update: Update) -> str:
         choice = self._choice(number, new, [update], is_part=True)
-        return f"data: {json.dumps(self._reply([choice], is_part=True))}\n\n"
+        data = json.dumps(self._reply([choice], is_part=True), allow_nan=False)
+        return f"data: {data}\n\n"
 
     def _reply(self, choices: list[dict[str, Any]], *, is_part: bool = False) -> dict[str, Any]:
         kind = self.kind + (".chunk" if is_part and self.kind == "chat.completion" else "")
@@ -240,7 +301,7 @@ class _Answer:
             choice["text"] = text
         else:
             choice["delta" if is_part else "message"] = {"role": "assistant", "content": text}
-        if self.has_logprobs:
+        if self.asked.has_logprobs:
             choice["logprobs"] = self._logprobs(updates)
         return choice
 
@@ -250,7 +311,10 @@ class _Answer:
                 "tokens": [self._name(update.token) for update in updates],
                 "token_logprobs": [update.logprob for update in updates],
                 "top_logprobs": [
-                    {self._name(token): value for token, value in update.top_logprobs.items()}
+                    {
+                        self._name(token): max(p, LEAST_LOGPROB)
+                        for token, p in update.top_logprobs.items()
+                    }
                     for update in updates
                 ],
             }
@@ -261,16 +325,8 @@ class _Answer:
         return {"content": content}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        logprob = max(logprob, LEAST_LOGPROB)
         return {"token": self._name(token), "logprob": logprob, "bytes": None}
 
     def _name(self, token: int) -> str:
         return self.server.tokenizer.decode([token])
-
-
-def error_body(problem: str) -> dict[str, Any]:
-    """What a client of this protocol is told, as JSON."""
-    return {"error": {"message": problem, "type": "invalid_request_error"}}
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
