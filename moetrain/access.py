@@ -125,8 +125,11 @@ class Access:
         import uvicorn
 
         token = self.token()
-        settings: dict[str, Any] = {"log_level": "warning", "ws": "none"}
-        settings["http"] = _bounded(error_body)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
+        settings: dict[str, Any] = {"log_level": "error", "ws": "none"}
+        settings["http"] = _bounded(error_body, most)
+        settings["backlog"] = most // 4  # which asyncio accepts before anything else happens
         settings["timeout_graceful_shutdown"] = 2  # seconds; then what is being served ends
         listener = self._listen()
         return uvicorn.Server(
@@ -220,12 +223,9 @@ def _in_pieces(send: Send) -> Send:
     return pieces
 
 
-def _bounded(error_body: ErrorBody) -> type[asyncio.Protocol]:
-    """HTTP of a number of connections, none of which is waited for too long."""
+def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
+    """HTTP of at most ``most`` connections, none of which is waited for too long."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
 
     class Bounded(H11Protocol):
         waited = 0.0

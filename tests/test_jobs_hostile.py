@@ -308,10 +308,9 @@ def test_connections_do_not_take_the_files_that_jobs_need(tmp_path):
     one, idle = Confined(tmp_path / "out"), []
     try:
         one.wait()
-        first = http.client.HTTPConnection("127.0.0.1", one.port, timeout=60)
-        first.connect()
         for _ in range(300):
             idle.append(socket.create_connection(("127.0.0.1", one.port), timeout=10))
+        first = http.client.HTTPConnection("127.0.0.1", one.port, timeout=60)
         headers = {"content-type": "application/json"}
         first.request("POST", "/v1/jobs", b"{}", headers)
         name = json.load(first.getresponse())["id"]

@@ -372,10 +372,13 @@ def test_who_does_not_read_holds_nobody_up(folder):
     """A stream that nobody reads is generated to its end, and its place is another's."""
     generator = Generator(load_hf(folder), load_tokenizer(str(folder)))
     with serving(generator, max_queue=16) as (client, served):
-        body = {"prompt": "A", "n": 16, "max_tokens": 60, "seed": 1, "stream": True}
+        # So that little is on its way: connections have what their listener has.
+        served.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = {"prompt": "A", "n": 16, "max_tokens": 40, "seed": 1, "stream": True}
         stuck = begin(client, body | {"logprobs": 20, "temperature": 3.0}, small=True)
         wait_until(lambda: generator.is_busy, 10)
         wait_until(lambda: not generator.is_busy, 60)
+        time.sleep(0.1)  # until the last step is told
         assert len(client.completions.create(prompt="A", n=16, **ASKED).choices) == 16
         assert len(served.server_state.tasks) == 1  # it would still have much to send
         stuck.close()

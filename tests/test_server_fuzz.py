@@ -1,0 +1,275 @@
+"""Hostile requests at random, to both servers: each is answered by the protocol and forgotten.
+
+Between them a plain request has the tokens that it had before.
+"""
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+from test_jobs import config_of
+from test_rollout import make_model
+
+from moetrain import access as access_module
+from moetrain.access import Access
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.jobs import server as jobs_server
+from moetrain.jobs.requests import KINDS
+from moetrain.jobs.service import Service
+from moetrain.models import load_hf, save_hf
+from moetrain.rollout import Generator
+from moetrain.rollout import server as rollout_server
+from moetrain.rollout.protocol import ASKED, error_body
+
+DEEP = "@deep"
+"""Stands for a list that is nested too deeply for json.dumps."""
+VALUES = [None, True, -1, 0, 3, 0.5, 1e308, 5e-324, 10**400, 2**63, 2**31, 1 << 20, "", "x"]
+VALUES += ["\ud800", "\0\n", "é" * 9000, [], [[]], {}, {"a": 1}, [1, 2], ["a", 1], [None], [-1]]
+VALUES += [[2**70], [10**400], ["a"] * 30, [0.5] * 9, [["a"]], [[1], [2]], [True], DEEP]
+VALUES += [[{"role": "user", "content": "a"}], [{"role": 1, "content": "\ud800"}], [{"role": "a"}]]
+VALUES += [[{"tokens": [1, 2], "mask": [1, 1]}], [{"tokens": []}], [{"tokens": [1, 2], "x": 1}]]
+VALUES += [[{"role": "user", "content": "a", "more": [[[]]]}], {"clip_low": 10**400}, "sort"]
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"5",
+    b'"a"',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"\xff\xfe{}",
+]
+BODIES += [
+    b'{"n":' + b"9" * 5000 + b"}",
+    b"\xef\xbb\xbf{}",
+    b'{"a":NaN}',
+    b'{"a":1e999}',
+    b"\0" * 99,
+]
+BODIES += ["{}".encode("utf-16"), b'{"\\ud800":1}', b'{"prompt":"\xed\xa0\x80"}', b" " * (2 << 20)]
+BODIES += [b"{%s}" % b",".join(b'"%d":1' % i for i in range(50_000)), b'{"n":1,"n":2}x']
+TYPES = ["text/plain", "", "application/json; charset=utf-16", "multipart/form-data", "a" * 5000]
+FRAMES = [
+    b"Content-Length: 99\r\n\r\n{}",
+    b"Content-Length: -1\r\n\r\n{}",
+    b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n{}\r\n",
+    b"Transfer-Encoding: gzip\r\n\r\n{}",
+    b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n",
+    b"Upgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\n{}",
+    b"Bad\xff: 1\r\n\r\n",
+    b"A: " + b"b" * 200_000 + b"\r\n\r\n",
+]
+
+
+def strict(text):
+    """The value of JSON."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def dumped(value):
+    return json.dumps(value).replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000).encode()
+
+
+def exchange(port, head, rest, hang_up=False):
+    """What comes in answer to these bytes until the server closes."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(head.encode() + rest)
+            if hang_up:
+                connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                got += part
+    return got
+
+
+def post(port, path, data, kind="application/json"):
+    """Status and body."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n"
+    return parts(exchange(port, head, data))
+
+
+def parts(got):
+    """Status, content type and body of the one answer in ``got``."""
+    head, _, body = got.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines[1:])
+    return int(lines[0].split()[1]), headers["content-type"], body
+
+
+class Target:
+    """A server behind its door, and what may be asked of it."""
+
+    def __init__(self, app, error_body, folder, models):
+        self.names = sorted({name for model in models.values() for name in model.model_fields})
+        access = Access("127.0.0.1", 0, "auto", None, folder / "token")
+        self.server, listener = access.server(app, error_body)
+        self.port = listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+
+    def close(self):
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+class Serve(Target):
+    """Completions and chats."""
+
+    def __init__(self, folder):
+        save_hf(make_model(), folder / "hf", tokenizer=tokenizer_files(ByteTokenizer()))
+        self.generator = Generator(load_hf(folder / "hf"), load_tokenizer(str(folder / "hf")))
+        app = rollout_server.make_app(self.generator, "tiny", max_request_mib=1)
+        super().__init__(app, error_body, folder, ASKED)
+        turns = [{"role": "user", "content": "a"}]
+        self.good = {
+            "/v1/completions": {"prompt": "AB", "max_tokens": 2, "seed": 1},
+            "/v1/chat/completions": {"messages": turns, "max_tokens": 2, "seed": 1},
+        }
+
+    def plain(self):
+        body = {"prompt": "AB", "max_tokens": 9, "seed": 1, "logprobs": 2}
+        status, _, told = post(self.port, "/v1/completions", dumped(body))
+        assert status == 200
+        return json.loads(told)["choices"]
+
+    def check_error(self, body):
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        return body["error"]["message"]
+
+    def check_end(self):
+        deadline = time.monotonic() + 10
+        while self.generator.is_busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert self.generator.pages.num_available == self.generator.pages.num_pages
+
+
+class Jobs(Target):
+    """One job, whose tokens nothing changes that is refused."""
+
+    def __init__(self, folder):
+        self.service = Service(config_of(folder / "jobs", "jobs.max_request_mib=1"))
+        app = jobs_server.make_app(self.service)
+        super().__init__(app, jobs_server.error_body, folder, KINDS)
+        self.over = False
+        self.worker = threading.Thread(target=self.work)
+        self.worker.start()
+        here = [f"/v1/jobs/{self.service.create(seed=n)['id']}/requests/" for n in range(2)]
+        self.own, asked = here[0] + "sample", here[1]
+        self.good = {
+            "/v1/jobs": {"seed": 1},
+            asked + "sample": {"prompts": [[1, 2]], "max_tokens": 2},
+            asked + "forward": {"data": [{"tokens": [1, 2, 3]}]},
+            asked + "forward_backward": {"data": [{"tokens": [1, 2, 3]}]},
+            asked + "optim_step": {"lr": 1e-3},
+            asked + "save": {"name": "a"},
+        }
+
+    def work(self):
+        while not self.over:
+            if not self.service.turn():
+                self.service.wait(0.05)
+
+    def close(self):
+        self.over = True
+        self.worker.join(30)
+        super().close()
+        self.service.close()
+
+    def plain(self):
+        body = {"prompts": [[1, 2]], "max_tokens": 9, "seed": 1, "logprobs": 2}
+        status, _, told = post(self.port, self.own, dumped(body))
+        assert status == 200
+        return json.loads(told)["result"]
+
+    def check_error(self, body):
+        assert set(body) <= {"error", "number"}
+        return body["error"]
+
+    def check_end(self):
+        assert self.worker.is_alive()
+
+
+@pytest.fixture(scope="module", params=[Serve, Jobs])
+def target(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(access_module, "IDLE_SECONDS", 1.0)
+        one = request.param(tmp_path_factory.mktemp("fuzz"))
+        yield one
+        one.close()
+
+
+def hostile(target, draw):
+    """What is sent, and what comes."""
+    path = draw.choice(list(target.good))
+    kind = draw.choice(["value"] * 6 + ["body", "type", "frame", "path"])
+    if kind == "value":
+        body = dict(target.good[path])
+        for _ in range(draw.choice([1, 1, 2])):
+            name = draw.choice(
+                [*target.names, *target.good[path], draw.choice(["x", "\ud800", ""])]
+            )
+            body[name] = draw.choice(VALUES)
+        return path, body, post(target.port, path, dumped(body))
+    if kind == "body":
+        data = draw.choice(BODIES)
+        return path, data[:99], post(target.port, path, data)
+    good = dumped(target.good[path])
+    if kind == "type":
+        sort = draw.choice(TYPES)
+        return path, sort, post(target.port, path, good, sort)
+    if kind == "path":
+        path = draw.choice(
+            [path + "/", path + "%00", path + "?wait=nan&number=-1", "/", "//", "/%ff"]
+        )
+        return path, good, post(target.port, path, good)
+    frame = draw.choice(FRAMES)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    is_cut = b"Content-Length: 9" in frame or b"2\r\n{}\r\n" in frame
+    head += "" if is_cut else "Connection: close\r\n"
+    hang_up = is_cut and draw.random() < 0.5
+    return path, frame[:99], parts(exchange(target.port, head, frame, hang_up))
+
+
+@pytest.mark.parametrize(("seed", "times"), [(0, 40), pytest.param(1, 500, marks=pytest.mark.long)])
+def test_whatever_comes_is_answered_and_forgotten(target, seed, times):
+    draw, expected = random.Random(seed), target.plain()
+    statuses = set()
+    for number in range(times):
+        path, sent, (status, kind, body) = hostile(target, draw)
+        told = (path, sent, status, body[:500])
+        statuses.add(status)
+        assert status < 500, told
+        if kind.startswith("text/event-stream"):
+            events = body.decode().split("data: ")[1:]
+            assert all(strict(one.split("\n")[-3 if "\r" in one else 0]) for one in events[:1]), (
+                told
+            )
+        else:
+            assert kind == "application/json", told
+            value = strict(body)
+            if status >= 300:
+                problem = target.check_error(value)
+                assert "\n" not in problem, told
+                assert len(problem) < 700, told
+        if number % 10 == 9:
+            assert target.plain() == expected, told
+    assert {200, 400, 413, 415} <= statuses or times < 100
+    target.check_end()
