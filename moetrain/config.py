@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -167,6 +168,8 @@ class Config(Section):
         recipe, why = _recipe_under(layers, source, recipes)
         if recipe is not None:
             layers.insert(0, read_source(recipe, settings))
+        if recipes.of_path != recipes.of_chats:
+            layers += _source_of_path(layers)
         config = cls._of(*merge(layers, ALTERNATIVES))
         config._recipe = why
         config.check()
@@ -303,18 +306,33 @@ def _recipe_under(
             recipes.of_path,
             f"  recipe {recipes.of_path}, as model.path is set and none is named",
         )
-    kind = given.get("data.source") or _SOURCE_BY_SUFFIX.get(PurePath(str(data)).suffix.lower())
-    if kind is None and data is not None:
-        raise ConfigError(
-            "data.source",
-            f"not set, and data.path {shortened(data)} is neither .jsonl nor .txt; say which",
-        )
+    kind = given.get("data.source") or (None if data is None else _source_by_suffix(data))
     recipe = recipes.of_chats if kind == "jsonl" else recipes.of_path
     return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
 
 
-# Of other files, a guess would train on the text of their format: braces, commas, binary.
-_SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".txt": "text"}
+def _source_of_path(layers: Sequence[Layer]) -> list[Layer]:
+    """``data.source``, where a user gives ``data.path`` alone to a recipe that reads no files."""
+    given = {name: value for layer in layers for name, value in layer.values.items()}
+    users = {name for layer in layers if layer.is_users for name in layer.values}
+    path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
+    if path is None or reads_files or "data.path" not in users or "data.source" in users:
+        return []
+    return [Layer("end of data.path", {"data.source": _source_by_suffix(path)}, is_users=False)]
+
+
+def _source_by_suffix(path: object) -> str:
+    # Of other files, a guess would train on the text of their format: braces, commas, binary.
+    kind = {".jsonl": "jsonl", ".txt": "text"}.get(PurePath(str(path)).suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            "data.source",
+            f"not set, and data.path {shortened(path)} is neither .jsonl nor .txt; set text (a "
+            "file of any text, or a folder of such) or jsonl (a file or folder of .jsonl); stdlib "
+            "and synthetic take no path, and Parquet, Arrow, compressed files and a hub's data "
+            "sets are not read: write them as .jsonl",
+        )
+    return kind
 
 
 def _name_of_run(config: Config) -> str:
@@ -365,9 +383,7 @@ def _as_config_error(error: ValidationError) -> ConfigError:
     name = ".".join(str(part) for part in first["loc"])
     field = next((k for k in _settings() if name == k or name.startswith(k + ".")), name)
     messages = dict.fromkeys(
-        e["msg"].removeprefix("Value error, ")
-        for e in error.errors()
-        if ".".join(map(str, e["loc"])).startswith(field)
+        _remedy(e["msg"]) for e in error.errors() if ".".join(map(str, e["loc"])).startswith(field)
     )
     return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(messages)}")
 
@@ -380,3 +396,11 @@ def let_idle_threads_sleep() -> None:
     two cores a step of the debug recipe took 21 s, and asleep 1.5 s.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _remedy(message: str) -> str:
+    """What to give instead, from pydantic's sentence on what the input should be."""
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
+    message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
+    return message.replace("Input should be", "give")

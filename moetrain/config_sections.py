@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Literal
+import re
+from decimal import Decimal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from moetrain.config_sources import ConfigError
 from moetrain.hardware import GpuName
 
+_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
 FP32_LEAST, FP32_MOST = 2.0**-126, 2.0**128
 
 
@@ -26,6 +29,19 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: Any, info: ValidationInfo) -> Any:
+        """1e6, which Python and TOML read as a float, as an integer where one is wanted."""
+        kinds = get_args(kind := cls.model_fields[info.field_name or ""].annotation) or (kind,)
+        if int not in kinds or float in kinds:
+            return value
+        is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
+        number = Decimal(value.strip()) if is_text else value
+        # Neither NaN nor inf, nor a number of a thousand digits.
+        is_small = isinstance(number, float | Decimal) and abs(number) < 2**64
+        return int(number) if is_small and number == int(number) else value
 
     @field_validator("*")
     @classmethod
@@ -58,6 +74,10 @@ def from_home(value: str | None) -> str | None:
     return value and os.path.expanduser(value)
 
 
+LARGEST = 2**20
+"""Limit of a model's sizes: more than any known model has, so that what exceeds it is a slip."""
+
+
 class ModelSection(Section):
     """Which model: a preset or a Hugging Face checkpoint, with optional size overrides."""
 
@@ -65,25 +85,25 @@ class ModelSection(Section):
     """Named architecture with random weights: debug, qwen3-0.6b, qwen3-30b-a3b, ..."""
     path: str | None = None
     """Hugging Face checkpoint to start from: a local folder or a hub id. Excludes model.preset."""
-    vocab_size: int | None = Field(default=None, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0, le=LARGEST)
     """Vocabulary size; unset: the preset's."""
-    hidden_size: int | None = Field(default=None, gt=0)
+    hidden_size: int | None = Field(default=None, gt=0, le=LARGEST)
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
     """Number of transformer blocks; unset: the preset's."""
-    num_heads: int | None = Field(default=None, gt=0)
+    num_heads: int | None = Field(default=None, gt=0, le=LARGEST)
     """Attention (query) heads; unset: the preset's."""
-    num_kv_heads: int | None = Field(default=None, gt=0)
+    num_kv_heads: int | None = Field(default=None, gt=0, le=LARGEST)
     """Key/value heads; unset: the preset's."""
-    head_dim: int | None = Field(default=None, gt=0)
+    head_dim: int | None = Field(default=None, gt=0, le=LARGEST)
     """Width of one attention head; unset: the preset's."""
-    intermediate_size: int | None = Field(default=None, gt=0)
+    intermediate_size: int | None = Field(default=None, gt=0, le=LARGEST)
     """Width of a dense MLP; unset: the preset's."""
-    num_experts: int | None = Field(default=None, gt=0)
+    num_experts: int | None = Field(default=None, gt=0, le=LARGEST)
     """Experts in a MoE layer; unset: the preset's."""
-    num_experts_per_token: int | None = Field(default=None, gt=0)
+    num_experts_per_token: int | None = Field(default=None, gt=0, le=LARGEST)
     """Experts a token is sent to; unset: the preset's."""
-    moe_intermediate_size: int | None = Field(default=None, gt=0)
+    moe_intermediate_size: int | None = Field(default=None, gt=0, le=LARGEST)
     """Width of one expert; unset: the preset's."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
@@ -175,11 +195,15 @@ class TrainSection(Section):
         """
         rows = self.micro_batch_size * data_ranks
         if self.global_batch_size % rows:
-            ranks = f" x {data_ranks} ranks with data (dp_replicate x dp_shard)"
+            ranks = f" x {data_ranks} ranks with data (dp_replicate x dp_shard) = {rows}"
+            share, rest = divmod(self.global_batch_size, data_ranks)
+            fits = [f"train.global_batch_size {-(-self.global_batch_size // rows) * rows}"]
+            if share and not rest:
+                fits.append(f"train.micro_batch_size {math.gcd(share, self.micro_batch_size)}")
             raise ConfigError(
                 "train.global_batch_size",
                 f"{self.global_batch_size} is not a multiple of train.micro_batch_size "
-                f"{self.micro_batch_size}{ranks * (data_ranks > 1)}",
+                f"{self.micro_batch_size}{ranks * (data_ranks > 1)}; set {' or '.join(fits)}",
             )
         return self.global_batch_size // rows
 

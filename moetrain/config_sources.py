@@ -153,9 +153,13 @@ def read_cli(
         word = rest.pop(0)
         key, has_value, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") and not has_value:
+            is_source = is_recipe(word) or word.endswith(".toml")
             raise ConfigError(
                 shortened(word),
-                "is not a setting; write --section.key value (a recipe or file comes first)",
+                "is a recipe or file, of which a run takes one, as its first word; leave the rest "
+                "out, or put what they set into one file"
+                if is_source
+                else "is not a setting; write --section.key value (a recipe or file comes first)",
             )
         if key not in settings:
             spelt = "--{}".format if word.startswith("--") else str

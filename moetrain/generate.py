@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
+from moetrain import command
+from moetrain.command import reader_may_leave, refuse
 from moetrain.config import ConfigError, let_idle_threads_sleep
 
 
-class Parser(argparse.ArgumentParser):
-    """Options whose errors are ConfigErrors: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(self.prog.rpartition(".")[2], f"{message}; see --help")
+class Parser(command.Parser):
+    """Options of a command over a model."""
 
     def add_model(self) -> None:
         """What names a model and where it runs."""
@@ -32,10 +30,10 @@ def run_command(work: Callable[[Sequence[str] | None], None], argv: Sequence[str
     """``work(argv)``; the exit code, and one line on standard error for a ConfigError."""
     let_idle_threads_sleep()
     try:
-        work(argv)
+        with reader_may_leave():
+            work(argv)
     except ConfigError as error:
-        print(" ".join(f"error: {error}".split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         return 130
     return 0

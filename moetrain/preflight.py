@@ -30,6 +30,7 @@ from moetrain.kernels.quantise import MULTIPLE
 from moetrain.kernels.scaled_mm import fp8_problem
 from moetrain.memory import estimate_memory
 from moetrain.models import Architecture, compute_dtype, resolve_architecture
+from moetrain.models.hf.files import export_in
 from moetrain.models.rules import ROUTER
 from moetrain.parallel.choose_ep import costs, describe
 from moetrain.parallel.deepep import why_not_here
@@ -159,6 +160,8 @@ def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
     # The synthetic source needs none: it only shows samples in it, of which there are none.
     if not config.is_set("data.tokenizer") and config.data.source != "synthetic":
         folder = Path(path).expanduser()
+        if folder.is_dir():
+            folder = export_in(folder)
         if folder.is_dir() and not (folder / "tokenizer.json").is_file():
             raise ConfigError(
                 "data.tokenizer",

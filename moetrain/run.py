@@ -37,6 +37,7 @@ from moetrain.profiling import Profile
 from moetrain.run_control import (
     SAVE,
     BadSteps,
+    GivenUp,
     StepWatch,
     garbage_collector_off,
     make_deterministic,
@@ -86,6 +87,8 @@ class Run(ABC, Generic[S]):
         self.folder = Path(config.output_dir)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.saved_time = time.monotonic()
+        self.stop: list[int] = []
+        """Stop signals that came to this process."""
         self.continues: Path | None = None
         """The newest checkpoint on this run's way."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
@@ -132,7 +135,8 @@ class Run(ABC, Generic[S]):
 
     @abstractmethod
     def train_step(self) -> S:
-        """One step; adds to :attr:`step` and :attr:`tokens`."""
+        """One step; adds to :attr:`step` and :attr:`tokens`. Raises GivenUp where a stop signal
+        ended it early; everything is then as it was before it."""
 
     @abstractmethod
     def log_step(self, result: S) -> None:
@@ -184,12 +188,16 @@ class Run(ABC, Generic[S]):
             if self.world.is_main:
                 self.announce()
             with stop_signals() as stop, garbage_collector_off(), self.profile() as profile:
+                self.stop = stop
                 if self.step == 0 and config.train.eval_interval:
                     self.evaluate()  # where the held-out curve starts
                 self.clock.start()
                 self.saved_time = time.monotonic()
                 while self.step < self.total_steps and not self.watch.asked_to_stop:
-                    result = self.train_step()
+                    try:
+                        result = self.train_step()
+                    except GivenUp:
+                        break
                     asked = self.sum_requests(stop, save=self.is_time_to_save())
                     self.watch.update(result.skipped, asked)
                     profile.step_done(self.step)

@@ -28,6 +28,10 @@ class BadSteps(RunFailed):
     """Too many steps in a row were not finite; the state is what it was before them."""
 
 
+class GivenUp(Exception):
+    """A stop signal came within a step, of which nothing is kept."""
+
+
 class LateNumbers:
     """Numbers that the device is still to compute; reading waits for them and nothing after."""
 
@@ -127,7 +131,7 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logger.info("stopping; a checkpoint will be written")
+        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
 
     before = {s: signal.signal(s, note) for s in STOPS}
     try:

@@ -22,7 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moetrain.checkpoint import list_checkpoints, open_checkpoint, remove_leftovers, step_of
+from moetrain.checkpoint import (
+    list_checkpoints,
+    newest_in,
+    open_checkpoint,
+    remove_leftovers,
+    step_of,
+)
 from moetrain.config import ConfigError
 from moetrain.config_sources import shortened
 from moetrain.parallel.world import World
@@ -185,7 +191,7 @@ def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Pat
     if resume == "never":
         return None
     if resume != "auto":
-        return open_checkpoint(Path(resume)).folder
+        return open_checkpoint(newest_in(Path(resume))).folder
     damaged: list[str] = []
     for newest in reversed(list_checkpoints(root)):
         if before is not None and (step_of(newest) or 0) >= before:

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moetrain.command import one_line, reader_may_leave
 from moetrain.config import (
     TRAIN_RECIPES,
     Config,
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     let_idle_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
-        print(format_help(program.module, program.recipes))
+        with reader_may_leave():
+            print(format_help(program.module, program.recipes))
         return 0
     dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
@@ -97,7 +99,8 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
             config, arch = resolve_run(config)
             estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
             if place is None or place.rank == 0:
-                print(json.dumps(config.to_dict(), indent=2))
+                with reader_may_leave():
+                    print(json.dumps(config.to_dict(), indent=2))
                 print(*filter(None, estimates), sep="\n", file=sys.stderr)
             return 0
         if place is not None:
@@ -127,10 +130,19 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     from moetrain.launch import start_ranks
 
     def check() -> None:
+        from moetrain.models.registry import SHIPPED
         from moetrain.parallel.world import plan_world
         from moetrain.preflight import prepare
 
         resolved = prepare(config)
+        family = resolved[1].family
+        if family not in SHIPPED:
+            raise ConfigError(
+                "launch.nproc",
+                f"{nproc}, but family {family!r} was registered in this process, and those that "
+                "would be started know nothing of it; leave it out, and start your script by "
+                f"torchrun --nproc-per-node {nproc} SCRIPT.py",
+            )
         plan_world(*resolved, nproc)
         if program.inspect is not None:
             program.find(program.inspect)(*resolved)
@@ -199,11 +211,6 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
-
-
-def one_line(text: str) -> str:
-    """``text`` without line ends and what else a terminal would act on."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in " ".join(text.split()))
 
 
 def _end(place: LaunchedPlace | None, code: int, reason: str) -> int:

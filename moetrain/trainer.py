@@ -20,7 +20,9 @@ from moetrain.loss import Pretraining, routing_losses
 from moetrain.metrics import plot_losses, routing_health
 from moetrain.models import Architecture, RoutingStats
 from moetrain.optim import learning_rate
+from moetrain.passes import sequential
 from moetrain.run import Run
+from moetrain.run_control import GivenUp
 
 
 class StepResult(NamedTuple):
@@ -52,9 +54,11 @@ class Trainer(Run[StepResult]):
             seed=config.train.seed,
             rank=self.world.data_rank,
             world_size=self.world.dims.data_ranks,
+            seq_len=config.data.seq_len,
+            before_batch=self.give_up_if_stopped,
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
-        self.engine = Engine(config, arch, self.world)
+        self.engine = Engine(config, arch, self.world, self.one_by_one)
         self.objective = Pretraining.of(config, arch)
 
     @property
@@ -69,14 +73,40 @@ class Trainer(Run[StepResult]):
 
     def train_step(self) -> StepResult:
         """Forward, backward and update over one global batch; queues work."""
-        batches = self.loader.next_step()
-        totals = self.engine.forward_backward(batches, self.objective)
+        start = self.loader.sample_index
+        try:
+            batches = self.loader.next_step()
+            totals = self.engine.forward_backward(batches, self.objective)
+        except GivenUp:
+            self.loader.sample_index = start
+            raise
         outcome = self.engine.step(learning_rate(self.step, self.total_steps, self.config.optim))
         self.step += 1
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
         self.clock.count(tokens // self.world.size)
         return StepResult(totals.terms["cross_entropy"], *outcome, totals.routing)
+
+    def give_up_if_stopped(self) -> None:
+        """Leave a step, or an evaluation, between two micro-batches once a stop signal came.
+
+        Of one process alone: several would have to agree between all micro-batches where to stop,
+        so they stop at the end of the step.
+
+        Raises:
+            GivenUp: so it is.
+        """
+        if self.stop and self.world.size == 1:
+            raise GivenUp
+
+    def one_by_one(self, batches: Any, forward: Any, backward: Any) -> None:
+        """:func:`~moetrain.passes.sequential`, which a stop signal ends early."""
+
+        def forward_unless_stopped(batch: Any) -> torch.Tensor:
+            self.give_up_if_stopped()
+            return forward(batch)
+
+        sequential(batches, forward_unless_stopped, backward)
 
     # ---- evaluation and reports ----------------------------------------------------------------
 
@@ -86,7 +116,10 @@ class Trainer(Run[StepResult]):
         if rows is None or self.evaluated_at == self.step:
             return
         self.clock.stop()
-        loss = held_out_loss(self.engine, rows, self.config.train)
+        try:
+            loss = held_out_loss(self.engine, rows, self.config.train)
+        except GivenUp:
+            return
         self.evaluated_at = self.step
         self.log.log(self.step, {"eval_loss": loss})
         self.clock.start()

@@ -12,11 +12,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from moetrain.checkpoint.__main__ import main as checkpoint
 from moetrain.config import Config, ConfigError
+from moetrain.generate import main as generate
 from moetrain.models import build_model, save_hf
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.train import main
@@ -75,11 +79,13 @@ UNKNOWN = [  # words, field, what the hint says
 ]
 
 VALUES = [
-    ("--train.steps many", "train.steps", "'many': Input should be a valid integer"),
-    ("--train.steps 0", "train.steps", "'0': Input should be greater than 0"),
+    ("--train.steps many", "train.steps", "'many': give a valid integer"),
+    ("--train.steps 1e400", "train.steps", "'1e400': give a valid integer"),
+    ("--train.steps 1e19", "train.steps", "'1e19': is beyond 64 bits"),
+    ("--train.steps 0", "train.steps", "'0': give a number greater than 0"),
     ("--train.steps -5", "train.steps", "greater than 0"),
     ("--train.steps 1.5", "train.steps", "'1.5'"),
-    ("--train.steps 1e3", "train.steps", "'1e3'"),
+    ("--train.steps 15e-1", "train.steps", "'15e-1': give a valid integer"),
     ("--train.steps 0x10", "train.steps", "'0x10'"),
     (
         "--train.steps 5 --train.epochs 2",
@@ -109,7 +115,7 @@ VALUES = [
     ("--optim.lr nan", "optim.lr", "'nan'"),
     ("--optim.lr 0", "optim.lr", "greater than 0"),
     ("--optim.lr -1e-3", "optim.lr", "greater than 0"),
-    ("--optim.lr 1,5", "optim.lr", "'1,5': Input should be a valid number"),
+    ("--optim.lr 1,5", "optim.lr", "'1,5': give a valid number"),
     ("--optim.lr 1e999", "optim.lr", "finite"),
     ("--optim.lr=", "optim.lr", "''"),
     ("--optim.lr", "optim.lr", "has no value on the command line"),
@@ -137,7 +143,8 @@ VALUES = [
     ("--data.source web", "data.source", "'stdlib', 'text', 'jsonl' or 'synthetic'"),
     ("--data.source text", "data.path", "not set, and data.source 'text' needs it"),
     ("--data.source jsonl", "data.path", "not set, and data.source 'jsonl' needs it"),
-    ("--data.path x", "data.path", "contradicts data.source 'stdlib'"),
+    ("--data.path x", "data.source", "'x' is neither .jsonl nor .txt; set text .* or jsonl .*stdl"),
+    ("--data.path a.txt --data.source stdlib", "data.path", "contradicts data.source 'stdlib'"),
     ("--data.eval_path x", "data.eval_path", "contradicts data.source 'stdlib'"),
     ("--data.text_field body", "data.text_field", "contradicts data.source 'stdlib'"),
     ("--data.chat_template x", "data.chat_template", "contradicts data.source 'stdlib'"),
@@ -195,7 +202,15 @@ VALUES = [
         "'auto' contradicts activation.policy 'full'",
     ),
     ("--launch.nproc 0", "launch.nproc", "positive number of processes"),
-    ("--launch.nproc all", "launch.nproc", "'all'"),
+    ("--launch.nproc all", "launch.nproc", "'all': give a valid integer or give 'auto'"),
+    (
+        "--launch.nproc 9999",
+        "launch.nproc",
+        r"9999 processes, .* has \d+ cores .*; use \d+ or fewer",
+    ),
+    ("--model.hidden_size 100000000", "model.hidden_size", "'100000000': .* or equal to 1048576"),
+    ("--model.path x --data.path owner/name", "data.source", "text .* jsonl .* a hub's data sets"),
+    ("--model.path x --data.path a.jsonl.gz", "data.source", "compressed .* write them as .jsonl"),
     ("--model.num_layers 4611686018427387904", "model.num_layers", "less than or equal to 10000"),
     ("--model.num_layers 0", "model.num_layers", "greater than 0"),
     ("--model.init_std inf", "model.init_std", "finite"),
@@ -206,14 +221,23 @@ VALUES = [
     ("--model.path x --data.path y.txt --model.num_layers 2", "model.num_layers", "model.path 'x'"),
     ("--model.path x --data.path y.txt --model.init_std 1", "model.init_std", "model.path 'x'"),
     ("--model.path x", "data.path", "not set, and data.source 'text' needs it"),
-    ("--model.path x --data.path chats", "data.source", "neither .jsonl nor .txt; say which"),
+    (
+        "--model.path x --data.path chats",
+        "data.source",
+        "neither .jsonl nor .txt; set text",
+    ),
     ("--model.path x --data.path a.json", "data.source", "not set, and data.path 'a.json' is nei"),
     ("--model.path x --data.path a.parquet", "data.source", "not set, and data.path 'a.parquet'"),
     ("--output_dir=", "output_dir", "is empty"),
     ("--output_dir none", "output_dir", "'none': a run needs a folder"),
     ("--output_dir NULL", "output_dir", "'NULL': a run needs a folder"),
     ("sft", "model.preset", "name a preset, or a checkpoint: model.path"),
-    ("debug mine.toml", "'mine.toml'", r"is not a setting; .* comes first"),
+    (
+        "debug mine.toml",
+        "'mine.toml'",
+        "is a recipe or file, of which a run takes one",
+    ),
+    ("debug sft", "'sft'", "a recipe or file, of which a run takes one, .*; leave the rest out"),
     ("debug train.steps 3", "'train.steps'", "is not a setting; write --section.key value"),
     ("--train.steps 3 4", "'4'", "is not a setting"),
     ("debugg", "recipe", r"did you mean debug\?"),
@@ -221,6 +245,37 @@ VALUES = [
     ("outputs/debug/config.json", "recipe", "nor a .toml file"),
     ("-x", "recipe", "'-x' is not one of"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "name", "value"),
+    [
+        (None, ["--train.steps", "1e6"], "steps", 1_000_000),
+        (None, ["train.seed=1.5E3"], "seed", 1500),
+        ({"model": {"preset": "debug"}, "train": {"steps": 2e3}}, [], "steps", 2000),
+    ],
+)
+def test_a_power_of_ten_is_an_integer_where_it_is_one(source, words, name, value):
+    found = getattr(Config.load(source, words, environ={}).train, name)
+    assert (found, type(found)) == (value, int)
+
+
+@pytest.mark.parametrize(("name", "source"), [("a.jsonl", "jsonl"), ("b.TXT", "text")])
+def test_a_path_alone_says_what_it_holds(name, source):
+    """The default recipe's own source is but a proposal."""
+    config = Config.load(None, ["--data.path", name], environ={})
+    assert (config.data.source, config.data.path) == (source, name)
+    assert config.model.preset == "debug"
+
+
+@pytest.mark.parametrize("module", ["train", "generate"])
+def test_a_reader_that_leaves_is_no_error(module):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", f"moetrain.{module}", "--help"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(("words", "field", "says"), UNKNOWN)
@@ -327,11 +382,18 @@ TOML = [
     ("true for a number", "[train]\nsteps = true", "train.steps", "True: .* valid integer"),
     ("true for a float", "[optim]\nlr = true", "optim.lr", "True: .* valid number"),
     ("true in a union", "[launch]\nnproc = true", "launch.nproc", "True"),
-    ("1 for a truth value", "[compile]\nenabled = 1", "compile.enabled", "1: .* valid boolean"),
+    ("1 for a truth value", "[compile]\nenabled = 1", "compile.enabled", "1: give yes or no"),
     ("text for a truth value", '[compile]\nenabled = "yes"', "compile.enabled", "'yes'"),
     ("text for a number", '[train]\nsteps = "10"', "train.steps", "'10'"),
     ("text for a float", '[optim]\nlr = "1e-4"', "optim.lr", "'1e-4'"),
-    ("10.0 for an integer", "[train]\nsteps = 10.0", "train.steps", "10.0: .* valid integer"),
+    ("10.5 for an integer", "[train]\nsteps = 10.5", "train.steps", "10.5: give a valid integer"),
+    (
+        "a word for an integer",
+        '[train]\nsteps = "many"',
+        "train.steps",
+        "'many': give a valid inte",
+    ),
+    ("a setting of no section", 'steps = "many"', "steps", "did you mean train.steps"),
     ("a number for text", "[data]\ntokenizer = 3", "data.tokenizer", "3: .* valid string"),
     ("a date for text", "[data]\ntokenizer = 2026-01-01", "data.tokenizer", "date"),
     ("a list for text", '[data]\ntokenizer = ["byte"]', "data.tokenizer", "valid string"),
@@ -467,7 +529,8 @@ FILES = [
     ("--checkpoint.resume " + "n" * 300, "checkpoint.resume", "is not a checkpoint"),
     ("--checkpoint.resume {tmp}/no", "checkpoint.resume", "is not a checkpoint"),
     # The model.
-    ("--model.preset gpt-5", "model.preset", "'gpt-5' is not one of debug"),
+    ("--model.preset gpt-5", "model.preset", "'gpt-5' is not one of debug.* give model.path"),
+    ("--model.preset qwen3-235b-a22b", "model.preset", r"did you mean qwen3-30b-a3b\?"),
     ("--model.num_heads 3", "model.num_heads", "not a multiple"),
     ("--model.head_dim 7", "model.head_dim", "odd"),
     ("--model.num_experts 1", "model.num_experts", "more than"),
@@ -542,7 +605,9 @@ FILES = [
         "parallel.pp_schedule",
         "3 micro-batches, where interleaved_1f1b takes a multiple of its 2 ranks; gpipe, 1f1b",
     ),
-    ("--launch.nproc 3", "train.global_batch_size", "3 ranks"),
+    ("--launch.nproc 3", "train.global_batch_size", "3 ranks .* = 48; set .*global_batch_size 48$"),
+    ("--launch.nproc 2", "train.global_batch_size", "size 16 x 2 .* = 32; set .* 32 or .*_size 8$"),
+    ("--train.global_batch_size 1e11", "train.global_batch_size", "GiB of host memory .* lower it"),
     (
         "--launch.nproc 4 --parallel.tp 4 --model.vocab_size 5 --model.num_kv_heads 4",
         "parallel.tp",
@@ -555,6 +620,35 @@ FILES = [
 ]
 
 
+COMMANDS = [  # the command, its words, the field, words that the line has
+    (checkpoint, "inspect {tmp}/no", "PATH", "no such folder; give a step-... folder, or the out"),
+    (
+        checkpoint,
+        "verify {text}",
+        "PATH",
+        "no manifest.json; give a step-... folder, or",
+    ),
+    (checkpoint, "diff {hf} {tmp}", "PATH", "a Hugging Face one: .* import-hf"),
+    (checkpoint, "inspect", "checkpoint", "required: PATH; see --help"),
+    (checkpoint, "look {tmp}", "checkpoint", "'look' .choose from 'inspect'"),
+    (generate, "{run} --prompt a", "model.path", "no export: .* export-hf {run} {run}/hf writes"),
+    (generate, "{adapted} --prompt a", "model.path", "adapters alone: .*{adapted}/adapter as adap"),
+    (generate, "{tmp} --prompt a", "model.path|data.tokenizer", "no tokenizer.json"),
+    (generate, "{hf}", "generate", "required: --prompt; see --help"),
+]
+
+
+@pytest.mark.parametrize(("run", "words", "field", "says"), COMMANDS)
+def test_other_commands(run, words, field, says, places, capsys):
+    for name, place in places.items():
+        words, says = (text.replace("{" + name + "}", place) for text in (words, says))
+    assert run(words.split()) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1), error
+    assert re.match(f"error: ({field}): ", error), error
+    assert re.search(says, error), error
+
+
 # ---- kinds that nobody had listed ---------------------------------------------------------------
 
 # Found by trying, as a user would who reads nothing: what is given, the files there are (by name,
@@ -563,6 +657,7 @@ JSONL = "--data.source jsonl --data.path a.jsonl"
 TEXT = "--data.source text --data.path a.txt"
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
 SOME_TEXT = {"a.txt": "some text. " * 100}
+SAVED_DATASET = {"x/state.json": "{}", "x/dataset_info.json": "{}", "x/data-0.arrow": "ARROW1\0"}
 BPE = '{"model": {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}, "added_tokens": []}'
 
 
@@ -601,6 +696,16 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     ("--data.source jsonl --data.path /dev/zero", {}, "data.path", "neither a file nor a folder"),
     ("--data.source jsonl --data.path x", {"x/a.json": "{}"}, "data.path", "holds no .jsonl files"),
     ("--data.source text --data.path x", {"x/.a": "text"}, "data.path", "holds no text files"),
+    # Data sets that are no text, and folders of them.
+    (
+        "--data.source text --data.path x",
+        SAVED_DATASET,
+        "data.path",
+        "data-0.arrow.*as .jsonl",
+    ),
+    ("--data.source jsonl --data.path x", SAVED_DATASET, "data.path", "write its rows as .jsonl"),
+    ("--data.source text --data.path a.parquet", {"a.parquet": "PAR1"}, "data.path", "as .jsonl"),
+    ("--data.source jsonl --data.path a.jsonl.gz", {"a.jsonl.gz": "x"}, "data.path", "unpack it"),
     # Text that is none.
     (TEXT, {"a.txt": "some text".encode("utf-16")}, "data.path", "holds no text"),
     (TEXT, {"a.txt": b"\xef\xbb\xbf"}, "data.path", "nothing to predict"),
@@ -691,6 +796,9 @@ def places(tmp_path_factory) -> dict[str, str]:
     (root / "used2" / "checkpoints").write_text("")
     (root / "text" / "a.txt").write_text("some text. " * 100)
     save_hf(build_model(architecture_from_hf(HF_CONFIG)), root / "hf")
+    for name, inside in (("run", "checkpoints"), ("adapted", "adapter")):
+        places[name] = str(root / name)
+        (root / name / inside).mkdir(parents=True)
     for name in ("file", "link", "loop"):
         places[name] = str(root / name)
     (root / "file").write_text("")

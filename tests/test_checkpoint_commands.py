@@ -1,5 +1,6 @@
 """``python -m moetrain.checkpoint``: what is in one, whether it is whole, and conversions."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from safetensors.torch import load_file
 
 from moetrain.checkpoint.__main__ import main
 from moetrain.config import Config
+from moetrain.models.hf import resolve
+from moetrain.run_folder import find_checkpoint
 from moetrain.trainer import Trainer
 
 
@@ -52,6 +55,24 @@ def test_inspect_and_verify(saved, capsys):
     weights.unlink()
     assert main(["verify", str(saved)]) == 1
     assert str(weights) in capsys.readouterr().err
+
+
+def test_a_run_stands_for_its_newest_checkpoint(saved, tmp_path, capsys):
+    newest = saved / "checkpoints" / "step-00000002"
+    for path in (saved, saved / "checkpoints", newest):
+        assert find_checkpoint(str(path), tmp_path / "other") == newest
+        assert main(["inspect", str(path)]) == 0
+    assert main(["import-hf", str(saved / "hf"), str(tmp_path / "began")]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "began"), str(saved)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (moments,) = [line for line in lines if line.startswith("optim")]
+    assert re.fullmatch(rf"optim: all \d+ tensors are only in {saved}", moments)
+    assert [line.split(":")[0] for line in lines if line != moments] == ["rng cpu"]
+
+
+def test_a_run_stands_for_its_export(saved):
+    assert resolve(saved) == resolve(saved / "hf") == saved / "hf"
 
 
 def test_diff(saved, tmp_path, capsys):

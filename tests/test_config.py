@@ -53,7 +53,7 @@ def test_true_in_any_spelling(text):
         (["--model.path", "x", "--model.preset", "debug"], "model.path", "model.preset 'debug'"),
         (["--model.path", "x", "--model.num_layers", "2"], "model.num_layers", "model.path 'x'"),
         (["--data.source", "text"], "data.path", "not set"),
-        (["--data.path", "x"], "data.path", "data.source 'stdlib'"),
+        (["--data.path", "x"], "data.source", "not set, and data.path 'x'"),
         (["--moe.deepep_num_sms", "7"], "moe.deepep_num_sms", "even"),
         (
             ["--moe.deepep_num_sms", "24", "--moe.dispatcher", "alltoall"],
@@ -91,7 +91,8 @@ def test_micro_batches_make_up_the_global_batch():
         train.micro_batches(2)
     assert caught.value.field == "train.global_batch_size"
     assert re.search(r"24 is not a multiple of .*micro_batch_size 8 x 2 ranks", str(caught.value))
-    with pytest.raises(ConfigError, match=r"_batch_size: 25 .* train\.micro_batch_size 8$"):
+    says = r"_batch_size: 25 .* train\.micro_batch_size 8; set .*global_batch_size 32 or .*size 1$"
+    with pytest.raises(ConfigError, match=says):
         train.model_copy(update={"global_batch_size": 25}).micro_batches()
 
 

@@ -19,6 +19,7 @@ from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.models.parts import Weight
 from moetrain.models.rules import COLWISE
 from moetrain.plan import plan_memory
+from moetrain.train import main
 from moetrain.trainer import Trainer
 
 FROZEN = "model.layers.{}.ffn.in.weight"
@@ -182,3 +183,11 @@ def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
     sent, *got = spawn(2, own_routed_loss, apart)[0]
     assert (local, sent) == ({"LocalDispatcher"}, {"ExpertParallelDispatcher"})
     assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_processes_that_would_not_know_it(words, capsys):
+    assert main([*words, "launch.nproc=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: launch.nproc: 2, but family 'toy' was registered in this proce")
+    assert "start your script by torchrun --nproc-per-node 2" in error
+    assert error.count("\n") == 1

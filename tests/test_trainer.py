@@ -530,3 +530,80 @@ def test_a_selection_bias_that_comes_or_goes_is_named(tiny, before, now):
     fit(tiny("train.steps=1", f"moe.bias_update_rate={before}"))
     with pytest.raises(ConfigError, match=r"moe\.bias_update_rate: .*set it as it was"):
         Trainer(tiny("train.steps=2", f"moe.bias_update_rate={now}"))
+
+
+def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
+    """Of a step of a million rows nobody waits for the end; what was trained before it is kept."""
+
+    def run(name, *words):
+        words = [*tiny_words, "train.micro_batch_size=1", f"output_dir={tmp_path / name}", *words]
+        return Trainer(Config.load(None, words, environ={}))
+
+    run("straight").fit()
+    trainer, calls = run("out"), []
+
+    def stop_in_second_step():
+        calls.append(trainer.step)
+        Trainer.give_up_if_stopped(trainer)
+        if calls.count(1) == 2:  # one of its four micro-batches is done
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer.give_up_if_stopped = stop_in_second_step
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 130
+    assert calls == [0] * 4 + [1] * 3
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step-00000001"]
+    run("out").fit()
+    losses = [
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+        for name in ("straight", "out")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_ctrl_c_while_the_rows_of_a_step_are_read(tiny_words):
+    trainer = Trainer(Config.load(None, tiny_words, environ={}))
+    row = trainer.loader.dataset.row
+    trainer.loader.dataset.row = lambda index: os.kill(os.getpid(), signal.SIGINT) or row(index)
+    with pytest.raises(SystemExit) as stopped:
+        trainer.fit()
+    assert (stopped.value.code, trainer.step, trainer.loader.sample_index) == (130, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens_S": np.zeros(31, int)}, r"tokens_S of shape \(31,\), where \(32,\) is wanted"),
+        ({"tokens_S": np.zeros((1, 32), int)}, r"tokens_S of shape \(1, 32\), where \(32,\)"),
+        ({"targets_S": np.zeros(33, int)}, r"targets_S of shape \(33,\), where \(32,\)"),
+        ({"positions_S": np.zeros(3, int)}, r"positions_S of shape \(3,\), where \(32,\)"),
+        (
+            {"lengths": np.array([30])},
+            r"lengths of shape \(1,\) that sum to 30, where .* 32 in",
+        ),
+    ],
+)
+def test_rows_of_a_users_own_dataset(change, says, trainer_of_rows):
+    rows = trainer_of_rows.data.train
+
+    class Mine:
+        identity = ()
+
+        def __len__(self):
+            return 5
+
+        def row(self, index):
+            return rows.row(index)._replace(**change)
+
+    trainer_of_rows.loader.dataset = Mine()
+    with pytest.raises(ValueError, match=rf"^Mine\.row\(\d\): {says}"):
+        trainer_of_rows.train_step()
+
+
+@pytest.fixture(scope="module")
+def trainer_of_rows(corpus, token_cache, tmp_path_factory):
+    words = ["data.source=synthetic", "data.seq_len=32", "model.hidden_size=16", "train.device=cpu"]
+    words += ["train.micro_batch_size=2", "train.global_batch_size=2", "train.sample_tokens=0"]
+    words += [f"output_dir={tmp_path_factory.mktemp('rows')}"]
+    return Trainer(Config.load(None, words, environ={}))

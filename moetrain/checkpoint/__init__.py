@@ -12,6 +12,7 @@ This package knows nothing of models or optimizers: a rank gives parts of tensor
 from moetrain.checkpoint.folder import (
     checkpoint_name,
     list_checkpoints,
+    newest_in,
     remove_leftovers,
     step_of,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "checkpoint_name",
     "is_intact",
     "list_checkpoints",
+    "newest_in",
     "open_checkpoint",
     "remove_leftovers",
     "step_of",

@@ -17,19 +17,21 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from moetrain.checkpoint.folder import begin, commit, list_checkpoints
+from moetrain.checkpoint.folder import begin, commit, list_checkpoints, newest_in
 from moetrain.checkpoint.format import Contents, Damaged, write_manifest, write_tensors
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.checkpoint.save import Plan, cut_to_files
+from moetrain.command import Parser, reader_may_leave, refuse
 from moetrain.config import ConfigError
 from moetrain.models import Architecture, build_model, find_family
 from moetrain.models.hf import CONFIG, check_checkpoint, resolve
@@ -42,32 +44,22 @@ from moetrain.models.rules import parameter_rules
 from moetrain.parallel.layout import Part
 
 
-class Parser(argparse.ArgumentParser):
-    """Options whose errors are ConfigErrors: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("checkpoint", f"{message}; see --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code."""
     try:
-        words = _parse(argv)
-        return COMMANDS[words.command](words)
+        with reader_may_leave():
+            words = _parse(argv)
+            return COMMANDS[words.command](words)
+        return 0  # whoever reads standard output has left
     except Damaged as error:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     except (OSError, SafetensorError) as error:  # of PATH or OUT: of no folder, no room, no right
-        return _refuse(ConfigError("checkpoint", f"{error}; give another path, or make room"))
+        return refuse(ConfigError("checkpoint", f"{error}; give another path, or make room"))
     except KeyboardInterrupt:
         return 130
-
-
-def _refuse(error: ConfigError) -> int:
-    print(" ".join(f"error: {error}".split()), file=sys.stderr)
-    return 2
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,9 +82,13 @@ _TAKES = {True: "a second path", False: "one path"}
 
 
 def _open(path: Path) -> Checkpoint:
-    """The checkpoint ``path``, or the newest of the run whose output folder that is."""
-    newest = list_checkpoints(path / "checkpoints")[-1:]
-    return open_checkpoint(newest[0] if newest else path)
+    """The checkpoint ``path``, or the newest one in it."""
+    try:
+        return open_checkpoint(newest_in(path))
+    except Damaged:
+        raise
+    except ConfigError as error:
+        raise ConfigError("PATH", error.problem) from None
 
 
 def _architecture(found: Checkpoint) -> Architecture:
@@ -140,11 +136,8 @@ def _verify(words: argparse.Namespace) -> int:
 
 def _diff(words: argparse.Namespace) -> int:
     one, two = (_all_of(_open(path)) for path in (words.path, words.other))
-    lines = []
-    for name in sorted({*one, *two}):
-        if name not in one or name not in two:
-            lines.append(f"{name}: only in {words.path if name in one else words.other}")
-            continue
+    lines = [*_only_in(words.path, one, two), *_only_in(words.other, two, one)]
+    for name in one.keys() & two.keys():
         a, b = one[name], two[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
@@ -153,8 +146,21 @@ def _diff(words: argparse.Namespace) -> int:
             largest, rest = apart.abs().max().item(), apart.norm() / norm
             share = (apart != 0).double().mean().item()
             lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
-    print("\n".join(lines) or "no tensor differs")
+    print("\n".join(sorted(lines)) or "no tensor differs")
     return int(bool(lines))
+
+
+def _only_in(path: Path, mine: Iterable[str], others: Iterable[str]) -> Iterator[str]:
+    """A line for each name that ``others`` lack, and one for a group: import-hf writes no optim."""
+    absent, groups = {*mine} - {*others}, {_group(name) for name in others}
+    for group, count in Counter(map(_group, absent)).items():
+        if group not in groups:
+            yield f"{group}: all {count} tensors are only in {path}"
+    yield from (f"{name}: only in {path}" for name in absent if _group(name) in groups)
+
+
+def _group(name: str) -> str:
+    return name.partition(" ")[0]
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

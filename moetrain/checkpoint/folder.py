@@ -40,6 +40,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def newest_in(path: Path) -> Path:
+    """The newest checkpoint of ``path``, a run's output folder or a folder of checkpoints; else
+    ``path`` itself, which then is to be one."""
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    return found[-1] if found else path
+
+
 def step_of(checkpoint: Path) -> int | None:
     """The step in its name; None: it is not called like one of :func:`list_checkpoints`."""
     match = _NAME.fullmatch(checkpoint.name)

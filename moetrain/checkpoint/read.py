@@ -38,6 +38,7 @@ from moetrain.checkpoint.format import (
 )
 from moetrain.config import ConfigError
 from moetrain.config_sources import shortened
+from moetrain.models.hf.files import CONFIG
 
 READERS = 8
 """Threads of a rank that read and check: a disk's queue, and checksums of 2 GiB/s a core."""
@@ -236,12 +237,20 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def _check_is_one(folder: Path) -> None:
     """Raise for a folder without manifest and state."""
     names = os.listdir(folder) if folder.is_dir() else []
-    if any(name.endswith(".safetensors") for name in names) or step_of(folder) is not None:
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    if has_weights and CONFIG in names and step_of(folder) is None:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{str(folder)!r} is not a run's checkpoint but a Hugging Face one: give it as "
+            "model.path, or make one of it (python -m moetrain.checkpoint import-hf)",
+        )
+    if has_weights or step_of(folder) is not None:
         raise unreadable(folder / MANIFEST, "there is none")
+    problem = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
     raise ConfigError(
         "checkpoint.resume",
-        f"{str(folder)!r} is not a checkpoint (auto, never, or a step-... folder): "
-        f"it has no {MANIFEST}",
+        f"{str(folder)!r} is not a checkpoint: {problem}; give a step-... folder, or the "
+        "output_dir of a run that has saved one",
     )
 
 

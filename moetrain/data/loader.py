@@ -11,7 +11,7 @@ Shapes: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,6 +76,10 @@ class Loader:
     world_size: int = 1
     sample_index: int = 0
     """Rows consumed so far by all ranks. Set it to resume."""
+    seq_len: int | None = None
+    """Tokens that every row has to have; None: as many as its own first array."""
+    before_batch: Callable[[], None] = lambda: None
+    """Called before each micro-batch is made; what it raises leaves the loader as it was."""
 
     def __post_init__(self) -> None:
         # moetrain.parallel.world.plan_world saw to it.
@@ -87,18 +91,26 @@ class Loader:
 
         Number k of all ranks together is the step's k-th part in order: of 8 rows, 2 ranks and
         micro-batches of 2, rank 1 has rows 2 and 3, then 6 and 7.
+
+        Raises:
+            ValueError: the dataset gives a row of other shapes than :class:`Row` has.
         """
-        size, start = self.micro_batch_size, self.sample_index
-        self.sample_index += self.global_batch_size
-        firsts = range(start, self.sample_index, size)[self.rank :: self.world_size]
-        return [collate([self._sample(i) for i in range(f, f + size)]) for f in firsts]
+        size, end = self.micro_batch_size, self.sample_index + self.global_batch_size
+        batches = []
+        for first in range(self.sample_index, end, size)[self.rank :: self.world_size]:
+            self.before_batch()
+            batches.append(collate([self._sample(i) for i in range(first, first + size)]))
+        self.sample_index = end
+        return batches
 
     def _sample(self, sample: int) -> Row:
         epoch, index = divmod(sample, len(self.dataset))
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self._epoch, self._order = epoch, generator.permutation(len(self.dataset))
-        return self.dataset.row(int(self._order[index]))
+        row = self.dataset.row(int(self._order[index]))
+        check_row(row, self.seq_len, f"{type(self.dataset).__name__}.row({self._order[index]})")
+        return row
 
 
 EVAL_SEED = 0
@@ -123,6 +135,19 @@ def eval_batches(
         mine = drawn[first + rank * micro_batch_size :][:micro_batch_size]
         rows = [dataset.row(int(index)) for index in mine]
         yield collate(rows + [filler] * (micro_batch_size - len(rows)))
+
+
+def check_row(row: Row, seq_len: int | None, what: str) -> None:
+    """Raise ValueError unless ``row``, which ``what`` gave, has the shapes of :class:`Row`."""
+    shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
+    lengths = shapes.pop("lengths")
+    wanted = (len(row.tokens_S) if seq_len is None else seq_len,)
+    for name, shape in shapes.items():
+        if shape != wanted:
+            raise ValueError(f"{what}: {name} of shape {shape}, where {wanted} is wanted (S,)")
+    if len(lengths) != 1 or np.sum(row.lengths) != wanted[0]:
+        problem = f"lengths of shape {lengths} that sum to {np.sum(row.lengths)}"
+        raise ValueError(f"{what}: {problem}, where one of each segment, {wanted[0]} in all, are")
 
 
 def collate(rows: Sequence[Row]) -> Batch:

@@ -38,6 +38,12 @@ PART_BYTES = 1 << 20
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+# Formats of data sets that are met instead of text. A folder that holds tables is a data set, and
+# its other files only describe it; a compressed file in a folder is passed over with a warning.
+_TABLES = {".arrow", ".parquet"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"}
+
+
 class TextPart(NamedTuple):
     """A document, or the next part of one too large to hold."""
 
@@ -211,28 +217,49 @@ def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[P
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        raise ConfigError(field, f"{path!r} does not exist") from None
+        raise ConfigError(
+            field, f"{path!r} does not exist; name a file or folder of this machine"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
         raise ConfigError(field, f"{path!r} cannot be read: {error}") from None
     root = Path(path)
     if stat.S_ISREG(mode):
+        _check_is_text(field, path, root)
         return [root]
     if not stat.S_ISDIR(mode):
         raise ConfigError(field, f"{path!r} is neither a file nor a folder")
-    found = []
+    found, tables = [], []
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
         for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
             logger.info("%s is a link to a folder; not followed", link)
+        tables += sorted(Path(folder, n) for n in names if Path(n).suffix.lower() in _TABLES)
         for name in names:
             if name.endswith(suffix) and not name.startswith("."):
                 if os.path.isfile(file := Path(folder, name)):
                     found.append(file)
                 else:
                     logger.info("%s is no file, or a link to none; skipped", file)
+    if tables and not (found and suffix):
+        _check_is_text(field, path, tables[0])
     if not found:
-        raise ConfigError(field, f"{path!r} holds no {suffix or 'text'} files")
+        raise ConfigError(
+            field, f"{path!r} holds no {suffix or 'text'} files; name a file, or a folder with some"
+        )
     return sorted(found, key=lambda file: _name(file, root))
+
+
+def _check_is_text(field: str, path: str, file: Path) -> None:
+    """Raise ConfigError for a ``file`` of ``path`` whose format, by its suffix, is not read."""
+    suffix = file.suffix.lower()
+    if suffix in _TABLES:
+        remedy = "write its rows as .jsonl (to_json of Hugging Face's datasets does)"
+    elif suffix in _COMPRESSED:
+        remedy = "unpack it"
+    else:
+        return
+    what = "it is" if str(file) == path else f"it holds {file.name!r},"
+    raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
 
 
 @contextmanager

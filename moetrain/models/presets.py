@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import fields
+from difflib import get_close_matches
 
 from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection
+from moetrain.config_sources import shortened
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf import CONFIG, check_checkpoint, resolve
 from moetrain.models.hf.config import architecture_from_hf
@@ -30,8 +32,13 @@ def resolve_architecture(section: ModelSection) -> Architecture:
         return arch
     preset = PRESETS.get(section.preset or "")
     if preset is None:
-        known = ", ".join(sorted(PRESETS))
-        raise ConfigError("model.preset", f"{section.preset!r} is not one of {known}")
+        name, known = section.preset or "", sorted(PRESETS)
+        near = "".join(f"did you mean {n}? " for n in get_close_matches(name.lower(), known, 1))
+        raise ConfigError(
+            "model.preset",
+            f"{shortened(name)} is not one of {', '.join(known)}; {near}For other models give "
+            "model.path, a Hugging Face folder or hub id",
+        )
     overrides = section.overrides()
     kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
     foreign = _fields_of(kinds) - _fields_of(preset.kinds)

@@ -52,3 +52,5 @@ def make_architecture(*, family: str, **fields: Any) -> Architecture:
 
 for _module in pkgutil.iter_modules(families.__path__):
     register(import_module(f"{families.__name__}.{_module.name}").FAMILY)
+SHIPPED = frozenset(FAMILIES)
+"""The families of the package, which every process knows."""

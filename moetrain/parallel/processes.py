@@ -15,19 +15,30 @@ import torch
 from moetrain.config import Config, ConfigError, launched_place
 from moetrain.hardware import DEFAULT_GPU, GIB, GPUS, GPUS_A_MACHINE
 
+MOST_ON_CORE = 16
+"""Processes: enough to try a large layout on a small machine, which each takes memory for."""
+
 
 def num_processes(config: Config) -> int:
     """How many processes ``launch.nproc`` means on this machine.
 
     Raises:
-        ConfigError: more than there are GPUs, where GPUs are used.
+        ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
     """
     nproc, gpus = config.launch.nproc, torch.cuda.device_count()
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
         return 1 if on_cpu else max(1, gpus)
     if not on_cpu and nproc > max(1, gpus):
-        raise ConfigError("launch.nproc", f"{nproc} processes, and this machine has {gpus} GPUs")
+        problem = f"{nproc} processes, and this machine has {gpus} GPUs"
+        raise ConfigError("launch.nproc", f"{problem}; use auto, which is one for each")
+    cores = os.cpu_count() or 1
+    if on_cpu and nproc > MOST_ON_CORE * cores:
+        problem = f"{nproc} processes, and this machine has {cores} cores and no GPU to use"
+        raise ConfigError(
+            "launch.nproc",
+            f"{problem}; use {cores} or fewer (up to {MOST_ON_CORE} a core are started)",
+        )
     return nproc
 
 

@@ -24,6 +24,9 @@ from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 from moetrain.parallel.pipeline.stages import check_pipeline
 from moetrain.parallel.processes import num_processes
 
+BYTES_OF_TOKEN = 24
+"""In a batch on the host: token, target and position."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -192,6 +195,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     dims = ParallelDims.resolve(config.parallel, size, arch)
     t = config.train
     t.micro_batches(dims.data_ranks)
+    _check_rows_of_a_step(config, dims)
     check_pipeline(config, arch, dims)
     if t.micro_batch_size * config.data.seq_len % dims.tp:
         raise ConfigError(
@@ -201,6 +205,20 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
             f"{config.data.seq_len}), which tensor parallel ranks share",
         )
     return dims
+
+
+def _check_rows_of_a_step(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError where this machine's memory does not hold one rank's rows of one step."""
+    rows, seq_len = config.train.global_batch_size // dims.data_ranks, config.data.seq_len
+    need = rows * seq_len * BYTES_OF_TOKEN / 2**30
+    room = device_capacity(torch.device("cpu")) / 2**30
+    if need > room:
+        raise ConfigError(
+            "train.global_batch_size",
+            f"{config.train.global_batch_size}: a step's {rows} rows of {seq_len} tokens take "
+            f"{need:,.0f} GiB of host memory in each process, and this machine has {room:,.0f}; "
+            f"lower it, to {int(room / need * config.train.global_batch_size):.0e} at the most",
+        )
 
 
 def _pick_device(config: Config, gpu: int) -> torch.device:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +16,9 @@ from moetrain.data.chat import BadLineError, template_variables
 from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models import Transformer, attach_peft, load_hf
-from moetrain.models.hf.files import resolve
+from moetrain.models.hf.files import EXPORT, resolve
+
+logger = logging.getLogger("moetrain")
 
 _KEPT = 32
 """Tokens: many characters, where any of them may take four; few enough to be read at each one."""
@@ -39,6 +43,8 @@ def load_model(
     on_gpu = has_gpu and device != "cpu"
     auto = torch.bfloat16 if on_gpu else torch.float32
     folder = resolve(path)
+    if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
+        logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
     tokenizer = load_tokenizer(str(folder))  # the quicker one first
     model = load_hf(
         folder,

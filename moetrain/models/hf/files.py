@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+EXPORT = "hf"
+"""Folder of the checkpoint that a run writes, in its output folder."""
 MANIFEST = ".moetrain-export.json"
 """Names what an export wrote, so that the next one into the same folder can remove what is old."""
 
@@ -198,6 +200,26 @@ def resolve(
     return folder
 
 
+def export_in(folder: Path) -> Path:
+    """``folder``, or the Hugging Face checkpoint in it if it is the output folder of a run.
+
+    Raises:
+        ConfigError: such a folder, of a run that has written none.
+    """
+    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        return folder
+    if (folder / EXPORT / CONFIG).is_file():
+        return folder / EXPORT
+    if (folder / "adapter").is_dir():
+        what = f"adapters alone: give the model they belong to, and {folder / 'adapter'} as adapter"
+    elif (folder / "checkpoints").is_dir():
+        what = f"no export: python -m moetrain.checkpoint export-hf {folder} {folder / EXPORT}"
+        what += " writes it now, and checkpoint.save_hf yes at the end of a run"
+    else:
+        return folder
+    raise error(folder, f"the output folder of a run, with {what}")
+
+
 def _find_local(name: str) -> Path | None:
     """The folder, or the hub cache's snapshot if nothing of it is missing; never the network."""
     if not name.strip() or "\0" in name:
@@ -205,7 +227,7 @@ def _find_local(name: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
-            return folder
+            return export_in(folder)
         if folder.exists() or folder.is_symlink():
             kind = "a file" if folder.is_file() else "a link to nothing or no folder"
             raise error(name, f"{kind}; give the folder that holds {CONFIG} and the weights")
