@@ -167,7 +167,7 @@ def read_cli(
             raise ConfigError(_cut(key or word), f"unknown setting{near}")
         if not has_value:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(key, "has no value on the command line")
+                raise ConfigError(key, f"has no value on the command line; write --{key} VALUE")
             text = rest.pop(0)
         if once:
             _check_once(key, values, text, "on the command line")
@@ -233,6 +233,10 @@ _ELSEWHERE = {
     "logging_steps": "log.interval",
     "output": "output_dir",
     "nproc_per_node": "launch.nproc",
+    "gpus": "launch.nproc",
+    "num_gpus": "launch.nproc",
+    "r": "lora.rank",
+    "lora_r": "lora.rank",
 }
 _NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one another
 

@@ -61,6 +61,10 @@ class Program(NamedTuple):
     def check(self, config: Config) -> None:
         """Raise ConfigError for a setting that would change nothing."""
         for name, origin in config.origins.items():
+            if name.startswith(self.foreign) and origin.startswith("recipe "):
+                problem = f"{origin.split()[1]!r} is for another command: it sets {name}, which"
+                use = f"python -m {self.module} has no use for; its own is {self.recipes.default}"
+                raise ConfigError("recipe", f"{problem} {use}")
             if name.startswith(self.foreign):
                 problem = f"set ({origin}), but python -m {self.module} has no use for it"
                 raise ConfigError(name, f"{problem}; leave it out")

@@ -23,6 +23,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.generate import main as generate
 from moetrain.models import build_model, save_hf
 from moetrain.models.hf.config import architecture_from_hf
+from moetrain.rl.__main__ import run as rl
 from moetrain.train import main
 
 HF_CONFIG = {
@@ -46,6 +47,8 @@ UNKNOWN = [  # words, field, what the hint says
     ("--learning-rate 1", "learning-rate", "did you mean --optim.lr?"),
     ("--learning_rate=1", "learning_rate", "did you mean --optim.lr?"),
     ("--optim.learning_rate 1", "optim.learning_rate", "--optim.lr?"),
+    ("--gpus 2", "gpus", "did you mean --launch.nproc?"),
+    ("--lora.r 16", "lora.r", "did you mean --lora.rank?"),
     ("--steps 5", "steps", "did you mean --train.steps?"),
     ("--train.stepz 5", "train.stepz", "did you mean --train.steps?"),
     ("--train_steps 5", "train_steps", "did you mean --train.steps?"),
@@ -185,7 +188,7 @@ VALUES = [
     ("--kernels.backend cuda", "kernels.backend", "'auto', 'triton' or 'reference'"),
     ("--kernels.attention fast", "kernels.attention", "'fast'"),
     ("--compile.enabled perhaps", "compile.enabled", "'perhaps'"),
-    ("--compile.enabled", "compile.enabled", "has no value"),
+    ("--compile.enabled", "compile.enabled", "has no value .*; write --compile.enabled VALUE"),
     ("--checkpoint.keep 0", "checkpoint.keep", "greater than 0"),
     ("--checkpoint.interval -1", "checkpoint.interval", "greater than or equal to 0"),
     ("--checkpoint.resume=", "checkpoint.resume", "is empty"),
@@ -634,6 +637,7 @@ COMMANDS = [  # the command, its words, the field, words that the line has
     (generate, "{run} --prompt a", "model.path", "no export: .* export-hf {run} {run}/hf writes"),
     (generate, "{adapted} --prompt a", "model.path", "adapters alone: .*{adapted}/adapter as adap"),
     (generate, "{tmp} --prompt a", "model.path|data.tokenizer", "no tokenizer.json"),
+    (rl, "debug", "recipe", "'debug' is for another command: it sets data.source, .* is rl-sort"),
     (generate, "{hf}", "generate", "required: --prompt; see --help"),
 ]
 
