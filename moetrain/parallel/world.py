@@ -22,7 +22,7 @@ from moetrain.parallel.deepep_ops import disconnect
 from moetrain.parallel.meeting import TIMEOUT, Meeting, find_ranks
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 from moetrain.parallel.pipeline.stages import check_pipeline
-from moetrain.parallel.processes import num_processes
+from moetrain.parallel.processes import device_capacity, num_processes
 
 BYTES_OF_TOKEN = 24
 """In a batch on the host: token, target and position."""
