@@ -207,3 +207,19 @@ def test_blocks_are_compiled_where_there_is_cuda(words, on_cuda, is_on, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     config, _ = resolve_run(Config.load("debug", words, environ={}))
     assert config.compile.is_on is is_on
+
+
+class Broken(torch.nn.Module):
+    """A norm that cannot be traced."""
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x_BSD
+
+
+def test_a_block_that_is_not_one_graph_is_an_error():
+    model = fresh_model(MOE)
+    model.layers[0].attn_norm = Broken()
+    compile_blocks(model, "eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(torch.zeros(1, 4, dtype=torch.int64))
