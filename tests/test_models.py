@@ -281,6 +281,10 @@ def test_flop_formula_counts_the_built_model(name):
     assert attention == arch.num_layers * 4 * seq_len**2 * arch.num_heads * arch.head_dim
     forward = sum(counts.values()) + expert_flops + attention / 2
     assert 3 * forward == pytest.approx(arch.flops_per_token(seq_len) * seq_len, rel=1e-12)
+    # Frozen matrices multiply twice; the formula counts norms and biases, 1 % of these, among them.
+    frozen = 2 * (forward - attention / 2) + 3 * attention / 2
+    found = arch.flops_per_token(seq_len, is_frozen=True) * seq_len
+    assert found == pytest.approx(frozen, rel=0.02)
 
 
 def test_window_flops_count_visible_keys():
