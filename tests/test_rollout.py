@@ -422,6 +422,11 @@ def test_without_filters_nothing_is_ruled_out():
     assert _kept(logits.repeat(2, 1), [SamplingParams(), SamplingParams(top_k=10)]).all()
 
 
+def test_top_p_keeps_no_more_than_it_takes():
+    kept_NV = _kept(torch.zeros(1, 4), [SamplingParams(top_p=0.5)])  # four shares of a quarter
+    assert kept_NV.tolist() == [[True, True, False, False]]
+
+
 def test_a_stop_text_ends_a_completion():
     request = Request("a", (65, 66), SamplingParams(max_tokens=60, seed=1))
     tokens = alone(request)[0]
