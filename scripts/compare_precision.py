@@ -209,7 +209,9 @@ def compare_reductions(recipe: str, words: Sequence[str], seeds: Sequence[int], 
             axis.fill_between(RANKS, least, most, alpha=0.25)
             for numbers in zip(RANKS, means, least, most, strict=True):
                 print("  {:10} {:3} ranks  {:.1e} ({:.1e} to {:.1e})".format(name, *numbers))
-        axis.set(xscale="log", yscale="log", xlabel="ranks", title=title)
+        axis.set(xlabel="ranks", title=title)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", nonpositive="mask")  # two addends have but one sum
         axis.set_xticks(RANKS, map(str, RANKS))
         axis.grid(alpha=0.3)
         axis.legend()

@@ -116,3 +116,14 @@ def test_publishing_reads_every_token_once():
     assert sequence.tokens.num_read == 99 + read_at_all  # to look for others' pages, to publish
     scheduler.remove(sequence)
     assert len(scheduler.pages.match(sequence.tokens)) == read_at_all // SIZE
+
+
+def test_what_was_longest_unused_goes_first():
+    pages = Pages(2, page_size=1)
+    for token in (5, 6):
+        mine = pages.allocate(1)
+        pages.publish(mine, [token])
+        pages.release(mine)
+    assert pages.allocate(1)
+    assert not pages.match([5])
+    assert pages.match([6])
