@@ -72,7 +72,6 @@ NEEDS: tuple[Need, ...] = (
     Need("data.eval_fraction", {"data.eval_path": {None}}),
     Need("data.packing", {"data.source": Other("synthetic")}),
     Need("data.tokenizer", {"data.source": Other("synthetic")}),
-    Need("data.cache_dir", {"data.source": Other("synthetic")}),
     Need("data.num_documents", {"data.source": {"synthetic"}}),
     Need("train.eval_interval", {"data.eval_fraction": SOME, "data.eval_path": SET}, SOME),
     Need("train.eval_rows", {"data.eval_fraction": SOME, "data.eval_path": SET}),
@@ -116,7 +115,7 @@ NEEDS: tuple[Need, ...] = (
     Need("log.profile_as", {"log.profile": SOME}),
     Need("log.profile_as", {CUDA: HELD}, {"nvtx"}),
     # The one at the end, and when stopped, is waited for.
-    Need("checkpoint.asynchronous", {"checkpoint.interval": SOME}),
+    Need("checkpoint.asynchronous", {"checkpoint.interval": SOME, "checkpoint.minutes": SOME}),
     Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     Need("rl.prompts", {"rl.env": {"jsonl"}}),
     Need("rl.reward", {"rl.env": {"jsonl"}}),

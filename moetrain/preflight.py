@@ -97,6 +97,7 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
         splits = config.parallel.pp > 1 and config.parallel.pp_schedule in SPLIT
         is_on = runs_on_cuda(config) and not splits
         config = config.filled({"compile.enabled": is_on}, "auto, by the device and the schedule")
+        config.check()
     if config.parallel.ep == AUTO:
         config = _with_expert_ranks(config, arch)
     # What a model with scaled rotary embeddings reaches; its config.json may say less.

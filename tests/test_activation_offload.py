@@ -216,7 +216,7 @@ def test_packed_rows_and_adapters(tiny_words):
             r"activation\.offload: 'auto' contradicts activation\.policy 'full'",
         ),
         (
-            "activation.offload=0.5 activation.policy=selective",
+            "activation.offload=0.5 activation.policy=selective compile.enabled=no",
             r"activation\.offload: 0\.5, .* set compile\.enabled yes",
         ),
     ],
@@ -228,7 +228,8 @@ def test_what_does_not_go_together(words, says):
 
 def estimate(*words):
     sizes = ["model.num_layers=6", "train.micro_batch_size=16", "train.global_batch_size=16"]
-    config = Config.load("qwen3-30b-a3b", [*sizes, *words], environ={})
+    words = [*sizes, "compile.enabled=yes", *words]
+    config = Config.load("qwen3-30b-a3b", words, environ={})
     arch = resolve_architecture(config.model)
     dims = ParallelDims.resolve(config.parallel, 1, arch)
     return estimate_memory(config, arch, dims, torch.bfloat16)

@@ -20,7 +20,7 @@ CASES = {
     "fp8": ["kernels.precision=fp8", "model.hidden_size=32", "model.moe_intermediate_size=16"],
     "adapters": ["lora.rank=8", "moe.bias_update_rate=0"],
     "bf16": ["train.dtype=bfloat16", "moe.z_loss_coef=0", "activation.policy=full"],
-    "balanced": ["moe.force_balanced=yes"],
+    "balanced": ["moe.force_balanced=yes", "moe.bias_update_rate=0"],
 }
 
 

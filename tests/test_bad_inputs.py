@@ -875,7 +875,7 @@ def test_no_compiler_beside_a_gpu(monkeypatch):
     from moetrain.preflight import _check_compilers
 
     monkeypatch.setenv("CC", "no-such-compiler")
-    config = Config.load("debug", environ={})
+    config = Config.load("debug", ["compile.enabled=no"], environ={})
     with pytest.raises(ConfigError, match=r"kernels\.backend: Triton needs a C compiler"):
         _check_compilers(config, torch.device("cuda"))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import GROUPS, rewrite, save, save_first_format, state_of, tensors_of
+from command_lines import settled
 
 from moetrain import run_folder
 from moetrain.checkpoint import format as checkpoint_format
@@ -134,7 +135,7 @@ def test_a_failing_disk_leaves_the_good_checkpoint_and_one_line(tiny, tiny_words
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000)); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", limited, *tiny_words, *words, "train.steps=4"],
+        [sys.executable, "-c", limited, *settled([*tiny_words, *words, "train.steps=4"])],
         capture_output=True,
         text=True,
         timeout=180,
@@ -330,7 +331,7 @@ def test_failed_runs_are_no_checkpoints_to_go_on_from(tmp_path):
 
 
 def test_a_second_run_is_refused_and_told_of_the_first(tiny_words, tmp_path, capsys):
-    words = [*tiny_words, "train.steps=100000"]
+    words = settled([*tiny_words, "train.steps=100000"])
     with subprocess.Popen(
         [sys.executable, "-m", "moetrain.train", *words],
         stdout=subprocess.DEVNULL,
@@ -342,7 +343,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(tiny_words, tmp_path, cap
             assert time.monotonic() < deadline
             time.sleep(0.1)
         before = set((tmp_path / "out").iterdir())
-        assert main([*words, "checkpoint.resume=never", "data.path=nowhere"]) == 2
+        assert main(settled([*words, "checkpoint.resume=never", "data.path=nowhere"])) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: output_dir: ")
         assert f"process {first.pid} on " in error

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import rewrite, save, save_first_format, tensors_of
+from command_lines import settled
 from distributed import fork_server, spawn
 from test_rl_run import config_of as rl_config
 
@@ -136,8 +137,8 @@ def test_a_stop_waits_for_what_is_being_written(tiny, tmp_path, slow_writes):
         trainer.fit()
     assert stopped.value.code == 143
     root = tmp_path / "out" / "checkpoints"
-    assert names(root) == ["step-00000002", "step-00000003"]  # signals are seen a step later
-    assert tensors_of(root / "step-00000003")["rng"].keys() == {"cpu"}
+    assert names(root) == ["step-00000001", "step-00000002"]  # the third step was given up
+    assert tensors_of(root / "step-00000002")["rng"].keys() == {"cpu"}
 
 
 # ---- which are kept -----------------------------------------------------------------------------
@@ -239,8 +240,8 @@ def test_a_killed_rank_starts_the_run_again_from_its_last_checkpoint(
     (tmp_path / "killed.py").write_text(KILLED)
     root = tmp_path / "out" / "checkpoints"
     save(root, 9)  # an earlier run's, which the first start puts away
-    words = [*tiny_words, *QUIET, "train.steps=6", "checkpoint.resume=never"]
-    words += ["launch.max_restarts=1"]
+    own = ["train.steps=6", "checkpoint.resume=never", "launch.max_restarts=1"]
+    words = settled([*tiny_words, *QUIET, *own])
     done = subprocess.run(
         [sys.executable, *launcher, str(tmp_path / "killed.py"), *words],
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -381,7 +382,7 @@ def end_of_a_process(rank, port, folder, words):
     os.environ.update({name: str(value) for name, value in place.items()})
     os.chdir(Path(folder) / f"node{rank}")
     sys.stderr = open("error", "w")  # noqa: SIM115 - until this process ends
-    sys.exit(main([*words, "output_dir=out"]))
+    sys.exit(main(settled([*words, "output_dir=out"])))
 
 
 def test_two_processes_without_a_shared_folder_end_alike(tiny_words, tmp_path):
@@ -479,7 +480,7 @@ def run_slowly(words):
     """A run whose steps take a moment."""
     step = Trainer.train_step
     Trainer.train_step = lambda trainer: time.sleep(0.1) or step(trainer)
-    sys.exit(main(words))
+    sys.exit(main(settled(words)))
 
 
 def test_a_run_that_is_killed_goes_on_from_what_was_saved_by_time(tiny, tiny_words, tmp_path):

@@ -72,8 +72,8 @@ GIVEN = [
         "train.sample_prompt: 'x' contradicts data.source 'synthetic'; unset one",
     ),
     (
-        "--checkpoint.asynchronous yes --checkpoint.at_end no",
-        "checkpoint.asynchronous: True contradicts checkpoint.interval 0; unset one",
+        "--checkpoint.asynchronous yes --checkpoint.minutes 0",
+        "checkpoint.asynchronous: True contradicts checkpoint.interval 0 and checkpoint.minutes 0",
     ),
     (
         "--data.eval_fraction 0 --train.eval_rows 8",

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from command_lines import settled
 from distributed import rank_main, spawn
 from test_engine import make_batches, make_engine, objective_of
 from test_launch import Launcher
@@ -396,7 +397,7 @@ sys.exit(main(sys.argv[1:]))
 def check_killed_run(words, folder, timeout):
     """Other ranks wait for the killed one on their device; who started them ends them."""
     words = [*words, "parallel.fsdp_transport=copy", "log.interval=1"]
-    code, out, error = Launcher(folder, DIES, *words, nproc=2).end(timeout)
+    code, out, error = Launcher(folder, DIES, *settled(words), nproc=2).end(timeout)
     assert code == 1, out + error
     assert "failed: rank 1 was killed by signal 9 (Killed)" in error
     assert "step 1" in out + error

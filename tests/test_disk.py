@@ -7,6 +7,7 @@ import json
 import resource
 
 import pytest
+from command_lines import settled
 from safetensors import SafetensorError
 
 from moetrain.config import LogSection
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 
 def last_line(words, capsys):
     """The one line of a run that fails for lack of disk."""
-    assert main(words) == 1
+    assert main(settled(words)) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return error.splitlines()[-1]
@@ -131,7 +132,7 @@ def test_an_output_folder_that_is_moved_under_a_run(when, board, tiny_words, tmp
     monkeypatch.setattr(Trainer, when, move_first)
     words = [*tiny_words, f"log.tensorboard={board}", "checkpoint.at_end=no"]
     with contextlib.redirect_stderr(io.StringIO()) as error:
-        assert main(words) == 1
+        assert main(settled(words)) == 1
     line = error.getvalue().splitlines()[-1]
     assert "Traceback" not in error.getvalue()
     assert line.startswith(f"failed: No such file or directory: {tmp_path / 'out'}/")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from command_lines import settled
 from distributed import fork_server
 from torch.distributed import TCPStore
 
@@ -432,7 +433,7 @@ def test_a_bad_layout_is_one_line_of_the_launcher(
         tiny_words = [word for word in tiny_words if not word.startswith("model.")]
     monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: call[-1]())
     base = ["train.global_batch_size=8", "launch.nproc=4"]
-    assert main([*tiny_words, *base, *words]) == 2
+    assert main(settled([*tiny_words, *base, *words])) == 2
     out, error = capsys.readouterr()
     assert out == ""
     assert error.startswith(f"error: {field}: ")
@@ -443,7 +444,7 @@ def test_a_bad_layout_is_one_line_of_the_launcher(
 def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
     started = []
     monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call[:3]) or 7)
-    words = ["debug", *tiny_words, "train.global_batch_size=8", "--launch.nproc", "4"]
+    words = ["debug", *settled([*tiny_words, "train.global_batch_size=8"]), "--launch.nproc", "4"]
     assert main(words) == 7
     assert started == [(["-m", "moetrain.train", *words], 4, 0)]
 

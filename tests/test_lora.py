@@ -392,6 +392,7 @@ def test_every_call_drops_anew_and_the_same_again():
 
 def test_memory_of_what_is_not_trained_is_not_counted():
     words = ["train.micro_batch_size=1", "train.global_batch_size=1", "model.num_layers=4"]
+    words += ["compile.enabled=yes"]
     found = []
     for extra in ([], ["lora.rank=16"]):
         config = Config.load("qwen3-30b-a3b", [*words, *extra], environ={})

@@ -243,7 +243,8 @@ def test_pads_on_every_mesh(tiny_words):
 
 def test_without_auxiliary_losses_on_two_ranks(tiny_words):
     """Nothing then uses the routers' sums, and no gradient comes back to them."""
-    words = words_of(tiny_words, "moe.aux_loss_coef=0", "moe.z_loss_coef=0")
+    off = ["moe.aux_loss_coef=0", "moe.aux_loss_scope=micro_batch", "moe.z_loss_coef=0"]
+    words = words_of(tiny_words, *off)
     variants = ["plain", "reshard", "compile+selective", "accumulate"]
     check(2, words, plan_runs(2, words, ["ep"], variants, only={}), TOLERANCE)
 

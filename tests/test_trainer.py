@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from command_lines import settled
 from rich.console import Console
 
 from moetrain.checkpoint import list_checkpoints, open_checkpoint
@@ -207,7 +208,7 @@ def test_what_a_failed_run_saves_is_marked_and_found_by_its_path_alone(tiny, cap
         assert torch.equal(x, good[name]), name
     # An infinite learning rate fails by itself: exit code 1, one line, no traceback.
     words = ["optim.lr=1e38", "train.max_bad_steps=2", "checkpoint.resume=never", "train.steps=30"]
-    assert main([*tiny_words, *words]) == 1
+    assert main(settled([*tiny_words, *words])) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("failed: 2 steps in a row")
 
 
@@ -384,7 +385,7 @@ def test_weights_that_changed_under_a_finished_run_are_an_error(tiny, tiny_words
 
 def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
     fit(tiny("train.steps=1"))
-    assert main([*tiny_words, "model.num_layers=3"]) == 2
+    assert main(settled([*tiny_words, "model.num_layers=3"])) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: checkpoint.resume: ")
     assert "num_layers 2, this run's 3" in error
@@ -411,32 +412,37 @@ def test_a_checkpoint_of_another_model_is_refused(tiny, tiny_words, capsys):
 def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, capsys):
     if "model.preset=none" in words:
         tiny_words = [w for w in tiny_words if not w.startswith("model.")]
-    assert main([*tiny_words, *words]) == 2
+    assert main(settled([*tiny_words, *words])) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {field}: ")
 
 
 def test_triton_on_a_cpu_exits_2(tiny_words, capsys, monkeypatch):
     monkeypatch.setattr("moetrain.preflight.INTERPRETED", False)
-    assert main([*tiny_words, "kernels.backend=triton"]) == 2
+    assert main(settled([*tiny_words, "kernels.backend=triton"])) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: kernels.backend: ")
 
 
 def test_bad_data_exits_2(tiny_words, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert main([*tiny_words, f"data.path={empty}"]) == 2
+    assert main(settled([*tiny_words, f"data.path={empty}"])) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: data.path: ")
     lines = tmp_path / "bad.jsonl"
     lines.write_text('{"text": "fine"}\n{"text": oops\n')
-    assert main([*tiny_words, "data.source=jsonl", f"data.path={lines}"]) == 2
+    assert main(settled([*tiny_words, "data.source=jsonl", f"data.path={lines}"])) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: data.path: ")
     assert "bad.jsonl:2" in error
 
 
 def test_the_command_itself_stops_on_sigterm_with_a_checkpoint(tiny_words, tmp_path):
-    command = [sys.executable, "-m", "moetrain.train", *tiny_words, "train.steps=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "moetrain.train",
+        *settled([*tiny_words, "train.steps=100000"]),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.time() + 60
         while not read_metrics(tmp_path / "out" / "metrics.jsonl"):
@@ -564,8 +570,15 @@ def test_ctrl_c_within_a_step_gives_it_up(tiny_words, tmp_path):
 
 def test_ctrl_c_while_the_rows_of_a_step_are_read(tiny_words):
     trainer = Trainer(Config.load(None, tiny_words, environ={}))
-    row = trainer.loader.dataset.row
-    trainer.loader.dataset.row = lambda index: os.kill(os.getpid(), signal.SIGINT) or row(index)
+    row, read = trainer.loader.dataset.row, []
+
+    def stop_at_first(index):
+        if not read:
+            os.kill(os.getpid(), signal.SIGINT)
+        read.append(index)
+        return row(index)
+
+    trainer.loader.dataset.row = stop_at_first
     with pytest.raises(SystemExit) as stopped:
         trainer.fit()
     assert (stopped.value.code, trainer.step, trainer.loader.sample_index) == (130, 0, 0)

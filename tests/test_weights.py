@@ -15,6 +15,7 @@ from distributed import spawn
 from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
+from moetrain import preflight
 from moetrain.engine import Engine
 from moetrain.models import build_model, make_architecture
 from moetrain.parallel import collectives, deepep
@@ -257,7 +258,7 @@ def test_completions_under_way_go_on_with_the_new_weights():
 def generate_beside_static_buffers():
     """More tokens at once than training has buffers for, and no room for an uneven choice."""
     use_fake()
-    deepep.why_not = lambda *_: None
+    deepep.why_not = preflight.why_not_here = lambda *_: None
     words = ["parallel.ep=2", "moe.dispatch_mode=static", "moe.static_capacity=1.0"]
     engine = make_engine(*UGLY, "model.init_std=0.2", *words, micro=1)
     model, experts = replica(engine)

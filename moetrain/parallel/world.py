@@ -169,7 +169,7 @@ def join_world(config: Config, arch: Architecture) -> World:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     elif owns_group:
         assert place is not None  # else the size is one
-        with compiler_started(device) if config.compile.is_on else nullcontext():
+        with compiler_started(device) if config.compile.enabled is True else nullcontext():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=find_ranks(place, config.launch.join_timeout),
