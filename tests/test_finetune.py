@@ -145,7 +145,8 @@ def assert_greedy_tokens_agree(folder: Path, theirs: transformers.PreTrainedMode
 
 
 def test_the_checkpoint_decides_what_is_not_set(checkpoint, chats):
-    config = Config.load(None, [f"model.path={checkpoint}", f"data.path={chats}"], environ={})
+    words = [f"model.path={checkpoint}", f"data.path={chats}", "compile.enabled=no"]
+    config = Config.load(None, words, environ={})
     resolved, arch = resolve_run(config)
     assert resolved.data.tokenizer == str(checkpoint)
     assert resolved.data.seq_len == arch.max_positions == POSITIONS

@@ -305,6 +305,7 @@ def test_who_has_no_adapters_has_no_base():
 
 def test_the_estimate_knows():
     words = ["train.micro_batch_size=1", "train.global_batch_size=1", "lora.rank=16"]
+    words += ["compile.enabled=yes"]
     found = []
     for extra in ([], [FLOAT8]):
         config = Config.load("qwen3-30b-a3b", [*words, *extra], environ={})

@@ -66,6 +66,7 @@ def cases(world, tiny_words):
     if world == 2:
         # With three terms fewer, whose gradients then do not come back.
         seven = ["train.global_batch_size=7", "moe.aux_loss_coef=0", "moe.z_loss_coef=0"]
+        seven += ["moe.aux_loss_scope=micro_batch"]
         interleaved, zbv = schedule("interleaved_1f1b"), schedule("zbv")
         merged = schedule("merged_1f1b")
         return {

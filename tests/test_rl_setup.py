@@ -157,7 +157,7 @@ def test_the_estimate_counts_what_generation_takes(tmp_path):
 def thirty_billion(*words):
     """24 layers of them on 4 GPUs, and what a step takes with the generator awake."""
     sizes = ["parallel.ep=4", "train.global_batch_size=256", "data.seq_len=4096", "rl.env=sort"]
-    sizes += ["train.micro_batch_size=2"]
+    sizes += ["train.micro_batch_size=2", "compile.enabled=yes"]
     config = Config.load("qwen3-30b-a3b-24l", [*sizes, *words], environ={})
     arch = resolve_architecture(config.model)
     return config, arch, ParallelDims.resolve(config.parallel, 4, arch), torch.bfloat16
