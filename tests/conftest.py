@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 # Of what is started here too. Tests are many processes that compute little: threads only fight, and
 # a pool of compilers for each process takes longer to start than what there is to compile.
@@ -30,7 +31,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items):
+LONG = {
+    line
+    for line in (Path(__file__).parent / "long.txt").read_text().splitlines()
+    if not line.startswith("#")
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(config, items):
+    names = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in LONG & names.keys():
+        names[name].add_marker("long")
+    files = {name.partition("::")[0] for name in names}
+    unknown = sorted(n for n in LONG - names.keys() if n.partition("::")[0] in files)
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/long.txt names what is no test: {', '.join(unknown)}")
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -66,6 +66,7 @@ def left(tmp_path_factory):
         ask("save", {"name": "kept"})
         ask(*learn(seed))
         ask(*SAMPLE)
+    for name in NAMES.values():  # which no turn of another job serves
         service.submit(name, *STEP)
         (folder / "jobs" / name / "answers" / ".DS_Store").touch()  # hidden files are nobody's
     service._stack.close()  # as the kernel ends a claim
@@ -290,7 +291,7 @@ def damage_at_random(draw):
 
 
 @pytest.mark.parametrize(
-    ("seed", "number"), [(0, 30), *(pytest.param(s, 120, marks=pytest.mark.long) for s in (1, 2))]
+    ("seed", "number"), [(0, 30), *(pytest.param(s, 60, marks=pytest.mark.long) for s in (1,))]
 )
 def test_whatever_is_damaged_is_a_jobs_own_and_never_a_wrong_result(left, tmp_path, seed, number):
     draw = random.Random(seed)

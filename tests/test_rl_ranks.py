@@ -60,6 +60,7 @@ WORDS = {
     "train.global_batch_size": 64,
     "train.eval_interval": 0,
     "optim.lr": 3e-3,
+    "optim.schedule": "constant",
     "rl.env": "yes_no_maybe",
     "rl.supervised_steps": 40,
     "rl.supervised_lr": 1e-2,

@@ -397,7 +397,12 @@ def test_help_and_dry_run(capsys):
     ("command", "words", "message"),
     [
         (main, ["--rl.env", "sort"], "rl.env: set (command line), but python -m moetrain.train"),
-        (main, ["rl-sort"], "rl.env: set (recipe rl-sort), but python -m moetrain.train"),
+        (
+            main,
+            ["rl-sort"],
+            "recipe: 'rl-sort' is for another command: it sets rl.env, which python -m "
+            "moetrain.train",
+        ),
         (
             run,
             ["--data.source=synthetic"],
@@ -407,7 +412,7 @@ def test_help_and_dry_run(capsys):
 )
 def test_settings_of_the_other_command_are_one_line(command, words, message, capsys):
     assert command([*words, "--dry_run"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message} has no use for it")
+    assert capsys.readouterr().err.startswith(f"error: {message} has no use for")
 
 
 def test_the_toy_learns_from_its_reward(tmp_path):

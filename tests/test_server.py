@@ -171,9 +171,9 @@ ASKED = {"model": "tiny", "max_tokens": 9, "seed": 1, "temperature": 0.8}
 
 
 def held_back(generator):
-    """Steps take 50 ms each, until the list that this gives is empty."""
+    """Steps take 250 ms each, until the list that this gives is empty."""
     step, slow = generator.step, [True]
-    generator.step = lambda: (slow and time.sleep(0.05)) or step()
+    generator.step = lambda: (slow and time.sleep(0.25)) or step()
     return slow
 
 

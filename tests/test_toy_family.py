@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import toy_family
+from command_lines import settled
 from distributed import spawn
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -186,7 +187,7 @@ def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
 
 
 def test_processes_that_would_not_know_it(words, capsys):
-    assert main([*words, "launch.nproc=2"]) == 2
+    assert main(settled([*words, "launch.nproc=2"])) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: launch.nproc: 2, but family 'toy' was registered in this proce")
     assert "start your script by torchrun --nproc-per-node 2" in error
