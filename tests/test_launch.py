@@ -514,15 +514,29 @@ def test_nproc_is_auto_or_positive():
             Config.load(None, [f"launch.nproc={bad}"], {})
 
 
+LOADED = """
+import os, runpy, sys
+load, module = float(sys.argv.pop(1)), sys.argv.pop(1)
+os.getloadavg = lambda: (load, load, load)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize(
-    "words", [["train", "debug", "--dry_run"], ["generate", "no-such-model", "--prompt", "x"]]
+    ("module", "load", "chosen", "wanted"),
+    [
+        ("train", 99, None, "OMP_WAIT_POLICY = 'PASSIVE'"),
+        ("generate", 0, None, "GOMP_SPINCOUNT = '10000'"),
+        ("train", 0, "ACTIVE", "OMP_WAIT_POLICY = 'ACTIVE'"),
+    ],
 )
-@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
-def test_idle_threads_sleep_unless_the_environment_says_otherwise(words, chosen, tmp_path):
-    environment = {**os.environ, "OMP_DISPLAY_ENV": "true"}
-    environment.pop("OMP_WAIT_POLICY", None)
-    if chosen:
-        environment["OMP_WAIT_POLICY"] = chosen
-    command = [sys.executable, "-m", f"moetrain.{words[0]}", *words[1:]]
+def test_idle_threads_sleep_unless_the_environment_says_otherwise(
+    module, load, chosen, wanted, tmp_path
+):
+    own = {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | own
+    words = ["debug", "--dry_run"] if module == "train" else ["no-such-model", "--prompt", "x"]
+    command = [sys.executable, "-c", LOADED, str(load), f"moetrain.{module}", *words]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert f"OMP_WAIT_POLICY = '{chosen or 'PASSIVE'}'" in found.stderr
+    assert wanted in found.stderr
