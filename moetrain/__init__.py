@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moetrain.config import Config, ConfigError
-    from moetrain.models.hf import load_hf, save_hf
-    from moetrain.sample import Trainer
+    from moetrain.models.hf.load import load_hf
+    from moetrain.models.hf.save import save_hf
+    from moetrain.rollout.sample import Trainer
+
+# ``python -m moetrain.generate`` and ``python -m moetrain.serve`` find their modules in ``cli``.
+__path__ += [f"{folder}/cli" for folder in __path__]
 
 _HOMES = {
     "Config": "moetrain.config",
     "ConfigError": "moetrain.config",
-    "Trainer": "moetrain.sample",
-    "load_hf": "moetrain.models.hf",
-    "save_hf": "moetrain.models.hf",
+    "Trainer": "moetrain.rollout.sample",
+    "load_hf": "moetrain.models.hf.load",
+    "save_hf": "moetrain.models.hf.save",
 }
 
 __all__ = ["Config", "ConfigError", "Trainer", "load_hf", "save_hf"]

@@ -5,8 +5,8 @@
 
 One GPU, real steps, optimizer included, compiled. A row is ``POLICY`` or ``POLICY+OFFLOAD``, and a
 row that does not fit says so. Per row: tokens/s; the allocator's peak and what
-``moetrain.memory`` estimates; what travels to the host in a step; pinned memory; and the last loss,
-which offloading must not change.
+``moetrain.train.memory`` estimates; what travels to the host in a step; pinned memory; and the last
+loss, which offloading must not change.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
-from moetrain.memory import GIB
-from moetrain.metrics import peak_memory_gib
-from moetrain.parallel.activation_offload import ActivationOffload
-from moetrain.parallel.mapped import forget_peak
-from moetrain.run_control import garbage_collector_off
-from moetrain.trainer import Trainer
+from moetrain.parallel.fsdp.mapped import forget_peak
+from moetrain.parallel.offload.activations import ActivationOffload
+from moetrain.train.memory import GIB
+from moetrain.train.metrics import peak_memory_gib
+from moetrain.train.run_control import garbage_collector_off
+from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3
 ROWS = "none,none+auto,selective,selective+auto,full"

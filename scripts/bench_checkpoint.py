@@ -39,15 +39,15 @@ import torch
 import torch.distributed as dist
 from bench_train import commit, device_name
 
-from moetrain.checkpoint import open_checkpoint
 from moetrain.checkpoint.format import CHUNK
+from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import FILE_BYTES, WRITERS
 from moetrain.config import Config, launched_place
-from moetrain.metrics import SilentLog
-from moetrain.models import resolve_architecture
-from moetrain.run_control import garbage_collector_off
-from moetrain.snapshot import restore_snapshot, state_bytes
-from moetrain.trainer import Trainer
+from moetrain.models.presets import resolve_architecture
+from moetrain.train.metrics import SilentLog
+from moetrain.train.run_control import garbage_collector_off
+from moetrain.train.snapshot import restore_snapshot, state_bytes
+from moetrain.train.trainer import Trainer
 
 SETTINGS = ["checkpoint.asynchronous=yes", "checkpoint.interval=0", "checkpoint.at_end=no"]
 SETTINGS += ["checkpoint.minutes=0"]
@@ -219,7 +219,7 @@ class Bench:
         """All ranks, with nothing left to do on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.world.wait()
+        self.world.barrier()
 
     def slowest(self, work: Callable[[], object]) -> float:
         """Seconds of ``work`` on the rank where it takes longest."""

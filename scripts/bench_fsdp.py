@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from bench_train import wait
 
+from moetrain.cli.launch import start_ranks
 from moetrain.config import Config, launched_place
-from moetrain.launch import start_ranks
-from moetrain.metrics import peak_memory_gib
 from moetrain.parallel.processes import num_processes
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import peak_memory_gib
+from moetrain.train.trainer import Trainer
 
 SETTLED = 50
 """Steps after which nothing new should be allocated."""

@@ -29,13 +29,13 @@ import torch.distributed as dist
 from bench_train import commit, device_name
 
 from moetrain.config import Config, launched_place
-from moetrain.models import Architecture, Transformer, build_model
-from moetrain.models.transformer import compile_blocks
-from moetrain.parallel.deepep import choose_transport
+from moetrain.models.architecture import Architecture
+from moetrain.models.transformer import Transformer, build_model, compile_blocks
+from moetrain.parallel.expert.deepep import choose_transport
 from moetrain.parallel.world import World, join_world
-from moetrain.preflight import resolve_run
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.expert_parallel import ExpertParallel
+from moetrain.train.preflight import resolve_run
 
 CHUNK = 16_384  # tokens that a step reads
 WARMUP, STEPS = 6, 30

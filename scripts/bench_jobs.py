@@ -25,7 +25,7 @@ from bench_train import device_name
 from moetrain.config import JOB_RECIPES, Config
 from moetrain.jobs.requests import ForwardBackward
 from moetrain.jobs.service import Service
-from moetrain.loss import Pretraining
+from moetrain.train.objectives import Pretraining
 
 GIB = 2**30
 
@@ -34,8 +34,8 @@ class Bench:
     """A service, and rows for its jobs."""
 
     def __init__(self, service: Service, rows: int) -> None:
-        self.service, self.desk = service, service.desk
-        arch, length = self.desk.engine.arch, service.config.data.seq_len
+        self.service, self.session = service, service.session
+        arch, length = self.session.engine.arch, service.config.data.seq_len
         draws = random.Random(0)
         texts = [[draws.randrange(arch.vocab_size) for _ in range(length + 1)] for _ in range(rows)]
         self.body = {"data": [{"tokens": text} for text in texts]}
@@ -49,11 +49,11 @@ class Bench:
 
     def by_engine(self) -> None:
         """A step without the service."""
-        desk = self.desk
+        session = self.session
         samples = ForwardBackward.model_validate(self.body).samples()
-        batches = desk._packed(samples)
-        desk._learn(batches, Pretraining.of(desk.config, desk.engine.arch), self.tokens)
-        desk._step(1e-5)
+        batches = session._packed(samples)
+        session._learn(batches, Pretraining.of(session.config, session.engine.arch), self.tokens)
+        session._step(1e-5)
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""
@@ -97,12 +97,12 @@ def main() -> int:
     started = time.perf_counter()
     with Service(config) as service:
         bench, on_gpu = Bench(service, args.rows), torch.cuda.is_available()
-        device = service.desk.world.device
+        device = service.session.world.device
 
         def memory() -> str:
             return f"{torch.cuda.memory_allocated(device) / GIB:.2f} GiB" if on_gpu else "unknown"
 
-        state = service.desk.engine.state()
+        state = service.session.engine.state()
         size = sum(part.tensor.nbytes for parts in state.values() for part in parts.values())
         print(f"{device_name(device)}: {args.layers} layers, {args.rows} rows", flush=True)
         print(f"built in {time.perf_counter() - started:.1f} s; a job's state {size / GIB:.3f} GiB")
@@ -110,7 +110,7 @@ def main() -> int:
         bench.by_jobs(jobs[:1])
         alone = seconds_of(bench.by_engine, args.steps)
         print(f"engine: {alone:.3f} s a step, {bench.tokens / alone:,.0f} tokens/s", flush=True)
-        service.desk.forget(jobs[0])  # it has seen steps that nobody asked for
+        service.session.forget(jobs[0])  # it has seen steps that nobody asked for
         one = seconds_of(lambda: bench.by_jobs(jobs[:1]), args.steps)
         print(f"one job: {one:.3f} s a step, {one / alone - 1:+.1%}", flush=True)
         bench.by_jobs(jobs)

@@ -30,15 +30,15 @@ import torch
 from bench_train import commit, device_name
 
 from moetrain.config import Config, launched_place
-from moetrain.data import Batch
-from moetrain.engine import Engine
-from moetrain.loss import CrossEntropy
-from moetrain.metrics import peak_memory_gib
-from moetrain.optim import MOMENTS
-from moetrain.parallel.mapped import forget_peak
-from moetrain.parallel.pinned import HostMemory
+from moetrain.data.loader import Batch
+from moetrain.optim.adamw import MOMENTS
+from moetrain.parallel.fsdp.mapped import forget_peak
+from moetrain.parallel.offload.pinned import HostMemory
 from moetrain.parallel.world import World, join_world
-from moetrain.preflight import resolve_run
+from moetrain.train.engine import Engine
+from moetrain.train.metrics import peak_memory_gib
+from moetrain.train.objectives import CrossEntropy
+from moetrain.train.preflight import resolve_run
 
 GIB = 2**30
 REPEATS = 5
@@ -127,7 +127,7 @@ def slowest(world: World, seconds: float) -> float:
 def wait(world: World) -> None:
     """Until every rank's device has done what it was given."""
     torch.cuda.synchronize()
-    world.wait()
+    world.barrier()
 
 
 def free_now() -> int:

@@ -18,7 +18,7 @@ from itertools import product
 import torch
 import triton
 
-from moetrain.kernels.adamw import (
+from moetrain.kernels.optim.adamw import (
     BLOCK,
     WARPS,
     Settings,
@@ -27,7 +27,7 @@ from moetrain.kernels.adamw import (
     adamw_rates,
     adamw_reference,
 )
-from moetrain.kernels.reduction import num_blocks, sum_chunks
+from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=0)
 LR, DECAY = 1e-3, 0.1

@@ -50,15 +50,15 @@ from bench_train import (
     wait,
 )
 
+from moetrain.cli.launch import start_ranks
 from moetrain.config import Config, launched_place
-from moetrain.launch import start_ranks
-from moetrain.metrics import peak_memory_gib
 from moetrain.parallel.pipeline.schedules import RECIPES, Work
 from moetrain.parallel.pipeline.simulator import run_on_paper
 from moetrain.parallel.pipeline.stages import SPLIT
 from moetrain.parallel.processes import num_processes
-from moetrain.run_control import garbage_collector_off
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import peak_memory_gib
+from moetrain.train.run_control import garbage_collector_off
+from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3
 MARKED_STEPS = 3

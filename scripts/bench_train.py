@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moetrain.cli.launch import start_ranks
 from moetrain.config import Config, launched_place
-from moetrain.launch import start_ranks
 from moetrain.parallel.processes import num_processes
-from moetrain.run_control import garbage_collector_off
+from moetrain.train.run_control import garbage_collector_off
 
 if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it takes seconds
-    from moetrain.trainer import Trainer
+    from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 4
 BEGAN = "BENCH_TRAIN_BEGAN"
@@ -104,8 +104,8 @@ def process_seconds() -> float:
 
 def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None:
     """Measure; the row of results on rank 0, None elsewhere."""
-    from moetrain.metrics import peak_memory_gib
-    from moetrain.trainer import Trainer
+    from moetrain.train.metrics import peak_memory_gib
+    from moetrain.train.trainer import Trainer
 
     trainer = Trainer(config)
     losses = [trainer.train_step().loss]
@@ -124,8 +124,8 @@ def bench(config: Config, steps: int, kernels: int = 0) -> dict[str, Any] | None
     profiled = profile_step(trainer)
     breakdown = attribute(profiled)
     waits = {part: ms for part, ms in breakdown.items() if part == "idle" or "exposed" in part}
-    meeting = trainer.world.meeting
-    by_rank = [] if meeting is None else meeting.gather(json.dumps(waits))
+    rendezvous = trainer.world.rendezvous
+    by_rank = [] if rendezvous is None else rendezvous.gather(json.dumps(waits))
     row = {
         "settings": config.describe(),
         "hardware": f"{trainer.world.size} x {device_name(trainer.device)}",
@@ -168,7 +168,7 @@ def wait(trainer: Trainer) -> None:
     """Until every rank's device has done what it was given."""
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
-    trainer.world.wait()
+    trainer.world.barrier()
 
 
 Span = tuple[str, str, float, float]
@@ -177,7 +177,7 @@ Span = tuple[str, str, float, float]
 
 def profile_step(trainer: Trainer) -> list[Span]:
     """What ran on the GPU in one step; nothing on a CPU."""
-    from moetrain.profiling import new_profiler
+    from moetrain.train.profiling import new_profiler
 
     if trainer.device.type != "cuda":
         return []

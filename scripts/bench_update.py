@@ -32,14 +32,14 @@ import torch.distributed as dist
 from bench_train import commit, device_name
 
 from moetrain.config import Config, launched_place
-from moetrain.engine import Engine
-from moetrain.metrics import peak_memory_gib
-from moetrain.models import Transformer
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import join_world
-from moetrain.preflight import resolve_run
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
+from moetrain.train.engine import Engine
+from moetrain.train.metrics import peak_memory_gib
+from moetrain.train.preflight import resolve_run
 
 REPEATS = 5
 PROMPT, NEW_TOKENS = 32, 32

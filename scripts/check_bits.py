@@ -28,18 +28,17 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import Config, launched_place
-from moetrain.data import build_data
+from moetrain.data.build import build_data
 from moetrain.data.loader import Batch, Loader
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.engine import Engine
-from moetrain.loss import Outputs, Pretraining, Term
-from moetrain.models import Transformer, build_model
 from moetrain.models.moe import Router
-from moetrain.models.transformer import compile_blocks
+from moetrain.models.transformer import Transformer, build_model, compile_blocks
 from moetrain.parallel.world import join_world
-from moetrain.preflight import resolve_run
 from moetrain.rollout import Completion, Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
+from moetrain.train.engine import Engine
+from moetrain.train.objectives import Outputs, Pretraining, Term
+from moetrain.train.preflight import resolve_run
 
 ROW, ROWS = 4096, 4  # tokens, and rows of a micro-batch
 REQUESTS = 400  # of a round

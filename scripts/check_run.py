@@ -6,7 +6,7 @@ Usage: python scripts/check_run.py OUTPUT_DIR
 import sys
 from pathlib import Path
 
-from moetrain.metrics import read_metrics
+from moetrain.train.metrics import read_metrics
 
 MAX_EVAL_LOSS = 2.4  # nats a byte, from about 5.6 at random weights
 MAX_MEMORY_GIB = 4.0

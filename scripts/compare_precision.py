@@ -44,12 +44,12 @@ import torch
 from matplotlib import pyplot as plt
 
 from moetrain.config import Config
-from moetrain.data import Batch
-from moetrain.kernels.reduction import sum_chunks
-from moetrain.models import Inputs
+from moetrain.data.loader import Batch
+from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.moe import Router
-from moetrain.optim import learning_rate
-from moetrain.trainer import Trainer
+from moetrain.models.transformer import Inputs
+from moetrain.optim.schedule import learning_rate
+from moetrain.train.trainer import Trainer
 
 Gradients = dict[str, torch.Tensor]
 PRECISIONS = {

@@ -27,7 +27,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from moetrain.metrics import read_metrics
+from moetrain.train.metrics import read_metrics
 
 SMOOTHED = 0.05
 """Share of the steps over which differences are averaged."""

@@ -39,8 +39,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moetrain.checkpoint import Checkpoint, Damaged, list_checkpoints, open_checkpoint
-from moetrain.metrics import read_metrics
+from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.checkpoint.format import DamagedCheckpoint
+from moetrain.checkpoint.read import Checkpoint, open_checkpoint
+from moetrain.train.metrics import read_metrics
 
 INTERVAL = 2
 ENOUGH_BYTES, TOO_FEW_BYTES = 1 << 30, 30_000
@@ -260,7 +262,7 @@ def is_intact(path: Path) -> bool:
         found: Checkpoint = open_checkpoint(path)
         for _, _, stored in found.stored():
             stored.check()
-    except Damaged:
+    except DamagedCheckpoint:
         return False
     return True
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from moetrain.checkpoint import Plan, Saver, open_checkpoint
-from moetrain.parallel.layout import Part
+from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint.save import SavePlan, Saver
+from moetrain.parallel.layout import TensorSlice
 
 GROUPS = ("model", "optim", "rng")
 
@@ -19,9 +20,11 @@ def state_of(step):
 
 def save_tensors(root, step, groups, state=None, **plan):
     """Write whole tensors, by group and name, as one rank does."""
-    parts = {g: {name: Part.all_of(x) for name, x in named.items()} for g, named in groups.items()}
+    parts = {
+        g: {name: TensorSlice.all_of(x) for name, x in named.items()} for g, named in groups.items()
+    }
     saver = Saver(None)
-    saver.start(Plan(root, step, **{"keep": 2, **plan}), parts, state or state_of(step))
+    saver.start(SavePlan(root, step, **{"keep": 2, **plan}), parts, state or state_of(step))
     saved = saver.wait()
     assert saved is not None
     return saved.path

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moetrain import access as access_module
-from moetrain.access import Access
 from moetrain.config import ConfigError
+from moetrain.rollout import access as access_module
+from moetrain.rollout.access import Access
 
 
 def access_to(folder, host="127.0.0.1", auth="auto", file=None, port=0):

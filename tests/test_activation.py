@@ -26,10 +26,15 @@ from moetrain.config import (
     MoeSection,
     SavedName,
 )
-from moetrain.kernels import cudnn_attention, saving
-from moetrain.models import build_model, compile_blocks, init_weights, set_recomputation
-from moetrain.parallel import alltoall, apply, fsdp
-from moetrain.trainer import Trainer
+from moetrain.kernels import saving
+from moetrain.kernels.attention import cudnn as cudnn_attention
+from moetrain.models.init import init_weights
+from moetrain.models.recompute import set_recomputation
+from moetrain.models.transformer import build_model, compile_blocks
+from moetrain.parallel import apply
+from moetrain.parallel.expert import alltoall
+from moetrain.parallel.fsdp import fsdp
+from moetrain.train.trainer import Trainer
 
 POLICIES = {
     "none": ActivationSection(policy="none"),
@@ -192,9 +197,9 @@ def test_a_group_has_ops_once_what_runs_them_is_imported():
 from moetrain.kernels.saving import saved_ops
 import moetrain.models
 assert saved_ops(["dispatch"]) == saved_ops([])
-import moetrain.parallel.alltoall
+import moetrain.parallel.expert.alltoall
 assert "moetrain::exchange_rows" in saved_ops(["dispatch"])
-import moetrain.parallel.deepep_ops
+import moetrain.parallel.expert.deepep_ops
 assert "moetrain::deepep_dispatch" in saved_ops(["dispatch"])
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=360)

@@ -11,24 +11,21 @@ from test_activation import GPU, Watch, train
 from test_compile import MOE, batch, compile_counting, fresh_model
 from torch._dynamo.utils import counters
 
+from moetrain.cli.train import main
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
-from moetrain.memory import estimate_memory
-from moetrain.models import (
-    build_model,
-    compile_blocks,
-    init_weights,
-    resolve_architecture,
-    set_recomputation,
-)
-from moetrain.parallel import activation_offload
-from moetrain.parallel.activation_offload import (
+from moetrain.models.init import init_weights
+from moetrain.models.presets import resolve_architecture
+from moetrain.models.recompute import set_recomputation
+from moetrain.models.transformer import build_model, compile_blocks
+from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.offload import activations as activation_offload
+from moetrain.parallel.offload.activations import (
     HostCopy,
     HostPages,
     offload_activations,
     stays,
 )
-from moetrain.parallel.mesh import ParallelDims
-from moetrain.train import main
+from moetrain.train.memory import estimate_memory
 
 CPU = torch.device("cpu")
 

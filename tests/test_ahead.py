@@ -9,10 +9,11 @@ import torch
 from distributed import spawn
 from test_engine import DENSE, make_batches, make_engine, objective_of
 
-from moetrain.engine import rehearsal_place
-from moetrain.kernels import ahead, rms_norm
-from moetrain.kernels.portable_triton import TensorDescriptor, triton
+from moetrain.kernels import ahead
+from moetrain.kernels.norm.rms_norm import rms_norm
+from moetrain.kernels.triton import TensorDescriptor, triton
 from moetrain.models.rehearsal import rehearse
+from moetrain.train.engine import rehearsal_place
 
 CASES = {
     "moe": [],
@@ -67,7 +68,9 @@ def as_on_a_gpu(monkeypatch):
     """Kernels that have no setting are launched as well."""
     for kernel in ("adamw", "reduction"):
         monkeypatch.setattr(
-            sys.modules[f"moetrain.kernels.{kernel}"], "use_fast", lambda backend, tensor: True
+            sys.modules[f"moetrain.kernels.optim.{kernel}"],
+            "use_fast",
+            lambda backend, tensor: True,
         )
 
 
@@ -200,8 +203,8 @@ def test_processes_of_a_machine_share_the_work(size, monkeypatch):
 
 
 def test_a_rehearsal_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
-    monkeypatch.setattr("moetrain.engine.can_compile_ahead", lambda device: True)
-    monkeypatch.setattr("moetrain.engine.rehearse", lambda *args: 1 / 0)
+    monkeypatch.setattr("moetrain.train.engine.can_compile_ahead", lambda device: True)
+    monkeypatch.setattr("moetrain.train.engine.rehearse", lambda *args: 1 / 0)
     step(make_engine())
     assert "kernels will be compiled as they are launched: division by zero" in caplog.text
 

@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from moetrain.kernels import attention, attention_mask, cudnn_attention
+from moetrain.kernels.attention import cudnn as cudnn_attention
+from moetrain.kernels.attention.attention import attention, attention_mask
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 16
 CPU = torch.device("cpu")

@@ -18,9 +18,14 @@ import torch
 from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 
+from moetrain.cli.train import main
 from moetrain.config import ConfigError, ModelSection
-from moetrain.models import build_model, hf, init_weights, make_architecture, resolve_architecture
-from moetrain.train import main
+from moetrain.models.hf.files import CONFIG, GENERATION, INDEX
+from moetrain.models.hf.save import save_hf
+from moetrain.models.init import init_weights
+from moetrain.models.presets import resolve_architecture
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import build_model
 
 SIZES = {
     "vocab_size": 264,
@@ -59,8 +64,8 @@ def write_good(folder: Path) -> Path:
     )
     model = build_model(arch)
     init_weights(model, std=0.1, seed=0)
-    hf.save_hf(model, folder, max_shard_bytes=40_000)
-    assert (folder / hf.INDEX).exists()
+    save_hf(model, folder, max_shard_bytes=40_000)
+    assert (folder / INDEX).exists()
     return folder
 
 
@@ -114,7 +119,7 @@ def test_sizes_that_are_none(key, copy):
     for value in [*BAD_VALUES, *([] if key in NULL_MEANS_SOMETHING else [None])]:
         if (key, value) == ("num_experts", 0):
             continue  # a dense model, which the weights then contradict
-        (copy / hf.CONFIG).write_text(config_text({key: value}))
+        (copy / CONFIG).write_text(config_text({key: value}))
         assert f"{key} is " in refused(copy), (key, value)
 
 
@@ -182,14 +187,14 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("case", OTHER_VALUES)
 def test_values_that_make_no_model(case, copy):
-    (copy / hf.CONFIG).write_text(config_text(OTHER_VALUES[case]))
+    (copy / CONFIG).write_text(config_text(OTHER_VALUES[case]))
     refused(copy)
 
 
 @pytest.mark.parametrize("types", [5, "full_attention", [1, 2], [None, {}], ["full_attention"] * 3])
 def test_layer_types_of_a_dense_model(types, copy):
     config = {**SIZES, "model_type": "qwen3", "layer_types": types}
-    (copy / hf.CONFIG).write_text(json.dumps(config))
+    (copy / CONFIG).write_text(json.dumps(config))
     assert "layer" in refused(copy) or "sliding" in refused(copy)
 
 
@@ -219,8 +224,8 @@ def as_folder(name: str):
 
 
 def pipe(folder: Path) -> None:
-    (folder / hf.CONFIG).unlink()
-    os.mkfifo(folder / hf.CONFIG)
+    (folder / CONFIG).unlink()
+    os.mkfifo(folder / CONFIG)
 
 
 def first_shard(folder: Path) -> Path:
@@ -245,9 +250,9 @@ def header(value: bytes, data: bytes = b"") -> bytes:
 
 def in_index(file: object, tensor: str = "model.norm.weight"):
     def spoil(folder: Path) -> None:
-        index = json.loads((folder / hf.INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text())
         index["weight_map"][tensor] = file
-        (folder / hf.INDEX).write_text(json.dumps(index))
+        (folder / INDEX).write_text(json.dumps(index))
 
     return spoil
 
@@ -275,29 +280,29 @@ def quantized(folder: Path) -> None:
 
 DEEP = "[" * 200_000
 BAD_FILES = {
-    "empty config": (write(hf.CONFIG, ""), "not JSON"),
-    "deep config": (write(hf.CONFIG, '{"a": ' + DEEP), "not JSON"),
-    "huge integer": (write(hf.CONFIG, '{"vocab_size": ' + "9" * 5000 + "}"), "not JSON"),
-    "not UTF-8": (write(hf.CONFIG, b'{"a": "\xff\xfe"}'), "not JSON"),
-    "UTF-16": (write(hf.CONFIG, '{"a": 1}'.encode("utf-16")), "not JSON"),
-    "zero bytes": (write(hf.CONFIG, bytes(100)), "not JSON"),
-    "null": (write(hf.CONFIG, "null"), "holds a NoneType"),
-    "text": (write(hf.CONFIG, '"qwen3"'), "holds a str"),
-    "empty object": (write(hf.CONFIG, "{}"), "model_type None"),
-    "config is a folder": (as_folder(hf.CONFIG), r"config\.json: not a file"),
-    "config links to nothing": (link(hf.CONFIG, "nowhere"), r"config\.json: not a file"),
-    "config links to itself": (link(hf.CONFIG, hf.CONFIG), r"config\.json: not a file"),
+    "empty config": (write(CONFIG, ""), "not JSON"),
+    "deep config": (write(CONFIG, '{"a": ' + DEEP), "not JSON"),
+    "huge integer": (write(CONFIG, '{"vocab_size": ' + "9" * 5000 + "}"), "not JSON"),
+    "not UTF-8": (write(CONFIG, b'{"a": "\xff\xfe"}'), "not JSON"),
+    "UTF-16": (write(CONFIG, '{"a": 1}'.encode("utf-16")), "not JSON"),
+    "zero bytes": (write(CONFIG, bytes(100)), "not JSON"),
+    "null": (write(CONFIG, "null"), "holds a NoneType"),
+    "text": (write(CONFIG, '"qwen3"'), "holds a str"),
+    "empty object": (write(CONFIG, "{}"), "model_type None"),
+    "config is a folder": (as_folder(CONFIG), r"config\.json: not a file"),
+    "config links to nothing": (link(CONFIG, "nowhere"), r"config\.json: not a file"),
+    "config links to itself": (link(CONFIG, CONFIG), r"config\.json: not a file"),
     "config is a pipe": (pipe, r"config\.json: not a file"),
-    "no config": (lambda f: (f / hf.CONFIG).unlink(), r"no config\.json in it"),
+    "no config": (lambda f: (f / CONFIG).unlink(), r"no config\.json in it"),
     "generation config": (
-        lambda f: (f / hf.GENERATION).write_text(DEEP),
+        lambda f: (f / GENERATION).write_text(DEEP),
         r"generation_config\.json: not JSON",
     ),
-    "deep index": (write(hf.INDEX, '{"weight_map": ' + DEEP), "not JSON"),
-    "index is a list": (write(hf.INDEX, "[]"), "holds a list"),
-    "map is a list": (write(hf.INDEX, '{"weight_map": ["x"]}'), "no weight_map"),
-    "map is empty": (write(hf.INDEX, '{"weight_map": {}}'), "no weight_map"),
-    "index is a folder": (as_folder(hf.INDEX), "neither"),
+    "deep index": (write(INDEX, '{"weight_map": ' + DEEP), "not JSON"),
+    "index is a list": (write(INDEX, "[]"), "holds a list"),
+    "map is a list": (write(INDEX, '{"weight_map": ["x"]}'), "no weight_map"),
+    "map is empty": (write(INDEX, '{"weight_map": {}}'), "no weight_map"),
+    "index is a folder": (as_folder(INDEX), "neither"),
     "file is a number": (in_index(3), "is in 3, not a file of this folder"),
     "file is null": (in_index(None), "is in None, not"),
     "file is a list": (in_index(["a"]), "not a file of this folder"),
@@ -312,7 +317,7 @@ BAD_FILES = {
     "file with a long name": (in_index("x" * 5000), "absent from the folder"),
     "file no file system can name": (in_index("\ud800"), "absent from the folder"),
     "file is absent": (in_index("other.safetensors"), "absent from the folder"),
-    "file is the config": (in_index(hf.CONFIG), "damaged or cut short"),
+    "file is the config": (in_index(CONFIG), "damaged or cut short"),
     "tensor in no file": (
         in_index("model-00001-of-00002.safetensors", "mtp.weight"),
         "names mtp.weight, which no file holds",
@@ -389,7 +394,7 @@ def test_a_config_that_cannot_be_read(copy, monkeypatch):
     assert "cannot be read (Input/output error)" in refused(copy)
 
 
-@pytest.mark.parametrize("name", ["", hf.CONFIG, hf.INDEX, "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("name", ["", CONFIG, INDEX, "model-00001-of-00002.safetensors"])
 def test_what_may_not_be_read(name, good):
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are this user's alone
         os.chmod(root, 0o755)
@@ -438,7 +443,7 @@ def test_paths_that_lead_nowhere(path, monkeypatch, tmp_path):
 
 
 def test_a_path_to_something_else_than_a_folder(copy, tmp_path):
-    assert "a file; give the folder" in refused(copy / hf.CONFIG)
+    assert "a file; give the folder" in refused(copy / CONFIG)
     assert "a file; give the folder" in refused(first_shard(copy))
     (tmp_path / "dangling").symlink_to("nowhere")
     assert "a link to nothing" in refused(tmp_path / "dangling")
@@ -449,10 +454,10 @@ def test_a_path_to_something_else_than_a_folder(copy, tmp_path):
 @pytest.mark.parametrize("case", ["heads", "deep config", "file outside", "shard cut in its data"])
 def test_the_command_says_so_before_it_does_anything(case, copy, tmp_path, capsys, monkeypatch):
     if case == "heads":
-        (copy / hf.CONFIG).write_text(config_text({"num_attention_heads": 0}))
+        (copy / CONFIG).write_text(config_text({"num_attention_heads": 0}))
     else:
         BAD_FILES[case][0](copy)
-    monkeypatch.setattr("moetrain.trainer.build_data", lambda *args: sys.exit("too late"))
+    monkeypatch.setattr("moetrain.train.trainer.build_data", lambda *args: sys.exit("too late"))
     words = ["--model.path", str(copy), "--output_dir", str(tmp_path / "out")]
     words += ["--data.source", "text", "--data.path", __file__, "--train.device", "cpu"]
     assert main(words) == 2

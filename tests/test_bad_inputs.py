@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from moetrain.checkpoint.__main__ import main as checkpoint
+from moetrain.cli.checkpoint import main as checkpoint
+from moetrain.cli.generate import main as generate
+from moetrain.cli.rl import run as rl
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.generate import main as generate
-from moetrain.models import build_model, save_hf
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.rl.__main__ import run as rl
-from moetrain.train import main
+from moetrain.models.hf.save import save_hf
+from moetrain.models.transformer import build_model
 
 HF_CONFIG = {
     "model_type": "qwen3",
@@ -872,7 +873,7 @@ def test_no_compiler(tmp_path, capsys):
 def test_no_compiler_beside_a_gpu(monkeypatch):
     import torch
 
-    from moetrain.preflight import _check_compilers
+    from moetrain.train.preflight import _check_compilers
 
     monkeypatch.setenv("CC", "no-such-compiler")
     config = Config.load("debug", ["compile.enabled=no"], environ={})

@@ -17,13 +17,16 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from moetrain.cli.train import main
 from moetrain.config import Config
-from moetrain.data import IGNORE_INDEX, Batch
-from moetrain.metrics import Throughput, read_metrics
-from moetrain.models import build_model, init_weights
-from moetrain.optim import AdamW, learning_rate
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.data.loader import Batch
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.init import init_weights
+from moetrain.models.transformer import build_model
+from moetrain.optim.adamw import AdamW
+from moetrain.optim.schedule import learning_rate
+from moetrain.train.metrics import Throughput, read_metrics
+from moetrain.train.trainer import Trainer
 
 DECAYED = {"wq", "wk", "wv", "wo", "w_gate_up", "w_down", "lm_head"}
 """What has weight decay, by the last part of its name; nothing else has."""

@@ -17,16 +17,17 @@ import torch
 from checkpoints import GROUPS, rewrite, save, save_first_format, state_of, tensors_of
 from command_lines import settled
 
-from moetrain import run_folder
 from moetrain.checkpoint import format as checkpoint_format
-from moetrain.checkpoint import list_checkpoints, open_checkpoint
+from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.checkpoint.read import open_checkpoint
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.metrics import read_metrics
-from moetrain.models import resolve_architecture
-from moetrain.preflight import check_room
-from moetrain.run_folder import claimed, find_checkpoint
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.models.presets import resolve_architecture
+from moetrain.train import run_folder
+from moetrain.train.metrics import read_metrics
+from moetrain.train.preflight import check_room
+from moetrain.train.run_folder import claimed, find_checkpoint
+from moetrain.train.trainer import Trainer
 
 
 def newest(folder):
@@ -131,7 +132,7 @@ def test_a_failing_disk_leaves_the_good_checkpoint_and_one_line(tiny, tiny_words
     Trainer(tiny(*words)).fit()
     root = tmp_path / "out" / "checkpoints"
     limited = (
-        "import resource, sys; from moetrain.train import main;"
+        "import resource, sys; from moetrain.cli.train import main;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000)); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
@@ -354,7 +355,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(tiny_words, tmp_path, cap
 
 def test_a_trainer_holds_its_folder_while_it_builds_and_fits_alone(tiny, tmp_path):
     first, second = Trainer(tiny()), Trainer(tiny())  # one after the other, as in a notebook
-    step, code = first.train_step, "import sys; from moetrain.run_folder import *;"
+    step, code = first.train_step, "import sys; from moetrain.train.run_folder import *;"
     code += "claimed(Path(sys.argv[1])).__enter__()"
     refused = []
 
@@ -386,14 +387,14 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
 
 LOADING = """
 import sys, time
-import moetrain.trainer
-from moetrain.train import main
+import moetrain.train.trainer
+from moetrain.cli.train import main
 
 def build_data(*args):
     open(sys.argv[1], "w").close()
     time.sleep(600)
 
-moetrain.trainer.build_data = build_data
+moetrain.train.trainer.build_data = build_data
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -402,9 +403,8 @@ sys.exit(main(sys.argv[2:]))
 def test_ctrl_c_while_loading_is_one_line(ranks, tiny_words, tmp_path):
     (tmp_path / "loading.py").write_text(LOADING)
     words = [str(tmp_path / "loading.py"), str(tmp_path / "reached"), *tiny_words]
-    start = (
-        f"import sys; from moetrain.launch import *; sys.exit(start_ranks(sys.argv[1:], {ranks}))"
-    )
+    start = "import sys; from moetrain.cli.launch import *; "
+    start += f"sys.exit(start_ranks(sys.argv[1:], {ranks}))"
     with subprocess.Popen(
         [sys.executable, *(["-c", start] if ranks > 1 else []), *words],
         stdout=subprocess.PIPE,

@@ -9,11 +9,11 @@ import torch
 from checkpoints import rewrite, save_first_format, tensors_of
 from safetensors.torch import load_file
 
-from moetrain.checkpoint.__main__ import main
+from moetrain.cli.checkpoint import main
 from moetrain.config import Config
-from moetrain.models.hf import resolve
-from moetrain.run_folder import find_checkpoint
-from moetrain.trainer import Trainer
+from moetrain.models.hf.files import resolve
+from moetrain.train.run_folder import find_checkpoint
+from moetrain.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,20 @@ import torch
 from checkpoints import save, save_first_format, save_tensors, state_of, tensors_of
 from safetensors import safe_open
 
-from moetrain.checkpoint import Damaged, Plan, Saver, open_checkpoint
 from moetrain.checkpoint import format as checkpoint_format
 from moetrain.checkpoint import read as checkpoint_read
 from moetrain.checkpoint import save as checkpoint_save
+from moetrain.checkpoint.format import DamagedCheckpoint
+from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint.save import SavePlan, Saver
 from moetrain.config import ConfigError
-from moetrain.parallel.layout import Part
+from moetrain.parallel.layout import TensorSlice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float64]
 
 
 class Friends:
-    """A meeting of ranks that are saved one after the other, the main one last."""
+    """A rendezvous of ranks that are saved one after the other, the main one last."""
 
     def __init__(self):
         self.reports, self.rank, self.folder = [], 0, ""
@@ -75,9 +77,9 @@ def test_any_box_is_read_from_any_pieces(seed, small_chunks, tmp_path, monkeypat
     drawn.shuffle(boxes)
     ranks = [{} for _ in boxes]
     for rank, box in enumerate(boxes):
-        ranks[rank]["x"] = Part(whole[box].contiguous(), shape, box)
-        ranks[rank]["all"] = Part.all_of(whole)._replace(copy=rank, copies=len(boxes))
-        ranks[rank]["nothing"] = Part.all_of(torch.empty(0, 3))
+        ranks[rank]["x"] = TensorSlice(whole[box].contiguous(), shape, box)
+        ranks[rank]["all"] = TensorSlice.all_of(whole)._replace(copy=rank, copies=len(boxes))
+        ranks[rank]["nothing"] = TensorSlice.all_of(torch.empty(0, 3))
     new = tmp_path / "new"
     new.mkdir()
     begin_at(monkeypatch, new)
@@ -87,7 +89,7 @@ def test_any_box_is_read_from_any_pieces(seed, small_chunks, tmp_path, monkeypat
         if rank:
             friends.folder = json.dumps({"value": str(new)})
         saver = Saver(friends)
-        saver.start(Plan(tmp_path, 1, 2), {"model": ranks[rank], "none": {}}, state_of(1))
+        saver.start(SavePlan(tmp_path, 1, 2), {"model": ranks[rank], "none": {}}, state_of(1))
         saver.wait()
     found = open_checkpoint(tmp_path / "step-00000001")
     assert found.groups == ["model", "none"]
@@ -159,13 +161,13 @@ def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
     (folder / "manifest.json").write_bytes(body + seal.encode())
     with pytest.raises(ConfigError, match=r"format 3.*up to 2.*export") as caught:
         open_checkpoint(folder)
-    assert not isinstance(caught.value, Damaged)  # auto must not go on from an older one in silence
+    assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 def test_a_tensor_that_no_rank_has_whole_is_not_saved(tmp_path):
-    part = Part(torch.zeros(3), [6], (slice(0, 3),))
+    part = TensorSlice(torch.zeros(3), [6], (slice(0, 3),))
     saver = Saver(None)
-    saver.start(Plan(tmp_path, 1, 2), {"model": {"x": part}}, state_of(1))
+    saver.start(SavePlan(tmp_path, 1, 2), {"model": {"x": part}}, state_of(1))
     with pytest.raises(ValueError, match="nobody has all of"):
         saver.wait()
     assert list(tmp_path.iterdir()) == []
@@ -210,7 +212,7 @@ def test_every_one_of_10_000_mutations_is_found(tmp_path, monkeypatch):
         if data == files[path]:  # zeros over zeros
             continue
         path.write_bytes(data)
-        with pytest.raises(Damaged) as caught:
+        with pytest.raises(DamagedCheckpoint) as caught:
             tensors_of(folder)
         assert str(folder) in caught.value.problem
         path.write_bytes(files[path])
@@ -232,7 +234,7 @@ def test_every_file_is_missed(kind, tmp_path):
             (broken / path.name).symlink_to("nowhere")
         elif kind == "unreadable":
             os.mkfifo(broken / path.name)
-        with pytest.raises(Damaged, match=re.escape(path.name)) as caught:
+        with pytest.raises(DamagedCheckpoint, match=re.escape(path.name)) as caught:
             tensors_of(broken)
         assert len(str(caught.value).splitlines()) == 1
 

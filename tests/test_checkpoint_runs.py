@@ -23,21 +23,21 @@ from command_lines import settled
 from distributed import fork_server, spawn
 from test_rl_run import config_of as rl_config
 
-from moetrain import run_folder
-from moetrain.checkpoint import list_checkpoints
 from moetrain.checkpoint import save as checkpoint_save
+from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.cli.train import main
 from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
-from moetrain.config_sources import LaunchedPlace
-from moetrain.jobs.desk import Desk
+from moetrain.config.sources import LaunchedPlace
 from moetrain.jobs.service import Service
-from moetrain.metrics import read_metrics
-from moetrain.models import resolve_architecture
+from moetrain.jobs.session import JobSession
+from moetrain.models.presets import resolve_architecture
 from moetrain.parallel.world import join_world
-from moetrain.preflight import resolve_run
 from moetrain.rl.trainer import RlTrainer
-from moetrain.run_folder import BEGUN
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.train import run_folder
+from moetrain.train.metrics import read_metrics
+from moetrain.train.preflight import resolve_run
+from moetrain.train.run_folder import BEGUN
+from moetrain.train.trainer import Trainer
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
 
@@ -210,10 +210,10 @@ def test_a_flipped_bit_is_found_and_auto_goes_on_from_the_one_before(group, tiny
 
 KILLED = """
 import os, signal, sys
-import moetrain.trainer
-from moetrain.train import main
+import moetrain.train.trainer
+from moetrain.cli.train import main
 
-step = moetrain.trainer.Trainer.train_step
+step = moetrain.train.trainer.Trainer.train_step
 rank, restarts = (int(os.environ[n]) for n in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
 
 def killed(trainer):
@@ -222,11 +222,11 @@ def killed(trainer):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 
-moetrain.trainer.Trainer.train_step = killed
+moetrain.train.trainer.Trainer.train_step = killed
 sys.exit(main(sys.argv[1:]))
 """
 START = (
-    "import sys; from moetrain import launch; launch.GRACE_SECONDS = 1.0;"
+    "import sys; from moetrain.cli import launch; launch.GRACE_SECONDS = 1.0;"
     "sys.exit(launch.start_ranks(sys.argv[1:], 2, 1))"
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -264,7 +264,7 @@ def test_a_run_killed_before_its_first_save_begins_again_where_it_did(tiny, tmp_
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / BEGUN).touch()  # all that was left
     place = LaunchedPlace(0, 0, 1, "host:1", None, None, True, restarts=1, max_restarts=3)
-    monkeypatch.setattr("moetrain.run.launched_place", lambda: place)
+    monkeypatch.setattr("moetrain.train.run.launched_place", lambda: place)
     named = first / "checkpoints" / "step-00000002"
     for step in (2, 3):  # then auto is meant: the run has a checkpoint of its own
         trainer = Trainer(tiny(*QUIET, "train.steps=3", f"checkpoint.resume={named}"))
@@ -338,7 +338,7 @@ def start_a_service(folder, words, case):
     config = Config.load(None, [*words, "output_dir=out"], environ={}, recipes=JOB_RECIPES)
     try:
         if dist.get_rank():
-            Desk(*resolve_run(config))
+            JobSession(*resolve_run(config))
         else:
             Service(config)
     except ConfigError as error:
@@ -410,7 +410,7 @@ class Clock:
 
     def __init__(self, monkeypatch, trainer):
         self.now, self.step = 0.0, trainer.train_step
-        monkeypatch.setattr("moetrain.run.time", self)
+        monkeypatch.setattr("moetrain.train.run.time", self)
         trainer.train_step = self.train_step
         trainer.saved_time = 0.0
 

@@ -5,12 +5,12 @@ import logging
 
 import pytest
 
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.models import resolve_architecture
-from moetrain.parallel.choose_ep import costs
+from moetrain.models.presets import resolve_architecture
+from moetrain.parallel.expert.choose_ep import costs
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.preflight import resolve_run
-from moetrain.train import main
+from moetrain.train.preflight import resolve_run
 
 COMMON = ["data.source=synthetic", "data.seq_len=4096", "parallel.reshard_after_forward=yes"]
 

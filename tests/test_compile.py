@@ -10,20 +10,15 @@ from torch._dynamo.utils import counters
 
 import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
-from moetrain.kernels import few_rows
-from moetrain.models import (
-    Architecture,
-    Transformer,
-    build_model,
-    compile_blocks,
-    init_weights,
-    load_balancing_loss,
-    make_architecture,
-    set_recomputation,
-    update_router_bias,
-)
+from moetrain.kernels import small_m as few_rows
+from moetrain.models.architecture import Architecture
+from moetrain.models.init import init_weights
 from moetrain.models.layers import Linear, linears
-from moetrain.preflight import resolve_run
+from moetrain.models.moe import load_balancing_loss, update_router_bias
+from moetrain.models.recompute import set_recomputation
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import Transformer, build_model, compile_blocks
+from moetrain.train.preflight import resolve_run
 
 ROWS, SEQ_LEN = 2, 24
 MOE = make_architecture(

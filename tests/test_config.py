@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, recipe_names
-from moetrain.config_help import format_help
-from moetrain.config_sections import TrainSection
-from moetrain.preflight import resolve_run
-from moetrain.train import main
+from moetrain.config.help import format_help
+from moetrain.config.sections import TrainSection
+from moetrain.train.preflight import resolve_run
 
 
 def load(*words, source=None, environ=None):

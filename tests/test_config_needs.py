@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from moetrain import config_needs
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.config_needs import FACTS, NEEDS, unmet
-from moetrain.config_sources import leaves
-from moetrain.preflight import check_effects, resolve_run
-from moetrain.train import main
+from moetrain.config import checks as config_needs
+from moetrain.config.checks import FACTS, NEEDS, unmet
+from moetrain.config.sources import leaves
+from moetrain.train.preflight import check_effects, resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")

@@ -24,10 +24,10 @@ from test_engine import make_batches, make_engine, objective_of
 from test_launch import Launcher
 
 from moetrain.config import Config, ConfigError
-from moetrain.parallel import peers
-from moetrain.parallel.copy_engines import why_not
-from moetrain.parallel.fsdp import FSDP
-from moetrain.trainer import Trainer
+from moetrain.parallel.fsdp import peers
+from moetrain.parallel.fsdp.copy_engines import why_not
+from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.train.trainer import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # Nothing that any number of ranks divides: shards are uneven, and some are empty.
@@ -376,8 +376,8 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 # The real command line, of which rank 1 is killed in a backward of the second step.
 DIES = """
 import os, signal, sys
-from moetrain.parallel.fsdp import FSDP
-from moetrain.train import main
+from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.cli.train import main
 
 reduce, calls = FSDP.reduce, []
 

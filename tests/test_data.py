@@ -12,9 +12,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from moetrain.config import Config, ConfigError
-from moetrain.data import IGNORE_INDEX, build_data, cache, sources
+from moetrain.data import cache, sources
+from moetrain.data.build import build_data
 from moetrain.data.cache import open_cache
-from moetrain.data.packing import SyntheticDataset
+from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
 from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 
 BYTE_VOCAB = ByteTokenizer.vocab_size

@@ -6,10 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from moetrain.data import IGNORE_INDEX, Batch, Loader, eval_batches
 from moetrain.data.cache import TokenCache
-from moetrain.data.loader import collate
-from moetrain.data.packing import StreamDataset
+from moetrain.data.loader import Batch, Loader, collate, eval_batches
+from moetrain.data.packing import IGNORE_INDEX, StreamDataset
 from moetrain.data.whole import WholeDataset, best_fit
 
 

@@ -37,15 +37,15 @@ from transports import (
     static_sizes,
 )
 
-from moetrain import preflight
 from moetrain.config import Config, ConfigError
-from moetrain.kernels import expert_indices
-from moetrain.parallel import deepep, deepep_ops
-from moetrain.parallel.alltoall import AllToAll
-from moetrain.parallel.deepep import DeepEP, StaticSizes, choose_transport, why_not
-from moetrain.parallel.deepep_ops import disconnect
-from moetrain.parallel.expert import ExpertParallelDispatcher
-from moetrain.trainer import Trainer
+from moetrain.kernels.experts.indices import expert_indices
+from moetrain.parallel.expert import deepep, deepep_ops
+from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, choose_transport, why_not
+from moetrain.parallel.expert.deepep_ops import disconnect
+from moetrain.parallel.expert.expert import ExpertParallelDispatcher
+from moetrain.train import preflight
+from moetrain.train.trainer import Trainer
 
 # Tokens of each rank.
 EVEN, UNEVEN, ALL_ON_ONE, NONE = (6, 6, 6, 6), (0, 7, 1, 101), (0, 5, 0, 0), (0, 0, 0, 0)

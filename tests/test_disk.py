@@ -10,11 +10,11 @@ import pytest
 from command_lines import settled
 from safetensors import SafetensorError
 
+from moetrain.cli.train import main
 from moetrain.config import LogSection
-from moetrain.data import build_data
-from moetrain.metrics import MetricsLog
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.data.build import build_data
+from moetrain.train.metrics import MetricsLog
+from moetrain.train.trainer import Trainer
 
 BOARD_FILE = "tensorboard.summary.writer.record_writer.RecordWriter.write"  # in a thread
 # Which is what pytest makes of a traceback that a thread prints.
@@ -64,38 +64,38 @@ def test_a_full_disk_takes_no_line_that_was_written(tmp_path):
     ("function", "error", "says"),
     [
         (
-            "moetrain.snapshot.Saver.start",
+            "moetrain.train.snapshot.Saver.start",
             OSError(errno.ENOSPC, "", "a/model.x"),
             "No space left on device: a/",
         ),
         (
-            "moetrain.snapshot.Saver.start",
+            "moetrain.train.snapshot.Saver.start",
             SafetensorError("I/O error: oh (os error 28)"),
             "No space left on dev",
         ),
         (
-            "moetrain.snapshot.Saver.start",
+            "moetrain.train.snapshot.Saver.start",
             OSError(errno.EDQUOT, ""),
             "Disk quota exceeded: in output_dir '",
         ),
         (
-            "moetrain.snapshot.Saver.start",
+            "moetrain.train.snapshot.Saver.start",
             OSError(errno.EROFS, "", "a"),
             "Read-only file system: a",
         ),
         (
-            "moetrain.trainer.plot_losses",
+            "moetrain.train.trainer.plot_losses",
             OSError(errno.EIO, "", "loss.png"),
             "Input/output error: loss.png",
         ),
         (
-            "moetrain.metrics.MetricsLog.log",
+            "moetrain.train.metrics.MetricsLog.log",
             BrokenPipeError(errno.EPIPE, ""),
             "Broken pipe: in output_dir '",
         ),
         (BOARD_FILE, OSError(errno.ENOSPC, ""), "No space left on device: in output_dir '"),
         (
-            "moetrain.trainer.build_data",
+            "moetrain.train.trainer.build_data",
             PermissionError(errno.EACCES, "", "cache/x"),
             "Permission denied: cache/x",
         ),
@@ -114,7 +114,7 @@ def test_an_error_of_ours_keeps_its_traceback(tiny_words, monkeypatch):
     def fail(*_, **__):
         raise FileNotFoundError(errno.ENOENT, "", "a bug")
 
-    monkeypatch.setattr("moetrain.trainer.plot_losses", fail)
+    monkeypatch.setattr("moetrain.train.trainer.plot_losses", fail)
     with pytest.raises(FileNotFoundError):
         main(tiny_words)
 

@@ -11,22 +11,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from moetrain.config import Config
-from moetrain.data import IGNORE_INDEX, Batch
-from moetrain.engine import Engine, sequential
-from moetrain.loss import CrossEntropy, Pretraining, Term
-from moetrain.models import (
-    Inputs,
-    build_model,
-    find_family,
-    init_weights,
-    load_balancing_loss,
-    router_z_loss,
-)
+from moetrain.data.loader import Batch
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.init import init_weights
+from moetrain.models.moe import load_balancing_loss, router_z_loss
+from moetrain.models.registry import find_family
 from moetrain.models.rules import parameter_rules
-from moetrain.optim import MOMENTS
-from moetrain.parallel.arena import Away
+from moetrain.models.transformer import Inputs, build_model
+from moetrain.optim.adamw import MOMENTS
+from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.parallel.world import join_world
-from moetrain.preflight import resolve_run
+from moetrain.train.engine import Engine, sequential
+from moetrain.train.objectives import CrossEntropy, Pretraining, Term
+from moetrain.train.preflight import resolve_run
 
 ROWS, SEQ_LEN, VOCAB = 8, 12, 50
 WORDS = [
@@ -393,7 +390,7 @@ def test_moments_leave_for_the_host_and_come_back():
                 assert bool(moments) == (step > 0)
                 engine.forward(make_batches(step), objective)
                 for call in (engine.state, partial(engine.load_state, {})):
-                    with pytest.raises(Away, match="moments are offloaded"):
+                    with pytest.raises(OffloadedError, match="moments are offloaded"):
                         call()
                 engine.reload()
                 for moment, storage in zip(moments, storages, strict=True):
@@ -414,7 +411,7 @@ def weights_that_are_away():
     engine = make_engine("parallel.pp=2", micro=2)
     here = len(weights_of(engine))
     engine.offload("weights")
-    with pytest.raises(Away, match="weights are offloaded"):
+    with pytest.raises(OffloadedError, match="weights are offloaded"):
         weights_of(engine)
     engine.reload()
     return here == len(weights_of(engine))

@@ -13,9 +13,9 @@ import torch
 from distributed import spawn
 from test_engine import make_batches, make_engine, objective_of, weights_of
 
-from moetrain.engine import OFFLOADED
-from moetrain.parallel import activation_offload
-from moetrain.parallel.arena import Away
+from moetrain.parallel.offload import activations as activation_offload
+from moetrain.parallel.offload.arena import OffloadedError
+from moetrain.train.engine import OFFLOADED
 
 MICRO = 2
 LR = 1e-3
@@ -140,7 +140,7 @@ def play(words, moves, seed):
                 player.engine.reload()
         try:
             found.append(call())
-        except Away:
+        except OffloadedError:
             player.engine.reload()
             found.append(call())
     player.engine.reload()

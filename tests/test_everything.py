@@ -27,14 +27,15 @@ import torch.distributed as dist
 from distributed import spawn
 
 from moetrain.config import Config, ConfigError
-from moetrain.data import IGNORE_INDEX, Batch
-from moetrain.engine import Engine
-from moetrain.loss import Pretraining
-from moetrain.models import PRESETS, make_architecture
+from moetrain.data.loader import Batch
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.registry import PRESETS, make_architecture
 from moetrain.parallel import mesh
 from moetrain.parallel.pipeline.schedules import RECIPES
 from moetrain.parallel.world import join_world, plan_world
-from moetrain.preflight import resolve_run
+from moetrain.train.engine import Engine
+from moetrain.train.objectives import Pretraining
+from moetrain.train.preflight import resolve_run
 
 STEPS, TOLERANCE = 3, 1e-5
 FEW = "6:0:2"

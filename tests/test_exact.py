@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from moetrain.config import KernelsSection
-from moetrain.kernels import few_rows, linear_cross_entropy, narrow_products
-from moetrain.kernels.exact_attention import BLOCK, forward, paged_attention, store_in_pages
-from moetrain.kernels.experts import expert_rows
-from moetrain.kernels.packed_attention import attention_packed_reference
-from moetrain.kernels.portable_triton import INTERPRETED
-from moetrain.kernels.token_choice import choose_next, choose_next_reference
-from moetrain.models import build_model, init_weights
+from moetrain.kernels import small_m as few_rows
+from moetrain.kernels.attention.exact import BLOCK, forward, paged_attention, store_in_pages
+from moetrain.kernels.attention.packed import attention_packed_reference
+from moetrain.kernels.experts.mlp import expert_rows
+from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from moetrain.kernels.loss.sampling import choose_next, choose_next_reference
+from moetrain.kernels.low_rank import narrow_products
+from moetrain.kernels.triton import INTERPRETED
+from moetrain.models.init import init_weights
+from moetrain.models.transformer import build_model
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.cache import PagedAttention, PagedRows
 
@@ -171,7 +174,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
 
 @pytest.mark.gpu
 def test_generation_has_the_bits_of_the_compiled_forward():
-    from moetrain.models import PRESETS
+    from moetrain.models.registry import PRESETS
     from moetrain.models.transformer import compile_blocks
 
     sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
@@ -211,7 +214,7 @@ def test_generation_has_the_bits_of_the_compiled_forward():
 
 @pytest.mark.gpu
 def test_sleeping_gives_the_cache_back_and_waking_goes_on():
-    from moetrain.models import PRESETS
+    from moetrain.models.registry import PRESETS
 
     arch = PRESETS["debug"]
     with torch.device("meta"):

@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.kernels import Backend, Routed, permute, unpermute
-from moetrain.models import make_architecture
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.experts.permutation import permute, unpermute
+from moetrain.kernels.experts.router import Routed
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
-from moetrain.parallel.alltoall import AllToAll
-from moetrain.parallel.expert import ExpertParallelDispatcher, Received
+from moetrain.models.registry import make_architecture
+from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Received
 
 # More choices of a token than ranks in a world of 2, fewer in one of 4.
 EXPERTS, TOP_K, WIDTH = 8, 3, 16

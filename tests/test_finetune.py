@@ -14,12 +14,12 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 import moetrain
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.metrics import read_metrics
-from moetrain.preflight import resolve_run
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import read_metrics
+from moetrain.train.preflight import resolve_run
+from moetrain.train.trainer import Trainer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -18,15 +18,18 @@ from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
 from moetrain.jobs.service import Service
-from moetrain.kernels.mxfp8 import SCALED, quantise_groups, widen_groups
-from moetrain.kernels.quantise import E4M3
-from moetrain.memory import estimate_memory
-from moetrain.models import build_model, load_hf, resolve_architecture, save_hf
+from moetrain.kernels.quant.mxfp8 import SCALED, quantise_groups, widen_groups
+from moetrain.kernels.quant.rows import E4M3
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
+from moetrain.models.presets import resolve_architecture
 from moetrain.models.rules import is_adapter
-from moetrain.parallel.arena import Arena
-from moetrain.parallel.float8 import Float8Shard
+from moetrain.models.transformer import build_model
+from moetrain.parallel.fsdp.float8 import Float8Shard
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.trainer import Trainer
+from moetrain.parallel.offload.arena import Arena
+from moetrain.train.memory import estimate_memory
+from moetrain.train.trainer import Trainer
 
 FLOAT8 = "lora.base_dtype=float8"
 # Every rank's part of a row is whole groups.

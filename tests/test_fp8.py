@@ -17,24 +17,25 @@ from transports import ROUTINGS, Size, assert_same, make_batch, run_narrow, run_
 from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
-from moetrain.kernels import (
-    expert_indices,
-    expert_mlp,
-    expert_mlp_fp8,
-    linears_fp8,
-)
-from moetrain.kernels.quantise import LARGEST, quantise_columns, quantise_rows
-from moetrain.metrics import read_metrics
-from moetrain.models import build_model, init_weights, make_architecture, set_recomputation
-from moetrain.parallel import alltoall
-from moetrain.parallel.alltoall import AllToAll
+from moetrain.kernels.experts.indices import expert_indices
+from moetrain.kernels.experts.mlp import expert_mlp
+from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
+from moetrain.kernels.quant.linear_fp8 import linears_fp8
+from moetrain.kernels.quant.rows import LARGEST, quantise_columns, quantise_rows
+from moetrain.models.init import init_weights
+from moetrain.models.recompute import set_recomputation
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import build_model
 from moetrain.parallel.collectives import all_to_all_single
-from moetrain.parallel.deepep import DeepEP
-from moetrain.parallel.expert import ExpertParallelDispatcher
-from moetrain.preflight import resolve_run
+from moetrain.parallel.expert import alltoall
+from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert.deepep import DeepEP
+from moetrain.parallel.expert.expert import ExpertParallelDispatcher
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.weights import replica
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import read_metrics
+from moetrain.train.preflight import resolve_run
+from moetrain.train.trainer import Trainer
 
 HALF_STEP = 2.0**-4
 """Of a number of e4m3, relative to it; and 2^-10 of the scale for those below its least power."""

@@ -9,10 +9,11 @@ import torch
 from distributed import spawn
 
 from moetrain.config import Config
-from moetrain.models import Inputs, resolve_architecture
+from moetrain.models.presets import resolve_architecture
 from moetrain.models.rules import Rule
+from moetrain.models.transformer import Inputs
 from moetrain.parallel import apply
-from moetrain.parallel.bucket import Region
+from moetrain.parallel.fsdp.bucket import GatherBuffer
 from moetrain.parallel.layout import STYLES, Layout
 from moetrain.parallel.mesh import ParallelDims, build_meshes
 from moetrain.parallel.world import join_world
@@ -258,7 +259,7 @@ def test_unsharded_memory_of_one_process_goes_with_its_last_use(tiny_words):
 
 
 def test_a_region_keeps_its_address_and_its_tensors():
-    region = Region(torch.device("cpu"))
+    region = GatherBuffer(torch.device("cpu"))
     region.reserve(512)
     region.reserve(256)
     tensor = region.memory[:4].view(torch.float32)

@@ -11,17 +11,13 @@ from distributed import spawn
 from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.config import Config
-from moetrain.kernels import (
-    attention,
-    attention_mask,
-    expert_indices,
-    permute,
-    swiglu,
-    unpermute,
-)
-from moetrain.metrics import read_metrics
-from moetrain.parallel import alltoall
-from moetrain.trainer import Trainer
+from moetrain.kernels.attention.attention import attention, attention_mask
+from moetrain.kernels.experts.indices import expert_indices
+from moetrain.kernels.experts.permutation import permute, unpermute
+from moetrain.kernels.experts.swiglu import swiglu
+from moetrain.parallel.expert import alltoall
+from moetrain.train.metrics import read_metrics
+from moetrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import transformers
 from transformers import AutoConfig
 
 from moetrain.config import ConfigError
-from moetrain.models import PRESETS, RopeScaling, make_architecture
+from moetrain.models.architecture import RopeScaling
 from moetrain.models.hf.config import architecture_from_hf, architecture_to_hf
-from moetrain.models.registry import FAMILIES
+from moetrain.models.registry import FAMILIES, PRESETS, make_architecture
 
 SIZES = {
     "vocab_size": 40,

@@ -18,11 +18,12 @@ import moetrain
 from moetrain.config import ConfigError
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
-from moetrain.models import build_model, hf, init_weights
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import MANIFEST, TokenizerFiles
-from moetrain.models.hf.save import write_side_files
-from moetrain.trainer import Trainer
+from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, TokenizerFiles
+from moetrain.models.hf.save import save_hf, write_side_files
+from moetrain.models.init import init_weights
+from moetrain.models.transformer import build_model
+from moetrain.train.trainer import Trainer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -89,12 +90,12 @@ def checkpoint(tmp_path_factory) -> Path:
     )
     model.save_pretrained(folder)
     make_tokenizer(folder)
-    tensors = load_file(folder / hf.SINGLE)
+    tensors = load_file(folder / SINGLE)
     tensors |= {name: (tensors[name].float() + 1e-6) for name in ROUTERS}
     for name, dtype in EXTRA.items():
         tensors[name] = (torch.randn(4, 3) * 100).to(dtype)
-    save_file(tensors, folder / hf.SINGLE, {"format": "pt"})
-    change_json(folder / hf.CONFIG, num_nextn_predict_layers=1, an_unknown_key={"a": [1, None]})
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    change_json(folder / CONFIG, num_nextn_predict_layers=1, an_unknown_key={"a": [1, None]})
     (folder / "additional_chat_templates").mkdir()
     for name, text in COPIED.items():
         (folder / name).write_text(text)
@@ -114,10 +115,10 @@ def read(path: Path):
 def assert_complete(out: Path, source: Path) -> None:
     """All that ``source`` holds is in ``out``, weights and extra tensors bit for bit."""
     assert_same_bits(tensors_in(out), tensors_in(source))
-    for name in (hf.CONFIG, hf.GENERATION):
+    for name in (CONFIG, GENERATION):
         assert read(out / name) == read(source / name)
-    names = {p.name for p in source.iterdir() if p.is_file()} - {*LEFT, hf.SINGLE, *EXTRA}
-    names -= {hf.CONFIG, hf.GENERATION, hf.INDEX}
+    names = {p.name for p in source.iterdir() if p.is_file()} - {*LEFT, SINGLE, *EXTRA}
+    names -= {CONFIG, GENERATION, INDEX}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
     for name in [*names, *COPIED]:
         assert (out / name).read_bytes() == (source / name).read_bytes(), name
@@ -163,8 +164,8 @@ def test_load_and_save_keep_everything(checkpoint, tmp_path, caplog, monkeypatch
     assert_transformers_agrees(tmp_path / "out", model)
     # As often as one likes, in shards too, and onto itself.
     again = moetrain.load_hf(tmp_path / "out")
-    hf.save_hf(again, tmp_path / "out", max_shard_bytes=20_000)
-    assert (tmp_path / "out" / hf.INDEX).exists()
+    save_hf(again, tmp_path / "out", max_shard_bytes=20_000)
+    assert (tmp_path / "out" / INDEX).exists()
     moetrain.save_hf(again, tmp_path / "out")
     assert_complete(tmp_path / "out", checkpoint)
 
@@ -186,14 +187,14 @@ def test_a_run_from_a_checkpoint_exports_everything(checkpoint, tiny_words, tmp_
 def test_the_keys_that_say_the_dtype(keys, checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
-    config = read(source / hf.CONFIG)
+    config = read(source / CONFIG)
     del config["dtype"]
     config |= dict.fromkeys(keys, "bfloat16")
-    (source / hf.CONFIG).write_text(json.dumps(config))
+    (source / CONFIG).write_text(json.dumps(config))
     model = moetrain.load_hf(source)
     for dtype in ("auto", "float32"):
         moetrain.save_hf(model, tmp_path / dtype, dtype=dtype)
-        got = read(tmp_path / dtype / hf.CONFIG)
+        got = read(tmp_path / dtype / CONFIG)
         want = "bfloat16" if dtype == "auto" else dtype
         assert got == config | dict.fromkeys(keys or ["torch_dtype"], want)
 
@@ -202,7 +203,7 @@ def test_the_keys_that_say_the_dtype(keys, checkpoint, tmp_path):
 def test_a_dtype_that_was_asked_for(dtype, checkpoint, tmp_path):
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path, dtype=dtype)
     got, want = tensors_in(tmp_path), tensors_in(checkpoint)
-    assert read(tmp_path / hf.CONFIG)["dtype"] == dtype
+    assert read(tmp_path / CONFIG)["dtype"] == dtype
     for name, tensor in want.items():
         expected = tensor if name in EXTRA else tensor.float().to(getattr(torch, dtype))
         assert_same_bits({name: got[name]}, {name: expected})
@@ -223,7 +224,7 @@ def test_a_changed_architecture_is_written_over_the_sources(checkpoint, tmp_path
     model = moetrain.load_hf(checkpoint)
     model.arch = model.arch.model_copy(update={"max_positions": 128, "rope_theta": 5e5})
     moetrain.save_hf(model, tmp_path)
-    config = read(tmp_path / hf.CONFIG)
+    config = read(tmp_path / CONFIG)
     assert (config["max_position_embeddings"], config["rope_theta"]) == (128, 5e5)
     assert config["an_unknown_key"] == {"a": [1, None]}
     assert moetrain.load_hf(tmp_path).arch == model.arch
@@ -246,16 +247,16 @@ CONTRADICTIONS = [
 
 
 def test_tensors_that_contradict_config_json_are_refused(checkpoint, tmp_path):
-    for file in (hf.CONFIG, hf.SINGLE):
+    for file in (CONFIG, SINGLE):
         shutil.copy(checkpoint / file, tmp_path / file)
-    tensors = load_file(checkpoint / hf.SINGLE)
+    tensors = load_file(checkpoint / SINGLE)
     for name in CONTRADICTIONS:
-        save_file({**tensors, name: torch.ones(2)}, tmp_path / hf.SINGLE)
+        save_file({**tensors, name: torch.ones(2)}, tmp_path / SINGLE)
         with pytest.raises(ConfigError, match=r"config\.json; unexpected: ") as caught:
             moetrain.load_hf(tmp_path)
         assert name in caught.value.problem
-    change_json(tmp_path / hf.CONFIG, num_nextn_predict_layers=None)
-    save_file(tensors, tmp_path / hf.SINGLE)
+    change_json(tmp_path / CONFIG, num_nextn_predict_layers=None)
+    save_file(tensors, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.3\.eh_proj\.weight$"):
         moetrain.load_hf(tmp_path)
 
@@ -268,14 +269,14 @@ def test_a_source_that_is_no_longer_there(how, checkpoint, tmp_path):
     if how == "gone":
         shutil.rmtree(source)
     else:
-        save_file(tensors_in(checkpoint), source / hf.SINGLE, {"format": "np"})
+        save_file(tensors_in(checkpoint), source / SINGLE, {"format": "np"})
     with pytest.raises(ConfigError, match=r"gone or changed since it was read; .*mtp") as caught:
         moetrain.save_hf(model, out)
     assert caught.value.field == "model.path"
     assert str(source) in caught.value.problem
     own = {k: v for k, v in tensors_in(checkpoint).items() if k not in EXTRA}
     assert_same_bits(tensors_in(out), own)  # what was trained is safe
-    assert read(out / hf.CONFIG) == read(checkpoint / hf.CONFIG)
+    assert read(out / CONFIG) == read(checkpoint / CONFIG)
 
 
 def test_a_tokenizer_that_is_no_longer_there(checkpoint, tmp_path):
@@ -292,13 +293,13 @@ def test_a_tokenizer_that_is_no_longer_there(checkpoint, tmp_path):
 
 def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):
     model = moetrain.load_hf(checkpoint)
-    hf.save_hf(model, tmp_path, max_shard_bytes=20_000)
+    save_hf(model, tmp_path, max_shard_bytes=20_000)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".model-00001-of-00007.safetensors.4711.tmp").write_text("half of it")  # killed
     model.source = None
     moetrain.save_hf(model, tmp_path)
     files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
-    assert files == {hf.CONFIG, hf.SINGLE, MANIFEST, "notes.txt"}
+    assert files == {CONFIG, SINGLE, MANIFEST, "notes.txt"}
     assert {t.dtype for t in tensors_in(tmp_path).values()} == {torch.float32}
 
 
@@ -316,7 +317,7 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
     assert not (out / "additional_chat_templates").exists()
     assert (out / "LICENSE").exists()
     ids = {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 2}
-    config, generation = read(out / hf.CONFIG), read(out / hf.GENERATION)
+    config, generation = read(out / CONFIG), read(out / GENERATION)
     assert {k: config[k] for k in ids} == ids
     assert {k: generation.get(k) for k in ids} == ids
     assert generation["temperature"] == 0.6
@@ -329,9 +330,9 @@ def test_the_token_that_ended_documents_ends_generation(checkpoint, tmp_path):
     assert (files.eos_id, files.bos_id, files.pad_id) == (1, 0, 2)
     other = TokenizerFiles(files.files, eos_id=7)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path, tokenizer=other)
-    assert read(tmp_path / hf.CONFIG) == {**read(checkpoint / hf.CONFIG), "eos_token_id": 7}
-    want = {**read(checkpoint / hf.GENERATION), "eos_token_id": 7}
-    assert read(tmp_path / hf.GENERATION) == want
+    assert read(tmp_path / CONFIG) == {**read(checkpoint / CONFIG), "eos_token_id": 7}
+    want = {**read(checkpoint / GENERATION), "eos_token_id": 7}
+    assert read(tmp_path / GENERATION) == want
 
 
 def test_a_run_from_a_preset_exports_its_tokenizer(tiny_words, tmp_path):
@@ -352,8 +353,8 @@ def test_a_run_from_a_preset_exports_its_tokenizer(tiny_words, tmp_path):
     theirs = AutoTokenizer.from_pretrained(out)
     assert theirs(TEXT)["input_ids"] == trainer.data.tokenizer.encode_batch([TEXT])[0].ids.tolist()
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    assert read(out / hf.GENERATION) == ids
-    config = read(out / hf.CONFIG)
+    assert read(out / GENERATION) == ids
+    config = read(out / CONFIG)
     assert {k: config[k] for k in ids} == ids
     assert config["torch_dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16

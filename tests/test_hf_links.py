@@ -10,7 +10,9 @@ from test_data import word_tokenizer
 
 from moetrain.config import ConfigError
 from moetrain.data.tokenizer import load_tokenizer
-from moetrain.models import hf
+from moetrain.models.hf.files import CONFIG, INDEX
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
 
 SECRET = '{"private": "key"}'
 
@@ -53,7 +55,7 @@ def cached(good: Path, root: Path) -> Path:
 def published(folder: Path) -> str:
     """All text that an export of the checkpoint holds."""
     out = folder.parent / "export"
-    hf.save_hf(hf.load_hf(folder), out)
+    save_hf(load_hf(folder), out)
     kept = [p for p in out.rglob("*") if p.is_file() and p.suffix != ".safetensors"]
     return " ".join(path.read_text() for path in kept)
 
@@ -108,14 +110,14 @@ def shard_in_a_folder(folder: Path, secret: Path) -> None:
     file = min(folder.glob("*.safetensors"))
     file.rename(secret.parent / file.name)
     (folder / "sub").symlink_to(secret.parent)
-    index = (folder / hf.INDEX).read_text().replace(f'"{file.name}', f'"sub/{file.name}')
-    (folder / hf.INDEX).write_text(index)
+    index = (folder / INDEX).read_text().replace(f'"{file.name}', f'"sub/{file.name}')
+    (folder / INDEX).write_text(index)
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(instead(n) for n in ("LICENSE", hf.CONFIG, "generation_config.json", hf.INDEX)),
+        *(instead(n) for n in ("LICENSE", CONFIG, "generation_config.json", INDEX)),
         *(instead(n) for n in ("tokenizer.json", "chat_template.jinja")),
         *(relative, chain, linked_folder, through_a_folder, shard, shard_in_a_folder),
     ],
@@ -156,27 +158,27 @@ def test_other_files_of_the_cache_are_not_the_checkpoints(good, secret, tmp_path
 
 def test_a_file_that_becomes_a_link_is_not_copied(good, secret, tmp_path):
     folder = plain(good, tmp_path / "model")
-    model = hf.load_hf(folder)
+    model = load_hf(folder)
     instead("LICENSE")(folder, secret)
     with pytest.raises(ConfigError, match=r"gone or changed .* all but LICENSE"):
-        hf.save_hf(model, tmp_path / "out")
+        save_hf(model, tmp_path / "out")
     assert not (tmp_path / "out" / "LICENSE").exists()
 
 
 def test_an_export_neither_writes_nor_deletes_through_links(good, secret, tmp_path):
-    model = hf.load_hf(plain(good, tmp_path / "model"))
+    model = load_hf(plain(good, tmp_path / "model"))
     out = tmp_path / "out"
     out.mkdir()
     (out / "sub").symlink_to(secret.parent)
     (out / ".moetrain-export.json").write_text(json.dumps({"files": [f"sub/{secret.name}"]}))
-    hf.save_hf(model, out)
+    save_hf(model, out)
     assert secret.read_text() == SECRET
     templates = tmp_path / "model" / "additional_chat_templates"
     templates.mkdir()
     (templates / "id_rsa").write_text("mine")
     (out / templates.name).symlink_to(secret.parent)
     with pytest.raises(ConfigError, match="additional_chat_templates links to"):
-        hf.save_hf(hf.load_hf(tmp_path / "model"), out)
+        save_hf(load_hf(tmp_path / "model"), out)
     assert secret.read_text() == SECRET
 
 

@@ -11,10 +11,13 @@ from test_engine import WORDS
 from test_hf_weights import tensors_in
 
 from moetrain.config import Config
-from moetrain.engine import Engine
-from moetrain.models import PRESETS, build_model, init_weights, save_hf
+from moetrain.models.hf.save import save_hf
+from moetrain.models.init import init_weights
+from moetrain.models.registry import PRESETS
+from moetrain.models.transformer import build_model
 from moetrain.parallel.world import join_world
-from moetrain.preflight import resolve_run
+from moetrain.train.engine import Engine
+from moetrain.train.preflight import resolve_run
 
 SHARD_BYTES = 10_000_000
 

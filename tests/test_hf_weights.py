@@ -17,10 +17,13 @@ from test_hf_config import CASES, SIZES, config_of
 from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
-from moetrain.models import PRESETS, build_model, hf, init_weights
 from moetrain.models.hf import files, save
-from moetrain.models.hf.files import MANIFEST
-from moetrain.models.registry import FAMILIES
+from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, resolve
+from moetrain.models.hf.load import load_hf, load_weights
+from moetrain.models.hf.save import save_hf
+from moetrain.models.init import init_weights
+from moetrain.models.registry import FAMILIES, PRESETS
+from moetrain.models.transformer import build_model
 from moetrain.models.weight_map import DENSE, Piece, all_pieces
 
 transformers.logging.set_verbosity_error()
@@ -60,12 +63,12 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(case, dtype, tmp_path):
     reference = save_reference(case, tmp_path / "in", dtype)
-    model = hf.load_hf(tmp_path / "in", dtype=dtype)
-    hf.save_hf(model, tmp_path / "out")
+    model = load_hf(tmp_path / "in", dtype=dtype)
+    save_hf(model, tmp_path / "out")
     assert_same_bits(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "in"))
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
-    config = json.loads((tmp_path / "out" / hf.CONFIG).read_text())
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert again.dtype == dtype == getattr(torch, config["dtype"])
     assert torch.equal(logits(again), logits(reference))
 
@@ -73,7 +76,7 @@ def test_round_trip(case, dtype, tmp_path):
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
 def test_experts_are_stacked_as_transformers_stacks_them(case, tmp_path):
     theirs = dict(save_reference(case, tmp_path).named_parameters())
-    ours = dict(hf.load_hf(tmp_path).named_parameters())
+    ours = dict(load_hf(tmp_path).named_parameters())
     for i in range(SIZES["num_hidden_layers"]):
         experts = f"model.layers.{i}.mlp.experts"
         for name, their_name in (("w_gate_up", "gate_up_proj"), ("w_down", "down_proj")):
@@ -83,9 +86,9 @@ def test_experts_are_stacked_as_transformers_stacks_them(case, tmp_path):
 
 def test_bf16_checkpoint_is_exact_in_fp32(tmp_path):
     save_reference("qwen3_moe", tmp_path / "in", torch.bfloat16)
-    model = hf.load_hf(tmp_path / "in")
+    model = load_hf(tmp_path / "in")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    hf.save_hf(model, tmp_path / "out")
+    save_hf(model, tmp_path / "out")
     narrowed = {k: v.bfloat16() for k, v in tensors_in(tmp_path / "out").items()}
     assert_same_bits(narrowed, tensors_in(tmp_path / "in"))
 
@@ -93,10 +96,10 @@ def test_bf16_checkpoint_is_exact_in_fp32(tmp_path):
 def test_shards(tmp_path):
     save_reference("qwen3_moe", tmp_path / "in", max_shard_size="8KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
-    model = hf.load_hf(tmp_path / "in")
+    model = load_hf(tmp_path / "in")
     out = tmp_path / "out"
-    hf.save_hf(model, out, max_shard_bytes=8000)
-    index = json.loads((out / hf.INDEX).read_text())
+    save_hf(model, out, max_shard_bytes=8000)
+    index = json.loads((out / INDEX).read_text())
     files = sorted(out.glob("*.safetensors"))
     assert [f.name for f in files] == sorted(set(index["weight_map"].values()))
     for file in files:
@@ -111,20 +114,20 @@ def test_shards(tmp_path):
 
 def test_saving_again_leaves_no_stale_file(tmp_path):
     save_reference("llama", tmp_path / "in")
-    model, out = hf.load_hf(tmp_path / "in"), tmp_path / "out"
-    hf.save_hf(model, out)
+    model, out = load_hf(tmp_path / "in"), tmp_path / "out"
+    save_hf(model, out)
     (out / "tokenizer.json").write_text("{}")
-    hf.save_hf(model, out, max_shard_bytes=8000)
-    assert not (out / hf.SINGLE).exists()  # a reader would prefer it to the shards
-    hf.save_hf(model, out)
-    written = {hf.CONFIG, hf.GENERATION, hf.SINGLE, MANIFEST}
+    save_hf(model, out, max_shard_bytes=8000)
+    assert not (out / SINGLE).exists()  # a reader would prefer it to the shards
+    save_hf(model, out)
+    written = {CONFIG, GENERATION, SINGLE, MANIFEST}
     assert {f.name for f in out.iterdir()} == {*written, "tokenizer.json"}
 
 
 def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     save_reference("llama", tmp_path / "in")
-    model, out = hf.load_hf(tmp_path / "in"), tmp_path / "out"
-    hf.save_hf(model, out)
+    model, out = load_hf(tmp_path / "in"), tmp_path / "out"
+    save_hf(model, out)
     before = {f.name: f.read_bytes() for f in out.iterdir()}
 
     def fail(tensors, path, metadata):
@@ -133,48 +136,55 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(save, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        hf.save_hf(model, out)
+        save_hf(model, out)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
 
 
 def test_router_bias_is_kept_on_load_and_named_on_save(tmp_path, caplog):
     save_reference("qwen3_moe", tmp_path)
-    model = hf.load_hf(tmp_path)
+    model = load_hf(tmp_path)
     bias_E = torch.arange(5.0)
     model.get_submodule("layers.0.moe.router").register_buffer("bias", bias_E.clone())
-    hf.load_weights(model, tmp_path)
+    load_weights(model, tmp_path)
     assert torch.equal(model.get_buffer("layers.0.moe.router.bias"), bias_E)
-    hf.save_hf(model, tmp_path / "out")
+    save_hf(model, tmp_path / "out")
     assert "layers.0.moe.router.bias" in caplog.text
     assert_same_bits(tensors_in(tmp_path / "out"), tensors_in(tmp_path))
 
 
 def test_redundant_head_of_a_tied_checkpoint(tmp_path):
     save_reference("qwen2 tied", tmp_path)
-    tensors = load_file(tmp_path / hf.SINGLE)
+    tensors = load_file(tmp_path / SINGLE)
     head = tensors["model.embed_tokens.weight"].clone()
-    save_file({**tensors, "lm_head.weight": head}, tmp_path / hf.SINGLE)
-    model = hf.load_hf(tmp_path)
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE)
+    model = load_hf(tmp_path)
     assert model.lm_head is None
     assert torch.equal(model.embed.weight, head)
     head[0, 0] += 1
-    save_file({**tensors, "lm_head.weight": head}, tmp_path / hf.SINGLE)
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=r"^model\.path: .*lm_head\.weight differs"):
-        hf.load_hf(tmp_path)
+        load_hf(tmp_path)
 
 
 def test_rotary_frequencies_in_a_file_are_skipped(tmp_path):
     save_reference("llama", tmp_path)
-    tensors = load_file(tmp_path / hf.SINGLE)
+    tensors = load_file(tmp_path / SINGLE)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    save_file({**tensors, **extra}, tmp_path / hf.SINGLE)
-    hf.load_hf(tmp_path)
+    save_file({**tensors, **extra}, tmp_path / SINGLE)
+    load_hf(tmp_path)
 
 
 _MEASURE = """
 import sys, threading
 import torch
-from moetrain.models import hf
+from moetrain.models.hf.files import CONFIG
+from moetrain.models.hf.files import GENERATION
+from moetrain.models.hf.files import INDEX
+from moetrain.models.hf.files import SINGLE
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.load import load_weights
+from moetrain.models.hf.files import resolve
+from moetrain.models.hf.save import save_hf
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -191,7 +201,7 @@ done, start = threading.Event(), anonymous()
 peak = start
 thread = threading.Thread(target=sample)
 thread.start()
-model = hf.load_hf(sys.argv[1])
+model = load_hf(sys.argv[1])
 done.set()
 thread.join()
 print(max(peak, anonymous()) - start, sum(p.nbytes for p in model.parameters()))
@@ -205,7 +215,7 @@ def test_loading_needs_the_model_and_one_tensor(tmp_path):
     )
     model = build_model(arch).bfloat16()
     init_weights(model, std=0.02, seed=0)
-    hf.save_hf(model, tmp_path, max_shard_bytes=20_000_000)
+    save_hf(model, tmp_path, max_shard_bytes=20_000_000)
     largest = max(t.nbytes for t in tensors_in(tmp_path).values())
     command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
@@ -217,16 +227,16 @@ def test_loading_needs_the_model_and_one_tensor(tmp_path):
 # Bad checkpoints.
 def _edit_tensors(edit):
     def apply(folder: Path) -> None:
-        tensors = load_file(folder / hf.SINGLE)
+        tensors = load_file(folder / SINGLE)
         edit(tensors)
-        save_file(tensors, folder / hf.SINGLE)
+        save_file(tensors, folder / SINGLE)
 
     return apply
 
 
 def _shard_then(action):
     def apply(folder: Path) -> None:
-        hf.save_hf(hf.load_hf(folder), folder, max_shard_bytes=8000)
+        save_hf(load_hf(folder), folder, max_shard_bytes=8000)
         action(folder)
 
     return apply
@@ -260,19 +270,19 @@ BAD_FOLDERS = {
         _edit_tensors(lambda t: t.update({Q_BIAS: t.pop(K_PROJ)})),
         rf"missing: model\.layers\.1\.self_attn\.k_proj\.weight; unexpected: {re.escape(Q_BIAS)}$",
     ),
-    "truncated data": (lambda f: _truncate(f / hf.SINGLE, 9000), "damaged or cut short"),
-    "truncated header": (lambda f: _truncate(f / hf.SINGLE, 100), "damaged or cut short"),
-    "empty file": (lambda f: _truncate(f / hf.SINGLE, 0), "damaged or cut short"),
-    "no weights": (lambda f: (f / hf.SINGLE).unlink(), "neither model.safetensors nor"),
+    "truncated data": (lambda f: _truncate(f / SINGLE, 9000), "damaged or cut short"),
+    "truncated header": (lambda f: _truncate(f / SINGLE, 100), "damaged or cut short"),
+    "empty file": (lambda f: _truncate(f / SINGLE, 0), "damaged or cut short"),
+    "no weights": (lambda f: (f / SINGLE).unlink(), "neither model.safetensors nor"),
     "absent shard": (
         _shard_then(lambda f: next(f.glob("*-00002-of-*")).unlink()),
         r"names model-00002-of-\d+\.safetensors, absent",
     ),
-    "truncated index": (_shard_then(lambda f: _truncate(f / hf.INDEX, 50)), "not JSON"),
-    "index of nothing": (_shard_then(lambda f: (f / hf.INDEX).write_text("{}")), "no weight_map"),
-    "no config": (lambda f: (f / hf.CONFIG).unlink(), r"no config\.json"),
-    "truncated config": (lambda f: _truncate(f / hf.CONFIG, 50), "not JSON"),
-    "config is a list": (lambda f: (f / hf.CONFIG).write_text("[]"), "holds a list"),
+    "truncated index": (_shard_then(lambda f: _truncate(f / INDEX, 50)), "not JSON"),
+    "index of nothing": (_shard_then(lambda f: (f / INDEX).write_text("{}")), "no weight_map"),
+    "no config": (lambda f: (f / CONFIG).unlink(), r"no config\.json"),
+    "truncated config": (lambda f: _truncate(f / CONFIG, 50), "not JSON"),
+    "config is a list": (lambda f: (f / CONFIG).write_text("[]"), "holds a list"),
 }
 
 
@@ -290,21 +300,21 @@ def test_bad_folder_is_one_clear_error(case, good_folder, tmp_path):
     spoil, message = BAD_FOLDERS[case]
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=message) as caught:
-        hf.load_hf(tmp_path)
+        load_hf(tmp_path)
     assert caught.value.field == "model.path"
     assert str(tmp_path) in caught.value.problem
     assert "\n" not in str(caught.value)
 
 
 def test_nothing_is_copied_before_everything_is_checked(good_folder, tmp_path):
-    model = hf.load_hf(good_folder)
+    model = load_hf(good_folder)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    (tmp_path / hf.CONFIG).write_bytes((good_folder / hf.CONFIG).read_bytes())
-    tensors = {k: torch.zeros_like(v) for k, v in load_file(good_folder / hf.SINGLE).items()}
+    (tmp_path / CONFIG).write_bytes((good_folder / CONFIG).read_bytes())
+    tensors = {k: torch.zeros_like(v) for k, v in load_file(good_folder / SINGLE).items()}
     del tensors[K_PROJ]
-    save_file(tensors, tmp_path / hf.SINGLE)
+    save_file(tensors, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match="missing"):
-        hf.load_weights(model, tmp_path)
+        load_weights(model, tmp_path)
     assert_same_bits(model.state_dict(), before)
 
 
@@ -339,13 +349,13 @@ def use_hub(monkeypatch):
 
 def test_resolve_fetches_only_what_is_not_there(good_folder, tmp_path, use_hub):
     hub = use_hub(cache=good_folder, hub=None)
-    assert hf.resolve("org/name") == good_folder
+    assert resolve("org/name") == good_folder
     assert hub.downloads == 0
-    (tmp_path / hf.CONFIG).write_text("{}")  # the cache holds no weights
+    (tmp_path / CONFIG).write_text("{}")  # the cache holds no weights
     hub = use_hub(cache=tmp_path, hub=good_folder)
-    assert hf.resolve("org/name") == good_folder
+    assert resolve("org/name") == good_folder
     assert hub.downloads == 1
-    assert hf.resolve(str(good_folder)) == good_folder
+    assert resolve(str(good_folder)) == good_folder
     assert hub.downloads == 1
 
 
@@ -356,9 +366,9 @@ def test_only_one_process_downloads_and_all_meet_at_the_barrier(good_folder, use
     def wait_for_downloader():
         calls.append("other")
         assert hub.downloads == 0
-        assert hf.resolve("org/name", barrier=lambda: calls.append("downloader")) == good_folder
+        assert resolve("org/name", barrier=lambda: calls.append("downloader")) == good_folder
 
-    got = hf.resolve("org/name", is_downloader=False, barrier=wait_for_downloader)
+    got = resolve("org/name", is_downloader=False, barrier=wait_for_downloader)
     assert got == good_folder
     assert calls == ["other", "downloader"]
     assert hub.downloads == 1
@@ -369,7 +379,7 @@ def test_failed_download_still_reaches_the_barrier(is_downloader, use_hub):
     use_hub(cache=None, hub=None)
     calls = []
     with pytest.raises(ConfigError) as caught:
-        hf.resolve("org/name", is_downloader=is_downloader, barrier=lambda: calls.append(1))
+        resolve("org/name", is_downloader=is_downloader, barrier=lambda: calls.append(1))
     assert calls == [1]
     assert "org/name" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -379,7 +389,7 @@ def test_failed_download_still_reaches_the_barrier(is_downloader, use_hub):
 def test_unknown_path_or_id(name, monkeypatch, tmp_path):
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"^model\.path: .*no such folder") as caught:
-        hf.resolve(name)
+        resolve(name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from distributed import spawn
 
-from moetrain import Config, ConfigError, Trainer, host_memory
-from moetrain.host_memory import Room, check_host, host_takes, room_here
-from moetrain.memory import GIB, estimate_memory
+from moetrain import Config, ConfigError, Trainer
+from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
-from moetrain.preflight import resolve_run
-from moetrain.train import main
+from moetrain.train import host_memory
+from moetrain.train.host_memory import Room, check_host, host_takes, room_here
+from moetrain.train.memory import GIB, estimate_memory
+from moetrain.train.preflight import resolve_run
 
 KIB = 1024
 

@@ -12,19 +12,19 @@ from deaths import dying
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
-from moetrain.engine import Engine
-from moetrain.jobs import desk as desk_module
 from moetrain.jobs import journal
+from moetrain.jobs import session as desk_module
 from moetrain.jobs.journal import Full
 from moetrain.jobs.requests import BadRequest
 from moetrain.jobs.service import Service, Unknown
-from moetrain.loss import Pretraining
-from moetrain.optim import AdamW
+from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
-from moetrain.preflight import resolve_run
 from moetrain.rl.rows import pack
 from moetrain.rollout import Generator
+from moetrain.train.engine import Engine
+from moetrain.train.objectives import Pretraining
+from moetrain.train.preflight import resolve_run
 
 WORDS = [
     "model.hidden_size=16",
@@ -169,7 +169,7 @@ def test_nothing_is_built_twice(tmp_path, monkeypatch):
 
         monkeypatch.setattr(kind, "__init__", count)
     with Service(config_of(tmp_path)) as service:
-        engine, model = service.desk.engine, service.desk.generator.model
+        engine, model = service.session.engine, service.session.generator.model
 
         def addresses():
             parts = [p.tensor for group in engine.state().values() for p in group.values()]
@@ -406,7 +406,7 @@ def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
 
 def rules_of(service):
     """Everything that no job may change, and that one may leave behind."""
-    engine, generator = service.desk.engine, service.desk.generator
+    engine, generator = service.session.engine, service.session.generator
     frozen = [m.local for m in engine.fsdp.members.values() if not m.rule.trainable]
     bits = [hashlib.sha256(x.view(-1).view(torch.uint8).numpy()).hexdigest() for x in frozen]
     pages = generator.pages
@@ -561,7 +561,7 @@ def test_generation_is_given_up_between_two_tokens(tmp_path, monkeypatch):
         service.turn()
         assert waiting.result(0) == {"error": "cancelled"}
         assert len(calls) == 3
-        assert not service.desk.generator.is_busy
+        assert not service.session.generator.is_busy
 
 
 BAD = [

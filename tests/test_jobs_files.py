@@ -7,12 +7,12 @@ import pytest
 from deaths import dying
 from test_jobs import config_of
 
+from moetrain.cli.jobs import run
 from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.engine import Engine
-from moetrain.jobs.__main__ import run
 from moetrain.jobs.run import JobRun
 from moetrain.jobs.service import Service
-from moetrain.trainer import Trainer
+from moetrain.train.engine import Engine
+from moetrain.train.trainer import Trainer
 
 WORDS = ["model.vocab_size=264", "jobs.port=none"]
 FILE = """\

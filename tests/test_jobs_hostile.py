@@ -56,7 +56,7 @@ def test_nothing_of_a_job_is_left_in_the_cache(service):
     """Kernels read pages whole, and NaN there is no better for a weight of 0."""
     body = {"prompts": [text_of(1, 30)], "max_tokens": 20, "n": 4}
     service.ask(blown_up(service), "sample", body)
-    caches = service.desk.generator.steps.caches
+    caches = service.session.generator.steps.caches
     assert not all(cache.values_PZGd.isfinite().all() for cache in caches)
     asker(service, service.create()["id"])("sample", body | {"n": 1})
     for cache in caches:
@@ -117,11 +117,11 @@ def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
         waiting = service.answer(name, service.submit(name, *STEP))
         again, served = journal.Journal.serve_again, []
 
-        def cancel(self, number, desk):
+        def cancel(self, number, session):
             served.append(number)
             if number == 3:
                 service.cancel(name)
-            again(self, number, desk)
+            again(self, number, session)
 
         monkeypatch.setattr(journal.Journal, "serve_again", cancel)
         assert service.turn()

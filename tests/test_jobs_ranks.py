@@ -10,10 +10,10 @@ from distributed import spawn
 from test_jobs import Course, adapter_of, asker, config_of
 from test_jobs_server import Process
 
-from moetrain.jobs.desk import Desk
 from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
-from moetrain.preflight import resolve_run
+from moetrain.jobs.session import JobSession
+from moetrain.train.preflight import resolve_run
 
 SEEDS = (0, 1, 3)
 
@@ -27,7 +27,7 @@ def serve(folder, runs, failing=False):
     for number, (words, seeds) in enumerate(runs):
         config = config_of(f"{folder}/{number}", *words)
         if dist.get_rank() > 0:
-            follow(Desk(*resolve_run(config)))
+            follow(JobSession(*resolve_run(config)))
             continue
         with Service(config) as service:
             names = {seed: service.create(seed=seed)["id"] for seed in seeds}
@@ -37,7 +37,7 @@ def serve(folder, runs, failing=False):
                 live = [course for course in live if course.go_on()]
                 if failing and number == 0:
                     fail(service, bad)
-        dismiss(service.desk)
+        dismiss(service.session)
         at = config.output_dir
         found.append({s: (courses[s].results, adapter_of(at, names[s])) for s in seeds})
     return found
@@ -47,11 +47,11 @@ def fail(service, name):
     """What another job may get wrong."""
     service.ask(name, "forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
     assert "no save 'x'" in service.ask(name, "load", {"name": "x"})["error"]
-    forward_backward = service.desk.engine.forward_backward
-    service.desk.engine.forward_backward = lambda *args: forward_backward(*args) and 1 / 0
+    forward_backward = service.session.engine.forward_backward
+    service.session.engine.forward_backward = lambda *args: forward_backward(*args) and 1 / 0
     answer = service.ask(name, "forward_backward", {"data": [{"tokens": [1, 2, 3]}]})
     assert "ZeroDivisionError" in answer["error"]
-    del service.desk.engine.forward_backward
+    del service.session.engine.forward_backward
 
 
 INTERLEAVED = "parallel.pp=2 parallel.pp_schedule=interleaved_1f1b model.num_layers=4"

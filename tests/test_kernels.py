@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moetrain.kernels
 from moetrain.kernels import SPECS
-from moetrain.kernels.reduction import block_squares, sum_chunks
+from moetrain.kernels.optim.reduction import block_squares, sum_chunks
 from moetrain.kernels.spec import (
     Case,
     Inputs,
@@ -34,20 +34,21 @@ from moetrain.kernels.spec import (
 # wrappers of torch's and cuDNN's operators, parts of other files' kernels; and what generation
 # alone uses, neither differentiated nor compiled (tests/test_exact.py).
 NOT_KERNELS = {
-    "ahead",
-    "attention",
-    "backend",
-    "cudnn_attention",
-    "exact_attention",
-    "few_rows",
-    "grouped_mm",
-    "portable_triton",
-    "router_kernels",
-    "saving",
-    "scaled_mm",
-    "spec",
-    "token_choice",
-    "vocabulary_chunk",
+    "moetrain.kernels.ahead",
+    "moetrain.kernels.annotate",
+    "moetrain.kernels.attention.attention",
+    "moetrain.kernels.attention.cudnn",
+    "moetrain.kernels.attention.exact",
+    "moetrain.kernels.backend",
+    "moetrain.kernels.experts.grouped_mm",
+    "moetrain.kernels.experts.router_triton",
+    "moetrain.kernels.loss.sampling",
+    "moetrain.kernels.loss.vocabulary_chunk",
+    "moetrain.kernels.quant.scaled_mm",
+    "moetrain.kernels.saving",
+    "moetrain.kernels.small_m",
+    "moetrain.kernels.spec",
+    "moetrain.kernels.triton",
 }
 
 
@@ -236,11 +237,12 @@ def test_bad_input_is_refused(spec):
 
 
 def test_every_kernel_file_has_a_spec():
-    files = {module.name for module in pkgutil.iter_modules(moetrain.kernels.__path__)}
+    walked = pkgutil.walk_packages(moetrain.kernels.__path__, "moetrain.kernels.")
+    files = {module.name for module in walked if not module.ispkg}
     listed = []
     for name in files - NOT_KERNELS:
-        module = importlib.import_module(f"moetrain.kernels.{name}")
-        assert getattr(module, "SPECS", ()), f"{name}.py lists no KernelSpec in SPECS"
+        module = importlib.import_module(name)
+        assert getattr(module, "SPECS", ()), f"{name} lists no KernelSpec in SPECS"
         listed.extend(module.SPECS)
     assert {spec.name for spec in listed} == {spec.name for spec in SPECS}
     assert len({spec.name for spec in SPECS}) == len(SPECS)
@@ -248,7 +250,7 @@ def test_every_kernel_file_has_a_spec():
 
 def test_every_custom_op_is_in_a_spec():
     (folder,) = moetrain.kernels.__path__
-    sources = "".join(path.read_text() for path in Path(folder).glob("*.py"))
+    sources = "".join(path.read_text() for path in Path(folder).rglob("*.py"))
     defined = set(re.findall(r'custom_op\(\s*"(\w+::\w+)"', sources))
     wrapped = {"moetrain::grouped_mm", "moetrain::grouped_outer"}  # torch's, checked below
     assert defined - wrapped == {op._opoverload.name() for spec in SPECS for op in spec.ops}
@@ -303,7 +305,7 @@ def test_everything_runs_on_a_cpu_without_triton():
     code = """
 import sys
 sys.modules["triton"] = None  # as where there is no wheel of it
-import torch, moetrain.sample
+import torch, moetrain.rollout.sample
 from moetrain.kernels import expert_mlp, swiglu
 print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
 """

@@ -15,18 +15,18 @@ from command_lines import settled
 from distributed import fork_server
 from torch.distributed import TCPStore
 
-from moetrain import launch
+from moetrain.cli import launch
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.config_sources import LaunchedPlace, read_place
-from moetrain.parallel.meeting import find_ranks
-from moetrain.train import main
+from moetrain.config.sources import LaunchedPlace, read_place
+from moetrain.parallel.rendezvous import find_ranks
 
 # What ranks run: the real command line, with a trainer that does what it is told.
 RANK = """
 import glob, os, signal, sys, time, types
-import moetrain.rank, moetrain.train
+import moetrain.cli.rank, moetrain.cli.train
 from moetrain.config import ConfigError, RunFailed
-from moetrain.train import main
+from moetrain.cli.train import main
 
 rank, folder = int(os.environ["RANK"]), sys.argv[2]
 
@@ -81,13 +81,13 @@ class Trainer:
 
 def at_the_gate(file):
     open(os.path.join(folder, f"gate{rank}.{os.getpid()}"), "w").close()
-    moetrain.rank.pass_gate(file)
+    moetrain.cli.rank.pass_gate(file)
 
 
-moetrain.train.pass_gate = at_the_gate
-module = types.ModuleType("moetrain.sample")
+moetrain.cli.train.pass_gate = at_the_gate
+module = types.ModuleType("moetrain.rollout.sample")
 module.Trainer = Trainer
-sys.modules["moetrain.sample"] = module
+sys.modules["moetrain.rollout.sample"] = module
 sys.exit(main([]))
 """
 
@@ -96,9 +96,9 @@ MEETING = """
 import sys, types
 import torch
 import torch.distributed as dist
-from moetrain.models import resolve_architecture
+from moetrain.models.presets import resolve_architecture
 from moetrain.parallel.world import join_world
-from moetrain.train import main
+from moetrain.cli.train import main
 
 
 class Trainer:
@@ -115,9 +115,9 @@ class Trainer:
         dist.all_reduce(one)
 
 
-module = types.ModuleType("moetrain.sample")
+module = types.ModuleType("moetrain.rollout.sample")
 module.Trainer = Trainer
-sys.modules["moetrain.sample"] = module
+sys.modules["moetrain.rollout.sample"] = module
 sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
 """
 
@@ -125,12 +125,12 @@ sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_bat
 PATIENCE = """
 import sys, time, types
 from datetime import timedelta
-from moetrain.models import resolve_architecture
-from moetrain.parallel import meeting, world
-from moetrain.train import main
+from moetrain.models.presets import resolve_architecture
+from moetrain.parallel import rendezvous, world
+from moetrain.cli.train import main
 
-meeting.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
-meeting.BEAT_SECONDS = 0.2
+rendezvous.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
+rendezvous.BEAT_SECONDS = 0.2
 
 
 class Trainer:
@@ -140,19 +140,19 @@ class Trainer:
     def fit(self):
         if self.world.is_main:
             time.sleep(5)  # tokenises
-        self.world.wait()
-        text = self.world.share("from 0" if self.world.is_main else "from 1")
-        self.world.wait()
+        self.world.barrier()
+        text = self.world.broadcast("from 0" if self.world.is_main else "from 1")
+        self.world.barrier()
         if self.world.rank == 1:
             print(text, flush=True)
-            self.world.meeting.end()  # as if it were gone
+            self.world.rendezvous.end()  # as if it were gone
             time.sleep(600)
-        self.world.wait()
+        self.world.barrier()
 
 
-module = types.ModuleType("moetrain.sample")
+module = types.ModuleType("moetrain.rollout.sample")
 module.Trainer = Trainer
-sys.modules["moetrain.sample"] = module
+sys.modules["moetrain.rollout.sample"] = module
 sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 """
 
@@ -431,7 +431,7 @@ def test_a_bad_layout_is_one_line_of_the_launcher(
 ):
     if "model.preset=qwen3-0.6b" in words:
         tiny_words = [word for word in tiny_words if not word.startswith("model.")]
-    monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: call[-1]())
+    monkeypatch.setattr("moetrain.cli.launch.start_ranks", lambda *call: call[-1]())
     base = ["train.global_batch_size=8", "launch.nproc=4"]
     assert main(settled([*tiny_words, *base, *words])) == 2
     out, error = capsys.readouterr()
@@ -443,7 +443,9 @@ def test_a_bad_layout_is_one_line_of_the_launcher(
 
 def test_the_launcher_gets_the_words_as_they_came(tiny_words, monkeypatch):
     started = []
-    monkeypatch.setattr("moetrain.launch.start_ranks", lambda *call: started.append(call[:3]) or 7)
+    monkeypatch.setattr(
+        "moetrain.cli.launch.start_ranks", lambda *call: started.append(call[:3]) or 7
+    )
     words = ["debug", *settled([*tiny_words, "train.global_batch_size=8"]), "--launch.nproc", "4"]
     assert main(words) == 7
     assert started == [(["-m", "moetrain.train", *words], 4, 0)]

@@ -17,22 +17,18 @@ from test_engine import (
 )
 from torch.nn import functional as F
 
-from moetrain.checkpoint.__main__ import main as checkpoint_command
+from moetrain.cli.checkpoint import main as checkpoint_command
 from moetrain.config import Config, ConfigError
-from moetrain.config_sections import LoraSection
-from moetrain.data import IGNORE_INDEX
-from moetrain.memory import estimate_memory
-from moetrain.models import (
-    build_model,
-    compile_blocks,
-    load_balancing_loss,
-    resolve_architecture,
-    router_z_loss,
-)
+from moetrain.config.sections import LoraSection
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.moe import load_balancing_loss, router_z_loss
+from moetrain.models.presets import resolve_architecture
 from moetrain.models.rules import is_adapter
+from moetrain.models.transformer import build_model, compile_blocks
 from moetrain.parallel import apply
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.trainer import Trainer
+from moetrain.train.memory import estimate_memory
+from moetrain.train.trainer import Trainer
 
 TOLERANCE = 1e-5
 MICRO = 2

@@ -11,7 +11,10 @@ from test_engine import make_engine, weights_of
 from test_lora import BASE, EVERYTHING, MICRO, adapted, base_of
 
 from moetrain.config import ConfigError
-from moetrain.models import attach_peft, load_hf, merge, save_hf, unmerge
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
+from moetrain.models.hf.save import save_hf
+from moetrain.models.lora import merge, unmerge
 from moetrain.models.rules import is_adapter
 
 TOKENS_BS = torch.arange(24).view(2, 12)

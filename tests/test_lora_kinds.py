@@ -10,7 +10,8 @@ from test_lora import base_of
 from test_lora_files import TOKENS_BS, save_adapters, save_base
 
 from moetrain.config import ConfigError
-from moetrain.models import attach_peft, load_hf
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 

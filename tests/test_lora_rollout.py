@@ -6,11 +6,12 @@ from distributed import spawn
 from test_engine import train, weights_of
 from test_lora import EVERYTHING, MICRO, adapted
 
+from moetrain.cli.generate import main as generate
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
-from moetrain.generate import main as generate
-from moetrain.models import build_model, save_hf
+from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import is_adapter
+from moetrain.models.transformer import build_model
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.hardware import GIB, GPUS
-from moetrain.memory import check_memory, estimate_memory
-from moetrain.models import resolve_architecture
+from moetrain.config.hardware import GIB, GPUS
+from moetrain.models.presets import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train import main
+from moetrain.train.memory import check_memory, estimate_memory
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random

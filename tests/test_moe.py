@@ -7,22 +7,25 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
-from moetrain.kernels import permute, router_logits, unpermute
-from moetrain.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
-from moetrain.models import (
-    Architecture,
+from moetrain.kernels.experts.permutation import permute, unpermute
+from moetrain.kernels.experts.router_logits import router_logits
+from moetrain.models.architecture import Architecture
+from moetrain.models.init import init_weights
+from moetrain.models.layers import Context
+from moetrain.models.moe import (
     LocalDispatcher,
+    MoE,
+    RoutedExperts,
+    Router,
     RoutingStats,
-    build_model,
-    init_weights,
     load_balancing_loss,
-    make_architecture,
     router_z_loss,
-    set_recomputation,
     update_router_bias,
 )
-from moetrain.models.layers import Context
-from moetrain.models.moe import MoE, RoutedExperts, Router
+from moetrain.models.recompute import set_recomputation
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import build_model
+from moetrain.train.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
 
 ARCH = make_architecture(
     family="qwen3_moe",

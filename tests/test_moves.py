@@ -13,11 +13,11 @@ from checkpoints import tensors_of
 from distributed import spawn
 from test_parallel import TOLERANCE, words_of
 
-from moetrain import engine as engine_module
 from moetrain.config import Config
-from moetrain.metrics import SilentLog
-from moetrain.optim import build_optimizer
-from moetrain.trainer import Trainer
+from moetrain.optim.adamw import build_optimizer
+from moetrain.train import engine as engine_module
+from moetrain.train.metrics import SilentLog
+from moetrain.train.trainer import Trainer
 
 LAYOUTS = {
     "one": (1, []),

@@ -23,15 +23,15 @@ from test_engine import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.engine import OFFLOADED
-from moetrain.memory import estimate_memory
-from moetrain.optim import MOMENTS
+from moetrain.optim.adamw import MOMENTS
 from moetrain.optim.host import HostUpdates
-from moetrain.parallel.arena import Arena, Away
-from moetrain.parallel.bucket import Bucket
-from moetrain.parallel.shard import _chosen
+from moetrain.parallel.fsdp.bucket import Bucket
+from moetrain.parallel.fsdp.shard import _chosen
+from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
-from moetrain.preflight import resolve_run
+from moetrain.train.engine import OFFLOADED
+from moetrain.train.memory import estimate_memory
+from moetrain.train.preflight import resolve_run
 
 MICRO = 4
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]
@@ -88,7 +88,7 @@ def disturb(what, engine, where):
     before = identity_of(engine)
     engine.offload(*what)
     if where == "between" and "gradients" in (what or OFFLOADED):
-        with pytest.raises(Away, match="are offloaded"):
+        with pytest.raises(OffloadedError, match="are offloaded"):
             engine.step(1e-2)
     engine.reload()
     assert identity_of(engine) == before
@@ -154,7 +154,7 @@ def test_what_needs_something_that_is_away_says_so(tmp_path):
         engine.offload(what)
         engine.offload(what)  # twice is once
         for call in calls:
-            with pytest.raises(Away, match=f"{what} are offloaded: call Engine.reload"):
+            with pytest.raises(OffloadedError, match=f"{what} are offloaded: call Engine.reload"):
                 call()
         engine.reload()
     engine.reload()
@@ -208,11 +208,11 @@ def test_an_arena_that_is_not_fixed_forgets_what_nobody_holds():
     kept.copy_(torch.arange(3))
     del gone
     gc.collect()
-    arena.leave(None)
+    arena.offload(None)
     assert len(arena._gone) == 1
-    with pytest.raises(Away):
+    with pytest.raises(OffloadedError):
         arena.empty(1, torch.float32)
-    arena.come_back(None)
+    arena.reload(None)
     assert kept.tolist() == [0, 1, 2]
 
 
@@ -280,15 +280,15 @@ def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
     address = tensor.data_ptr()
     assert before - free_now() >= numel
     stream = torch.cuda.Stream()
-    arena.leave(stream)
+    arena.offload(stream)
     assert before - free_now() < 16 << 20
     torch.cuda.empty_cache()  # or what torch holds would come free while it makes room for the hog
     hog = torch.empty(free_now() - (128 << 20), dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError):
-        arena.come_back(stream)
+        arena.reload(stream)
     assert arena.is_away
     del hog  # torch's allocator keeps it; the arena has it given back
-    arena.come_back(stream)
+    arena.reload(stream)
     arena.need()
     assert tensor.data_ptr() == address
     assert bool((tensor == 7).all())

@@ -7,8 +7,8 @@ import torch
 from test_activation_offload import CPU, slow_links, small_pages
 from torch import nn
 
-from moetrain.parallel import activation_offload
-from moetrain.parallel.activation_offload import ActivationOffload, HostCopy, HostPages, stays
+from moetrain.parallel.offload import activations as activation_offload
+from moetrain.parallel.offload.activations import ActivationOffload, HostCopy, HostPages, stays
 
 
 @pytest.fixture(autouse=True)
@@ -145,14 +145,19 @@ class Races:
     def __init__(self, patch):
         self.current = Stream()
         self.accesses, self.num_copies, self.found = {}, 0, set()
-        empty, copy, leave, storage = torch.empty, HostPages._copy, HostCopy.leave, HostCopy.storage
+        empty, copy, leave, storage = (
+            torch.empty,
+            HostPages._copy,
+            HostCopy.offload,
+            HostCopy.storage,
+        )
         delete = HostCopy.__del__
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "stream", nullcontext)
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
         patch.setattr(HostPages, "_copy", lambda *args: self.copied(copy, *args))
-        patch.setattr(HostCopy, "leave", lambda one: self.used(leave, one, lambda: one.stream))
+        patch.setattr(HostCopy, "offload", lambda one: self.used(leave, one, lambda: one.stream))
         patch.setattr(HostCopy, "__del__", lambda one: self.used(delete, one, lambda: one.stream))
         patch.setattr(
             HostCopy, "storage", lambda one: self.used(storage, one, lambda: self.current)
@@ -271,9 +276,9 @@ def test_auto_fills_the_link_and_no_more(x):
     left = []
 
     class Count(HostCopy):
-        def leave(self):
+        def offload(self):
             left.append(done._clock)
-            super().leave()
+            super().offload()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "HostCopy", Count)

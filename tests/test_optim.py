@@ -7,12 +7,12 @@ from test_engine import ROWS, make_batches, make_engine, objective_of, train, we
 from test_kernels import devices
 
 from moetrain.config import ConfigError
-from moetrain.kernels.adamw import BLOCK, Settings, adamw, adamw_rates
-from moetrain.optim import MOMENTS
-from moetrain.parallel import bucket as bucket_module
+from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_rates
+from moetrain.optim.adamw import MOMENTS
 from moetrain.parallel.apply import draw_values
-from moetrain.parallel.bucket import aligned
-from moetrain.snapshot import state_bytes
+from moetrain.parallel.fsdp import bucket as bucket_module
+from moetrain.parallel.fsdp.bucket import aligned
+from moetrain.train.snapshot import state_bytes
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 import moetrain
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.loss import routing_losses
-from moetrain.metrics import SilentLog, read_metrics
 from moetrain.parallel import apply, mesh
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import SilentLog, read_metrics
+from moetrain.train.objectives import routing_losses
+from moetrain.train.trainer import Trainer
 
 STEPS = 3
 TOLERANCE = 1e-5

@@ -11,10 +11,10 @@ import torch
 from distributed import spawn
 from test_compile import MOE, batch, compile_counting, fresh_model
 
-from moetrain.annotate import annotate, annotate_backward
 from moetrain.config import Config, ConfigError
-from moetrain.profiling import new_profiler
-from moetrain.trainer import Trainer
+from moetrain.kernels.annotate import annotate, annotate_backward
+from moetrain.train.profiling import new_profiler
+from moetrain.train.trainer import Trainer
 
 STEPS = ["log.profile=2", "log.profile_after=1", "train.steps=5"]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moetrain.config import Config, ConfigError
-from moetrain.config_rl import RlSection
+from moetrain.config.rl import RlSection
 from moetrain.rl.advantages import Outcome, advantages
 
 REWARDS = [[0.5, 1.5, -0.25], [2.0, 7.0], [1.0, 0.0, 0.0, 0.25]]

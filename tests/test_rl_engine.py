@@ -7,7 +7,7 @@ from test_engine import assert_near, make_engine
 from test_rl_losses import LENGTHS, close
 from test_rl_rows import make_samples
 
-from moetrain.config_rl import RlSection
+from moetrain.config.rl import RlSection
 from moetrain.rl.importance import corrected
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import from_padded, pack, to_padded, unpack

@@ -8,10 +8,10 @@ import time
 import pytest
 from test_rl_run import fitted, lines_of, words_of
 
+from moetrain.cli.rl import run
 from moetrain.config import RunFailed
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rl.__main__ import run
-from moetrain.rl.envs import Marked, Prompts
+from moetrain.rl.envs import Demonstration, Prompts
 from moetrain.rl.envs.jsonl import Jsonl
 from moetrain.rl.faults import (
     HOPELESS_STEPS,
@@ -127,7 +127,7 @@ def test_hopeless_is_what_fails_alike_step_after_step():
 
 
 async def later():
-    return Marked((1, 2), (False, True))
+    return Demonstration((1, 2), (False, True))
 
 
 SHOWN = {
@@ -135,12 +135,12 @@ SHOWN = {
     "hangs": lambda: time.sleep(3600),
     "hangs later": lambda: asyncio.sleep(3600),
     "nothing": lambda: None,
-    "no mask": lambda: Marked((1, 2), None),
-    "a mask of another length": lambda: Marked((1, 2, 3), (False, True)),
-    "tokens beyond the vocabulary": lambda: Marked((1, 2, 300), (False, True, True)),
-    "tokens that are none": lambda: Marked((1, 2.0), (False, True)),
-    "one token": lambda: Marked((1,), (False,)),
-    "an action that nothing predicts": lambda: Marked((1, 2), (True, True)),
+    "no mask": lambda: Demonstration((1, 2), None),
+    "a mask of another length": lambda: Demonstration((1, 2, 3), (False, True)),
+    "tokens beyond the vocabulary": lambda: Demonstration((1, 2, 300), (False, True, True)),
+    "tokens that are none": lambda: Demonstration((1, 2.0), (False, True)),
+    "one token": lambda: Demonstration((1,), (False,)),
+    "an action that nothing predicts": lambda: Demonstration((1, 2), (True, True)),
 }
 
 
@@ -159,9 +159,9 @@ def test_a_demonstration_that_is_none_is_one_line(kind):
 def test_a_demonstration_is_passed_on():
     class Shows:
         def demonstrate(self, task):
-            return later() if task == 5 else Marked((1, 2, task), (False, True, 1))
+            return later() if task == 5 else Demonstration((1, 2, task), (False, True, 1))
 
     found = Demonstrations(Shows(), 5, 264).of([4, 5, 6])
-    assert found[1] == Marked((1, 2), (False, True))
+    assert found[1] == Demonstration((1, 2), (False, True))
     assert [shown.tokens for shown in found[::2]] == [(1, 2, 4), (1, 2, 6)]
     assert found[0].mask == (False, True, True)

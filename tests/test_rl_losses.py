@@ -12,14 +12,14 @@ import pytest
 import torch
 from test_rl_rows import make_samples
 
-from moetrain.config_rl import RlSection
-from moetrain.data import IGNORE_INDEX
-from moetrain.loss import Outputs
+from moetrain.config.rl import RlSection
+from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.vocabulary import WholeVocabulary
 from moetrain.rl.importance import LOG_RATIO_LIMIT, corrected
 from moetrain.rl.losses import KL_ESTIMATES, PolicyObjective, log_ratio
 from moetrain.rl.rows import pack
 from moetrain.rl.token_stats import token_stats
+from moetrain.train.objectives import Outputs
 
 VOCABULARY, WIDTH = 50, 6
 LENGTHS = [5, 13, 2, 7, 9, 3, 4, 13, 6]

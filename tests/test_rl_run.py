@@ -10,14 +10,14 @@ import pytest
 import torch
 from checkpoints import tensors_of
 
+from moetrain.cli.rl import run
+from moetrain.cli.train import main
 from moetrain.config import RL_RECIPES, Config, ConfigError
-from moetrain.metrics import read_metrics
-from moetrain.rl.__main__ import run
 from moetrain.rl.timing import PARTS
 from moetrain.rl.token_stats import score
 from moetrain.rl.trainer import RlTrainer
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import read_metrics
+from moetrain.train.trainer import Trainer
 
 EVEN = """
 from moetrain.rl.envs import Problem, SolvedEnvironment

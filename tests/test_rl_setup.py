@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 
+from moetrain.cli.rl import run
 from moetrain.config import Config, ConfigError
-from moetrain.memory import GIB, check_memory, estimate_memory, least_sleep
-from moetrain.models import resolve_architecture
+from moetrain.models.presets import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.rl.__main__ import run
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
+from moetrain.train.memory import GIB, check_memory, estimate_memory, least_sleep
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path

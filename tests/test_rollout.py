@@ -10,13 +10,17 @@ import torch
 from test_models import CASES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
-from moetrain.generate import main
-from moetrain.kernels.portable_triton import INTERPRETED
-from moetrain.kernels.token_choice import gumbel
-from moetrain.models import build_model, init_weights, load_hf, make_architecture, save_hf
+from moetrain.kernels.loss.sampling import gumbel
+from moetrain.kernels.triton import INTERPRETED
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
+from moetrain.models.init import init_weights
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import build_model
 from moetrain.rollout import Generator, Request, RequestError, SamplingParams
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of, stream_of

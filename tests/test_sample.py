@@ -7,9 +7,9 @@ from distributed import spawn
 from test_parallel import DENSE, LAYOUTS, words_of
 
 import moetrain
-from moetrain import sample
 from moetrain.config import Config
 from moetrain.data.tokenizer import ByteTokenizer
+from moetrain.rollout import sample
 
 GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.init_std=0.3"]
 

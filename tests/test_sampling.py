@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from moetrain.kernels.portable_triton import INTERPRETED, tl, triton
-from moetrain.kernels.token_choice import (
+from moetrain.kernels.loss.sampling import (
     MASK,
     choose,
     choose_next,
@@ -16,8 +15,9 @@ from moetrain.kernels.token_choice import (
     noise_of,
     uniform_of,
 )
-from moetrain.kernels.vocabulary_chunk import noise_of as triton_noise_of
-from moetrain.kernels.vocabulary_chunk import uniform_of as triton_uniform_of
+from moetrain.kernels.loss.vocabulary_chunk import noise_of as triton_noise_of
+from moetrain.kernels.loss.vocabulary_chunk import uniform_of as triton_uniform_of
+from moetrain.kernels.triton import INTERPRETED, tl, triton
 from moetrain.rollout import SamplingParams
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of
 

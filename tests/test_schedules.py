@@ -19,8 +19,8 @@ from moetrain.parallel.pipeline.schedules import (
 )
 from moetrain.parallel.pipeline.simulator import ScheduleError, in_flight, run_on_paper
 from moetrain.parallel.pipeline.stages import balance, plan_stages
-from moetrain.parallel.pipeline.transfers import Batch, programs
-from moetrain.preflight import resolve_run
+from moetrain.parallel.pipeline.transfers import Transfers, programs
+from moetrain.train.preflight import resolve_run
 
 RANKS = range(2, 9)
 CASES = [
@@ -137,17 +137,17 @@ def check_programs(schedule):
             if at[rank] == len(plan):
                 continue
             step = plan[at[rank]]
-            if isinstance(step, Batch):
+            if isinstance(step, Transfers):
                 partners = {r for t in step.transfers for r in (t.source, t.target)}
                 heads = {r: plans[r][at[r]] if at[r] < len(plans[r]) else None for r in partners}
                 for transfer in step.transfers:
                     other = transfer.target if transfer.source == rank else transfer.source
                     head = heads[other]
                     passed = any(
-                        isinstance(s, Batch) and transfer in s.transfers
+                        isinstance(s, Transfers) and transfer in s.transfers
                         for s in plans[other][: at[other]]
                     )
-                    posted = isinstance(head, Batch) and transfer in head.transfers
+                    posted = isinstance(head, Transfers) and transfer in head.transfers
                     if not (posted or passed):
                         break
                     assert transfer.made in done
@@ -168,7 +168,7 @@ def check_programs(schedule):
     for rank, plan in enumerate(plans):
         for other, theirs in enumerate(plans):
             mine, same = (
-                [t for s in p if isinstance(s, Batch) for t in s.transfers
+                [t for s in p if isinstance(s, Transfers) for t in s.transfers
                  if (t.source, t.target) == (rank, other)]
                 for p in (plan, theirs)
             )  # fmt: skip

@@ -21,14 +21,15 @@ import torch
 import uvicorn
 from test_rollout import make_model
 
+from moetrain.cli.serve import main
 from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
-from moetrain.models import load_hf, save_hf
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.server import make_app
 from moetrain.rollout.text import TextStream, chat_ids
-from moetrain.serve import main
 
 COMMON = {"max_tokens": 20, "temperature": 0.8, "seed": 3}
 

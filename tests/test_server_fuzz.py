@@ -14,16 +14,17 @@ import pytest
 from test_jobs import config_of
 from test_rollout import make_model
 
-from moetrain import access as access_module
-from moetrain.access import Access
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.jobs import server as jobs_server
 from moetrain.jobs.requests import KINDS
 from moetrain.jobs.service import Service
-from moetrain.models import load_hf, save_hf
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.save import save_hf
 from moetrain.rollout import Generator
+from moetrain.rollout import access as access_module
 from moetrain.rollout import server as rollout_server
+from moetrain.rollout.access import Access
 from moetrain.rollout.protocol import ASKED, error_body
 
 DEEP = "@deep"

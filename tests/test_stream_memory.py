@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.parallel import stream_memory
-from moetrain.parallel.stream_memory import wait_for_word, write_word
+from moetrain.parallel.fsdp import stream_memory
+from moetrain.parallel.fsdp.stream_memory import wait_for_word, write_word
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch):

@@ -11,11 +11,14 @@ from test_parallel import run, words_of
 
 import moetrain
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.linear_cross_entropy import (
+from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy_reference,
     linear_cross_entropy_sum_reference,
 )
-from moetrain.models import build_model, init_weights, make_architecture
+from moetrain.models.init import init_weights
+from moetrain.models.presets import resolve_architecture
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import build_model
 from moetrain.parallel.vocab_parallel import ShardedVocabulary
 from moetrain.parallel.world import plan_world
 
@@ -216,7 +219,7 @@ def test_a_layout_that_does_not_fit_is_one_line(words, named, tiny_words):
     sizes = {"model.num_heads": 4, "model.num_kv_heads": 2}
     words = [*tiny_words, *(f"{k}={v}" for k, v in sizes.items()), "parallel.tp=2", *words]
     config = Config.load(None, words, environ={})
-    arch = moetrain.models.resolve_architecture(config.model)
+    arch = resolve_architecture(config.model)
     with pytest.raises(ConfigError, match=named) as caught:
         plan_world(config, arch, 2)
     assert caught.value.field == "parallel.tp"

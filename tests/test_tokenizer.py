@@ -11,7 +11,8 @@ import transformers
 from tokenizers import models, pre_tokenizers, processors
 
 from moetrain.config import Config, ConfigError
-from moetrain.data import build_data, cache, sources
+from moetrain.data import cache, sources
+from moetrain.data.build import build_data
 from moetrain.data.cache import open_cache
 from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 

@@ -11,17 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import moetrain
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.metrics import read_metrics
-from moetrain.models import PRESETS, Architecture, find_family, register, resolve_architecture
+from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.family import Family, decoder_plan
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.models.parts import Weight
+from moetrain.models.presets import resolve_architecture
+from moetrain.models.registry import PRESETS, find_family, register
 from moetrain.models.rules import COLWISE
-from moetrain.plan import plan_memory
-from moetrain.train import main
-from moetrain.trainer import Trainer
+from moetrain.train.metrics import read_metrics
+from moetrain.train.plan import plan_memory
+from moetrain.train.trainer import Trainer
 
 FROZEN = "model.layers.{}.ffn.in.weight"
 

@@ -18,16 +18,17 @@ import torch
 from command_lines import settled
 from rich.console import Console
 
-from moetrain.checkpoint import list_checkpoints, open_checkpoint
+from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.checkpoint.read import open_checkpoint
+from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
-from moetrain.data import IGNORE_INDEX
-from moetrain.evaluate import held_out_loss
-from moetrain.loss import CrossEntropy, routing_losses
-from moetrain.metrics import MetricsLog, read_metrics
+from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import apply
-from moetrain.sample import Trainer
-from moetrain.snapshot import check_same_run
-from moetrain.train import main
+from moetrain.rollout.sample import Trainer
+from moetrain.train.evaluate import held_out_loss
+from moetrain.train.metrics import MetricsLog, read_metrics
+from moetrain.train.objectives import CrossEntropy, routing_losses
+from moetrain.train.snapshot import check_same_run
 
 
 def fit(config):
@@ -222,7 +223,9 @@ def test_a_run_without_one_good_step_fails_however_short(tiny):
 
 
 def test_uneven_routing_is_said_by_the_runs_log(tiny, monkeypatch, capsys, caplog):
-    monkeypatch.setattr("moetrain.metrics.RoutingWatch.update", lambda self, routing: ["uneven!"])
+    monkeypatch.setattr(
+        "moetrain.train.metrics.RoutingWatch.update", lambda self, routing: ["uneven!"]
+    )
     fit(tiny("train.steps=1"))
     assert capsys.readouterr().out.count("uneven!") == 1
     assert "uneven!" not in caplog.text  # which every rank has
@@ -419,7 +422,7 @@ def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, caps
 
 
 def test_triton_on_a_cpu_exits_2(tiny_words, capsys, monkeypatch):
-    monkeypatch.setattr("moetrain.preflight.INTERPRETED", False)
+    monkeypatch.setattr("moetrain.train.preflight.INTERPRETED", False)
     assert main(settled([*tiny_words, "kernels.backend=triton"])) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: kernels.backend: ")
 
@@ -499,7 +502,7 @@ def test_a_sample_that_cannot_be_made_takes_nothing_from_the_run(tiny, capsys, w
 
         trainer.save = poison
     else:  # a prompt that this tokenizer has nothing for
-        monkeypatch.setattr("moetrain.sample.prompt_ids", lambda data, text: [])
+        monkeypatch.setattr("moetrain.rollout.sample.prompt_ids", lambda data, text: [])
     trainer.fit()
     assert "no sample: " in capsys.readouterr().out
     assert (trainer.folder / "loss.png").exists()
@@ -515,7 +518,7 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_run(tiny, prompt):
 def test_what_comes_after_the_run_is_printed_below_the_progress_bar(tmp_path, monkeypatch):
     shown = io.StringIO()
     console = functools.partial(Console, file=shown, force_terminal=True, width=100)
-    monkeypatch.setattr("moetrain.metrics.Console", console)
+    monkeypatch.setattr("moetrain.train.metrics.Console", console)
     log = MetricsLog(tmp_path, LogSection(tensorboard=False), total_steps=2)
     for step in (1, 2):
         log.log(step, {"loss": 1.0})

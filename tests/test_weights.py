@@ -15,15 +15,17 @@ from distributed import spawn
 from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
-from moetrain import preflight
-from moetrain.engine import Engine
-from moetrain.models import build_model, make_architecture
-from moetrain.parallel import collectives, deepep
+from moetrain.models.registry import make_architecture
+from moetrain.models.transformer import build_model
+from moetrain.parallel import collectives
 from moetrain.parallel.apply import transport_of
-from moetrain.parallel.deepep_ops import disconnect
+from moetrain.parallel.expert import deepep
+from moetrain.parallel.expert.deepep_ops import disconnect
 from moetrain.parallel.world import join_world
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
+from moetrain.train import preflight
+from moetrain.train.engine import Engine
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 LAYOUTS = {

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moetrain.kernels import expert_mlp, expert_mlp_fp8
-from moetrain.parallel.alltoall import AllToAll
-from moetrain.parallel.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert import ExpertParallelDispatcher
+from moetrain.kernels.experts.mlp import expert_mlp
+from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
+from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
+from moetrain.parallel.expert.expert import ExpertParallelDispatcher
 
 MAX_TOKENS = 101
 ROUTINGS = ("balanced", "natural", "one-hot", "first half empty", "empty")

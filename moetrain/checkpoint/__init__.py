@@ -6,35 +6,6 @@ position, architecture, config) and ``manifest.json``, which vouches for all. It
 temporary name, fsynced and renamed. Nothing in it is a pickle.
 
 This package knows nothing of models or optimizers: a rank gives parts of tensors
-(:class:`~moetrain.parallel.layout.Part`), and asks for others (:class:`Stored`) on any layout.
+(:class:`~moetrain.parallel.layout.TensorSlice`), and asks for others (:class:`StoredTensor`) on any
+layout.
 """
-
-from moetrain.checkpoint.folder import (
-    checkpoint_name,
-    list_checkpoints,
-    newest_in,
-    remove_leftovers,
-    step_of,
-)
-from moetrain.checkpoint.format import Damaged
-from moetrain.checkpoint.read import Checkpoint, Stored, is_intact, open_checkpoint
-from moetrain.checkpoint.save import Plan, Saved, Saver, written_here
-from moetrain.checkpoint.staging import Staging
-
-__all__ = [
-    "Checkpoint",
-    "Damaged",
-    "Plan",
-    "Saved",
-    "Saver",
-    "Staging",
-    "Stored",
-    "checkpoint_name",
-    "is_intact",
-    "list_checkpoints",
-    "newest_in",
-    "open_checkpoint",
-    "remove_leftovers",
-    "step_of",
-    "written_here",
-]

@@ -7,7 +7,7 @@ Names beside ``step-N``, in the order of trust:
     .step-N.<other>     being written, or removed; of a process that was killed if none is
 
 Which checkpoint a run goes on from, and that one run alone writes here, is
-:mod:`moetrain.run_folder`'s.
+:mod:`moetrain.train.run_folder`'s.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ import torch
 
 from moetrain.config import ConfigError
 from moetrain.models.hf.files import DTYPES
-from moetrain.parallel.layout import Part
+from moetrain.parallel.layout import TensorSlice
 
 FORMAT = 2
 """1 was without manifest: whole tensors, in one file a group."""
@@ -59,13 +59,13 @@ def holds_seal(data: bytes) -> bool | None:
     return None if seal is None else crc_of(memoryview(data)[:-_SEAL_BYTES]) == seal[1].decode()
 
 
-class Damaged(ConfigError):
+class DamagedCheckpoint(ConfigError):
     """A checkpoint's files are not what was written; an earlier one may do."""
 
 
-def unreadable(path: Path, why: object) -> Damaged:
+def unreadable(path: Path, why: object) -> DamagedCheckpoint:
     """The error of a file that cannot be read, or not trusted."""
-    return Damaged("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
+    return DamagedCheckpoint("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class FilePiece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """One tensor of a group."""
 
     dtype: torch.dtype
@@ -108,7 +108,7 @@ class Contents:
     """What lies in some files of a checkpoint; a rank's report, or all of it."""
 
     files: dict[str, FileSum]
-    groups: dict[str, dict[str, Entry]]
+    groups: dict[str, dict[str, ManifestEntry]]
 
     def to_json(self) -> dict[str, Any]:
         """As in the manifest."""
@@ -131,7 +131,7 @@ class Contents:
         files = {_plain(name): FileSum(*known) for name, known in value["files"].items()}
         groups = {
             group: {
-                name: Entry(
+                name: ManifestEntry(
                     DTYPES[entry["dtype"]],
                     tuple(entry["shape"]),
                     tuple(
@@ -166,12 +166,12 @@ class Contents:
         return whole
 
 
-def _joined(name: str, one: Entry, two: Entry) -> Entry:
+def _joined(name: str, one: ManifestEntry, two: ManifestEntry) -> ManifestEntry:
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         raise ValueError(f"ranks have {name!r} in different dtypes or shapes")
     boxes = {(piece.starts, piece.stops) for piece in one.pieces}
     new = (piece for piece in two.pieces if (piece.starts, piece.stops) not in boxes)
-    return Entry(one.dtype, one.shape, (*one.pieces, *new))
+    return ManifestEntry(one.dtype, one.shape, (*one.pieces, *new))
 
 
 def _plain(name: str) -> str:
@@ -196,7 +196,7 @@ def crc_of(data: bytes | memoryview) -> str:
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, group: str, parts: Mapping[str, Part]) -> Contents:
+def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> Contents:
     """Write the parts of a group to one new safetensors file, and force it to the disk.
 
     Takes host memory of one :data:`CHUNK`, wherever the tensors are.
@@ -218,7 +218,7 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, Part]) -> Contents
                 write_all(file.fileno(), chunk)
             starts, stops = tuple(s.start for s in box), tuple(s.stop for s in box)
             piece = FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
-            entries[name] = Entry(tensor.dtype, tuple(shape), (piece,))
+            entries[name] = ManifestEntry(tensor.dtype, tuple(shape), (piece,))
         os.fsync(file.fileno())
     return Contents({path.name: FileSum(end, len(header), crc_of(header))}, {group: entries})
 
@@ -297,7 +297,8 @@ def read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
     """What lies in ``folder``, and its state; the bytes of tensors are not looked at.
 
     Raises:
-        Damaged: a file is missing, or not of its size, or its beginning is not what was written.
+        DamagedCheckpoint: a file is missing, or not of its size, or its beginning is not what was
+        written.
         ConfigError: it is of another version.
     """
     path = folder / MANIFEST
@@ -341,7 +342,7 @@ def _check_beginning(path: Path, known: FileSum) -> None:
             raise unreadable(path, "its beginning is not what was written (a checksum differs)")
 
 
-def header_entries(path: Path, group_of: str) -> dict[str, Entry]:
+def header_entries(path: Path, group_of: str) -> dict[str, ManifestEntry]:
     """The tensors of a safetensors file by its own header: whole, and without checksums.
 
     Raises:
@@ -359,7 +360,7 @@ def header_entries(path: Path, group_of: str) -> dict[str, Entry]:
         shape, (start, stop) = tuple(known["shape"]), known["data_offsets"]
         zeros = (0,) * len(shape)
         piece = FilePiece(path.name, 8 + length + start, zeros, shape, None)
-        entries[name] = Entry(DTYPES[known["dtype"]], shape, (piece,))
+        entries[name] = ManifestEntry(DTYPES[known["dtype"]], shape, (piece,))
         if stop - start != _numel(zeros, shape) * entries[name].dtype.itemsize:
             raise ValueError(f"{group_of}'s {name!r} has {stop - start} bytes for shape {shape}")
     end = max((known["data_offsets"][1] for known in described.values()), default=0)

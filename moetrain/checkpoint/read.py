@@ -1,7 +1,7 @@
 """A checkpoint on disk, of which each rank reads what it needs, whatever layout wrote it.
 
-:class:`Stored` is a tensor in files that is indexed like one in memory: ``stored[box]`` reads the
-pieces that overlap ``box``, chunks of :data:`~moetrain.checkpoint.format.CHUNK` at a time in
+:class:`StoredTensor` is a tensor in files that is indexed like one in memory: ``stored[box]`` reads
+the pieces that overlap ``box``, chunks of :data:`~moetrain.checkpoint.format.CHUNK` at a time in
 several threads, and checks every chunk. It takes host memory of what it gives, and where a box cuts
 a piece's columns, of those rows whole.
 """
@@ -28,8 +28,8 @@ from moetrain.checkpoint.format import (
     MANIFEST,
     STATE,
     Contents,
-    Entry,
     FilePiece,
+    ManifestEntry,
     check_version,
     crc_of,
     header_entries,
@@ -37,7 +37,7 @@ from moetrain.checkpoint.format import (
     unreadable,
 )
 from moetrain.config import ConfigError
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 from moetrain.models.hf.files import CONFIG
 
 READERS = 8
@@ -52,11 +52,11 @@ def _readers() -> ThreadPoolExecutor:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint; reading raises Damaged for whatever is not as it was written."""
 
     folder: Path
-    entry: Entry
+    entry: ManifestEntry
 
     @property
     def shape(self) -> torch.Size:
@@ -178,7 +178,7 @@ class Checkpoint:
         """Names of the groups of tensors in it."""
         return list(self.contents.groups)
 
-    def group(self, name: str) -> dict[str, Stored]:
+    def group(self, name: str) -> dict[str, StoredTensor]:
         """The tensors of a group, to be read in parts.
 
         Raises:
@@ -187,7 +187,7 @@ class Checkpoint:
         if name not in self.contents.groups:
             raise unreadable(self.folder, f"it has no group {name!r}, but {self.groups}")
         entries = self.contents.groups[name]
-        return {key: Stored(self.folder, entry) for key, entry in entries.items()}
+        return {key: StoredTensor(self.folder, entry) for key, entry in entries.items()}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of a group, whole, on the CPU.
@@ -197,7 +197,7 @@ class Checkpoint:
         """
         return {key: stored[()] for key, stored in self.group(name).items()}
 
-    def stored(self) -> Iterator[tuple[str, str, Stored]]:
+    def stored(self) -> Iterator[tuple[str, str, StoredTensor]]:
         """Every group, name and tensor."""
         for group in self.groups:
             for name, stored in self.group(group).items():

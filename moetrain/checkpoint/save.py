@@ -26,8 +26,8 @@ from moetrain.checkpoint.folder import step_of as _step_of
 from moetrain.checkpoint.format import Contents, write_manifest, write_tensors
 from moetrain.checkpoint.read import is_intact
 from moetrain.config import RunFailed
-from moetrain.parallel.layout import Part
-from moetrain.parallel.meeting import Meeting
+from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.rendezvous import Rendezvous
 
 FILE_BYTES = 2 << 30
 """Of tensors in a file, unless one alone has more: enough files for several to be written at once,
@@ -35,11 +35,11 @@ and few enough for file systems that are slow with many."""
 WRITERS = 4
 """Files that a rank writes at once: a checksum takes as long as a write to the page cache."""
 
-Groups = Mapping[str, Mapping[str, Part]]
+Groups = Mapping[str, Mapping[str, TensorSlice]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What a save is to leave behind."""
 
     root: Path
@@ -84,16 +84,16 @@ class Saver:
     Every rank makes the same calls in the same order.
     """
 
-    def __init__(self, meeting: Meeting | None) -> None:
-        """``meeting``: with the other ranks, and nobody else's; None: there are none."""
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous | None) -> None:
+        """``rendezvous``: with the other ranks, and nobody else's; None: there are none."""
+        self._rendezvous = rendezvous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Saved] | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this rank makes, names and removes folders."""
-        return self._meeting is None or self._meeting.rank == 0
+        return self._rendezvous is None or self._rendezvous.rank == 0
 
     @property
     def is_busy(self) -> bool:
@@ -107,7 +107,7 @@ class Saver:
 
     def start(
         self,
-        plan: Plan,
+        plan: SavePlan,
         groups: Groups,
         state: Mapping[str, Any],
         ready: Callable[[], object] = lambda: None,
@@ -139,13 +139,13 @@ class Saver:
     # ---- in the thread -------------------------------------------------------------------------
 
     def _save(
-        self, plan: Plan, groups: Groups, state: Mapping[str, Any], ready: Callable[[], object]
+        self, plan: SavePlan, groups: Groups, state: Mapping[str, Any], ready: Callable[[], object]
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
         mine = {group: written_here(parts) for group, parts in groups.items()}
         report = _attempt(lambda: self._write_parts(new, mine, ready))
-        reports = [report] if self._meeting is None else self._meeting.gather(report)
+        reports = [report] if self._rendezvous is None else self._rendezvous.gather(report)
         try:
             self._tell_all(lambda: _complete(plan, new, reports, state), plan)
         finally:
@@ -157,11 +157,11 @@ class Saver:
         num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
 
-    def _tell_all(self, act: Callable[[], str], plan: Plan) -> str:
+    def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
         """What the main rank's ``act`` gives, on every rank; RunFailed if it fails there."""
         outcome = _attempt(act) if self.is_main else ""
-        if self._meeting is not None:
-            outcome = self._meeting.share(outcome)
+        if self._rendezvous is not None:
+            outcome = self._rendezvous.broadcast(outcome)
         answer = json.loads(outcome)
         if "error" in answer:
             left = "there is no earlier one, so the next run begins where this one did"
@@ -173,7 +173,7 @@ class Saver:
     def _write_parts(self, folder: Path, mine: Groups, ready: Callable[[], object]) -> str:
         """Write this rank's files; returns what is in them, as JSON."""
         ready()
-        rank = 0 if self._meeting is None else self._meeting.rank
+        rank = 0 if self._rendezvous is None else self._rendezvous.rank
         jobs = [
             (folder / f"{group}-{rank:05d}-{number:02d}.safetensors", group, parts)
             for group, all_parts in mine.items()
@@ -197,7 +197,7 @@ def _attempt(act: Callable[[], str]) -> str:
         return json.dumps({"error": str(error)})
 
 
-def written_here(parts: Mapping[str, Part]) -> dict[str, Part]:
+def written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
     """Of what several ranks hold, this one's share; and nothing of what is empty."""
     return {
         name: part
@@ -206,9 +206,9 @@ def written_here(parts: Mapping[str, Part]) -> dict[str, Part]:
     }
 
 
-def cut_to_files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
+def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice]]:
     """``parts``, cut to files of about :data:`FILE_BYTES`, in order."""
-    files: list[dict[str, Part]] = []
+    files: list[dict[str, TensorSlice]] = []
     size = FILE_BYTES
     for name, part in parts.items():
         if size + part.tensor.nbytes > FILE_BYTES:
@@ -219,7 +219,7 @@ def cut_to_files(parts: Mapping[str, Part]) -> list[dict[str, Part]]:
     return files
 
 
-def _complete(plan: Plan, new: Path, reports: Sequence[str], state: Mapping[str, Any]) -> str:
+def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[str, Any]) -> str:
     """Write the manifest of what all ranks have written, and give the folder its name."""
     answers = [json.loads(report) for report in reports]
     for rank, answer in enumerate(answers):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moetrain.parallel.bucket import aligned
-from moetrain.parallel.layout import Part
-from moetrain.parallel.pinned import HostMemory
+from moetrain.parallel.fsdp.bucket import aligned
+from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.offload.pinned import HostMemory
 
 
 class Staging:
@@ -34,8 +34,8 @@ class Staging:
         self._memory.reserve(size)
 
     def copy(
-        self, groups: Mapping[str, Mapping[str, Part]]
-    ) -> tuple[dict[str, dict[str, Part]], Callable[[], object]]:
+        self, groups: Mapping[str, Mapping[str, TensorSlice]]
+    ) -> tuple[dict[str, dict[str, TensorSlice]], Callable[[], object]]:
         """``groups`` as they are at this point of the device's work, in this memory.
 
         Valid until the next copy, and once the function that comes with them has returned.
@@ -43,7 +43,7 @@ class Staging:
         parts = [part for named in groups.values() for part in named.values()]
         self.reserve(sum(aligned(part.tensor.nbytes) for part in parts))
         start = 0
-        staged: dict[str, dict[str, Part]] = {}
+        staged: dict[str, dict[str, TensorSlice]] = {}
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):

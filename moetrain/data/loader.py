@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moetrain.data.packing import IGNORE_INDEX, Dataset, Row
-from moetrain.models import Inputs
+from moetrain.models.transformer import Inputs
 
 
 class Batch(NamedTuple):

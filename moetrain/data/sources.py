@@ -55,7 +55,7 @@ class TextPart(NamedTuple):
     """Bytes of the source read for it, for the progress bar."""
 
 
-class Share(NamedTuple):
+class HashRange(NamedTuple):
     """The documents whose hash, a number in [0, 1), lies in ``low <= hash < high``."""
 
     low: float
@@ -67,11 +67,11 @@ class Share(NamedTuple):
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
-EVERYTHING = Share(0.0, 1.0)
+EVERYTHING = HashRange(0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class _Files:
+class _FileSource:
     files: list[Path]
     if_empty: ConfigError
     """What to tell the user if no document has any text."""
@@ -82,7 +82,7 @@ class _Files:
 
 
 @dataclass(frozen=True)
-class TextSource(_Files):
+class TextSource(_FileSource):
     """Text files, one document each. Bytes that are no UTF-8 become U+FFFD."""
 
     def identity(self) -> list[Any]:
@@ -97,10 +97,10 @@ class TextSource(_Files):
 
 
 @dataclass(frozen=True)
-class JsonlSource(_Files):
+class JsonlSource(_FileSource):
     """Lines of JSON objects with a text, or with ``messages``; a share of them, by hash."""
 
-    share: Share
+    share: HashRange
     field: str
     """The setting that named the files, for errors."""
     text_field: str
@@ -179,7 +179,7 @@ def open_sources(data: DataSection, tokenizer: Tokenizer) -> Sources:
         ConfigError: a path or template file that is missing or cannot be read, a template that is
             malformed, or a folder without files.
     """
-    shares = EVERYTHING, Share(data.eval_fraction, 1.0), Share(0.0, data.eval_fraction)
+    shares = EVERYTHING, HashRange(data.eval_fraction, 1.0), HashRange(0.0, data.eval_fraction)
     undivided, train, held_out = _open(data, "data.path", data.path, tokenizer, *shares)
     if data.eval_path is not None:
         (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, EVERYTHING)
@@ -188,7 +188,7 @@ def open_sources(data: DataSection, tokenizer: Tokenizer) -> Sources:
 
 
 def _open(
-    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: Share
+    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: HashRange
 ) -> list[Source]:
     if data.source == "stdlib":
         field, path = "data.source", sysconfig.get_path("stdlib")

@@ -1,37 +1,6 @@
-"""``python -m moetrain.jobs``: fine-tune many adapters beside one model that stays loaded.
-
-With no arguments: the service over a small model with random weights, at port 8100. Settings and
-exit codes are those of :mod:`moetrain.train`.
-"""
-
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 
-from moetrain.config import JOB_RECIPES
-from moetrain.config_rl import RlSection
-from moetrain.config_sections import CheckpointSection
-from moetrain.train import Program, main
-
-OF_GENERATION = ("max_sequences", "cache_tokens")
-FOREIGN = tuple(f"rl.{name}" for name in RlSection.model_fields if name not in OF_GENERATION)
-FOREIGN += ("data.eval", "train.eval_", "train.sample_", "train.gc_interval", "log.")
-FOREIGN += tuple(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes")
-JOBS = Program(
-    "moetrain.jobs",
-    "moetrain.jobs.run:JobRun",
-    JOB_RECIPES,
-    FOREIGN,
-    plan="moetrain.jobs.run:plan",
-    inspect="moetrain.jobs.run:inspect",
-)
-
-
-def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
-    return main(argv, JOBS)
-
+from moetrain.cli.jobs import run
 
 if __name__ == "__main__":
     sys.exit(run())

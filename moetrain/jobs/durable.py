@@ -17,7 +17,7 @@ from moetrain.checkpoint.format import holds_seal, sealed
 from moetrain.jobs.requests import BadRequest
 
 
-class Damaged(BadRequest):
+class DamagedJob(BadRequest):
     """A file of a job is not what was written; the message names it, and is for the client."""
 
     def __init__(self, name: str, why: object) -> None:
@@ -47,7 +47,7 @@ def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str
     """What :func:`write_durably` wrote to ``folder / name``.
 
     Raises:
-        Damaged: it cannot be read, is not what was written, or lacks one of ``fields``, of so a
+        DamagedJob: it cannot be read, is not what was written, or lacks one of ``fields``, of so a
             type; or it is not there.
     """
     try:
@@ -61,10 +61,10 @@ def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str
             if not isinstance(value.get(field, ...), kind):
                 raise ValueError(f"it has no {field}, or one of another type")
     except FileNotFoundError:
-        raise Damaged(name, "it is not there") from None
+        raise DamagedJob(name, "it is not there") from None
     except OSError as error:
-        raise Damaged(name, f"it cannot be read: {error.strerror}") from None
+        raise DamagedJob(name, f"it cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise Damaged(name, error) from None
+        raise DamagedJob(name, error) from None
     value.pop("crc32", None)
     return value

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from moetrain.config import ConfigError
-from moetrain.jobs.desk import Desk
-from moetrain.jobs.durable import Damaged, read, write_durably
+from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.lessons import SETTINGS, Lessons
+from moetrain.jobs.session import JobSession
 
 
 class Course:
@@ -72,11 +72,11 @@ class Course:
     def _count(self, row: Mapping[str, Any]) -> None:
         self._skipped = self._skipped + 1 if row["skipped"] else 0
 
-    def serve(self, number: int, desk: Desk) -> dict[str, Any]:
-        return desk.take(number)
+    def serve(self, number: int, session: JobSession) -> dict[str, Any]:
+        return session.take(number)
 
-    def serve_again(self, number: int, desk: Desk) -> None:
-        desk.take(number)
+    def serve_again(self, number: int, session: JobSession) -> None:
+        session.take(number)
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         assert number == self.done
@@ -98,7 +98,7 @@ def _whole_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of lines, from which half a line at its end is removed.
 
     Raises:
-        Damaged: a line is no step's.
+        DamagedJob: a line is no step's.
     """
     if not path.exists():
         return []
@@ -109,8 +109,8 @@ def _whole_rows(path: Path) -> list[dict[str, Any]]:
     try:
         rows = [json.loads(line) for line in whole.splitlines()]
     except (ValueError, RecursionError) as error:
-        raise Damaged(path.name, error) from None
+        raise DamagedJob(path.name, error) from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.get("step") != number or "skipped" not in row:
-            raise Damaged(path.name, f"line {number} is not that of step {number}")
+            raise DamagedJob(path.name, f"line {number} is not that of step {number}")
     return rows

@@ -1,4 +1,4 @@
-"""What a job has learned while another sits at the desk: in host memory, and then on the disk.
+"""What a job has learned while another sits at the session: in host memory, and then on the disk.
 
 Between two steps a job is put away as a checkpoint. In the middle of one it has gradients besides,
 which are of this layout alone and of no use to another process; each rank keeps its part of all in

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from moetrain.checkpoint import list_checkpoints, step_of
-from moetrain.jobs.durable import Damaged, read, write_durably
+from moetrain.checkpoint.folder import list_checkpoints, step_of
+from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.journal import Journal, Log
 from moetrain.jobs.requests import BadRequest
-from moetrain.run_folder import CHECKPOINTS
+from moetrain.train.run_folder import CHECKPOINTS
 
 JOB = "job.json"
 Status = Literal["open", "cancelled", "finished", "failed"]
@@ -50,14 +50,14 @@ class Job:
         """Find on the disk how it was left.
 
         Raises:
-            Damaged: a file is not what it should be, or missing.
+            DamagedJob: a file is not what it should be, or missing.
             ConfigError: it is a file's job, and was begun as another.
         """
         try:
             if isinstance(self.log, Journal) or os.path.lexists(self.folder / JOB):
                 known = read(self.folder, JOB, seed=int, status=str, error=(str, NoneType))
                 if len(known) != 3 or known["status"] not in get_args(Status):
-                    raise Damaged(JOB, "it is not what this version of moetrain writes")
+                    raise DamagedJob(JOB, "it is not what this version of moetrain writes")
                 self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
             (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             steps = map(step_of, list_checkpoints(self.folder / CHECKPOINTS))
@@ -65,9 +65,9 @@ class Job:
             self.log.look(seen)
         except OSError as error:
             name = Path(os.fsdecode(error.filename or "")).name
-            raise Damaged(f"its folder ({name})", error.strerror) from None
+            raise DamagedJob(f"its folder ({name})", error.strerror) from None
         if seen > self.log.done:
-            raise Damaged("its log", f"a checkpoint has seen {seen} requests of {self.log.done}")
+            raise DamagedJob("its log", f"a checkpoint has seen {seen} requests of {self.log.done}")
 
     def note(self, status: Status, error: str | None = None) -> None:
         """Be so, on the disk first; OSError: it is as it was."""

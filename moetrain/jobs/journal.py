@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moetrain.checkpoint.folder import fsync
-from moetrain.config_sources import shortened
-from moetrain.jobs.desk import Desk
-from moetrain.jobs.durable import Damaged, read, write_durably
+from moetrain.config.sources import shortened
+from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.requests import KINDS, BadRequest
+from moetrain.jobs.session import JobSession
 
 KEPT_ANSWERS = 100
 """Of each job: a client that asks for older ones has lost its place."""
@@ -47,15 +47,15 @@ class Log(Protocol):
         """Find what there is, given how many requests the newest checkpoint has seen.
 
         Raises:
-            Damaged, OSError: a file is not what it should be, missing, or one too many.
+            DamagedJob, OSError: a file is not what it should be, missing, or one too many.
         """
         ...
 
-    def serve(self, number: int, desk: Desk) -> dict[str, Any]:
-        """What comes of the request, at the desk where its job sits."""
+    def serve(self, number: int, session: JobSession) -> dict[str, Any]:
+        """What comes of the request, at the session where its job sits."""
         ...
 
-    def serve_again(self, number: int, desk: Desk) -> None:
+    def serve_again(self, number: int, session: JobSession) -> None:
         """Let the job be as it was after the request, which has an answer."""
         ...
 
@@ -84,7 +84,7 @@ class Journal:
             for entry in os.scandir(self._folder / kind):
                 is_ours = entry.is_file() and _NAME.fullmatch(entry.name)
                 if not is_ours and not entry.name.startswith("."):
-                    raise Damaged(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
+                    raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
         fsync(self._folder)
         requests, answers = self._numbers(REQUESTS), self._numbers(ANSWERS)
         done = 1 + max(answers, default=-1)
@@ -92,7 +92,7 @@ class Journal:
         # What every checkpoint has seen may be gone; what none has is needed to go on.
         for kind, known, end in ((REQUESTS, requests, accepted), (ANSWERS, answers, done)):
             if (lost := next((n for n in range(seen, end) if n not in known), None)) is not None:
-                raise Damaged(_name(kind, lost), "it is not there")
+                raise DamagedJob(_name(kind, lost), "it is not there")
         self.accepted, self.done = accepted, done
 
     def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
@@ -131,17 +131,17 @@ class Journal:
             self._entries[number] = {key: entry[key] for key in ("kind", "digest")}
         return self._entries[number]
 
-    def serve(self, number: int, desk: Desk) -> dict[str, Any]:
-        return desk.serve(number, _name(REQUESTS, number))
+    def serve(self, number: int, session: JobSession) -> dict[str, Any]:
+        return session.serve(number, _name(REQUESTS, number))
 
-    def serve_again(self, number: int, desk: Desk) -> None:
+    def serve_again(self, number: int, session: JobSession) -> None:
         answer = self.answer_of(number)
         if "error" in answer and not answer["refused"]:
-            desk.forget_step()
+            session.forget_step()
         if "result" in answer and KINDS[answer["kind"]].changes:
-            self.serve(number, desk)
+            self.serve(number, session)
         else:
-            desk.pass_over(number)
+            session.pass_over(number)
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         assert number == self.done
@@ -153,7 +153,7 @@ class Journal:
         """What came of request ``number``, which is done.
 
         Raises:
-            BadRequest: that was too long ago; or Damaged, which is one.
+            BadRequest: that was too long ago; or DamagedJob, which is one.
         """
         if not os.path.lexists(self._folder / _name(ANSWERS, number)):
             raise BadRequest(
@@ -166,7 +166,7 @@ class Journal:
         entry = read(self._folder, name, kind=str, digest=str)
         outcome = {"body"} if kind == REQUESTS else {"result", "error"}
         if entry["kind"] not in KINDS or not outcome & set(entry):
-            raise Damaged(name, "it is not what this version of moetrain writes")
+            raise DamagedJob(name, "it is not what this version of moetrain writes")
         return entry
 
     def prune(self, seen: int) -> None:

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from moetrain.config import Config, ConfigError
-from moetrain.config_sources import shortened
-from moetrain.data import Batch, Loader, build_data
-from moetrain.loss import Pretraining
-from moetrain.models import Architecture
-from moetrain.optim import learning_rate
+from moetrain.config.sources import shortened
+from moetrain.data.build import build_data
+from moetrain.data.loader import Batch, Loader
+from moetrain.models.architecture import Architecture
+from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.world import World
+from moetrain.train.objectives import Pretraining
 
 SETTINGS = (
     "data.source",
@@ -102,11 +103,11 @@ def open_lessons(config: Config, world: World, arch: Architecture) -> dict[str, 
         paths[path.stem] = path
     settings = {name: settings_of(path, config) for name, path in paths.items()}
     if not world.is_first_on_machine:
-        world.wait()  # for the first one's tokenising: its cache serves all
+        world.barrier()  # for the first one's tokenising: its cache serves all
     place = (world.data_rank, world.dims.data_ranks)
     found = {name: Lessons(mine, arch, *place) for name, mine in settings.items()}
     if world.is_first_on_machine:
-        world.wait()
+        world.barrier()
     return found
 
 

@@ -1,7 +1,8 @@
-"""Several ranks at one desk: what the main one calls, all of them run.
+"""Several ranks at one session: what the main one calls, all of them run.
 
-The main rank alone has the jobs, their logs and the door. Before it runs a method of the desk that
-is :func:`together`, it tells the others, who wait for that in :func:`follow`, through the store in
+The main rank alone has the jobs, their logs and the door. Before it runs a method of the session
+that is :func:`together`, it tells the others, who wait for that in :func:`follow`, through the
+store in
 which ranks meet: a name and arguments, as JSON. Then all say how it went, since what has failed on
 one has failed. Whatever is large lies in files, which all ranks see.
 
@@ -40,25 +41,25 @@ def together(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, 
     """A method that the main rank calls, with arguments of JSON, and every rank runs."""
 
     @wraps(method)
-    def call(desk: D, *args: P.args, **kwargs: P.kwargs) -> R:
-        if desk.is_told or desk.world.size == 1:
-            return method(desk, *args, **kwargs)
+    def call(session: D, *args: P.args, **kwargs: P.kwargs) -> R:
+        if session.is_told or session.world.size == 1:
+            return method(session, *args, **kwargs)
         assert not kwargs
-        desk.world.share(json.dumps([method.__name__, *args]))
-        return _run(desk, method, *args)
+        session.world.broadcast(json.dumps([method.__name__, *args]))
+        return _run(session, method, *args)
 
     return call
 
 
-def _run(desk: Any, method: Callable[..., R], *args: Any) -> R:
-    desk.is_told, result, error = True, None, None
+def _run(session: Any, method: Callable[..., R], *args: Any) -> R:
+    session.is_told, result, error = True, None, None
     try:
-        result = method(desk, *args)
+        result = method(session, *args)
     except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
         error = failure
     finally:
-        desk.is_told = False
-    others = desk.world.any("" if error is None else f"{type(error).__name__}: {error}")
+        session.is_told = False
+    others = session.world.any("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     if others:
@@ -66,17 +67,17 @@ def _run(desk: Any, method: Callable[..., R], *args: Any) -> R:
     return result  # pyright: ignore[reportReturnType]
 
 
-def follow(desk: Any) -> None:
+def follow(session: Any) -> None:
     """Run what the main rank calls, until :func:`dismiss`."""
-    while command := json.loads(desk.world.share("")):
+    while command := json.loads(session.world.broadcast("")):
         name, *args = command
         try:
-            _run(desk, getattr(type(desk), name).__wrapped__, *args)
+            _run(session, getattr(type(session), name).__wrapped__, *args)
         except Exception as error:  # noqa: BLE001 - the main rank was told, and decides
             del error
 
 
-def dismiss(desk: Spread) -> None:
+def dismiss(session: Spread) -> None:
     """Let the other ranks go; of the main one, at the end."""
-    if desk.world.size > 1:
-        desk.world.share("null")
+    if session.world.size > 1:
+        session.world.broadcast("null")

@@ -15,13 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field, ValidationError
 
-from moetrain import bodies
-from moetrain.bodies import FIRST, complaint
 from moetrain.config import ConfigError
-from moetrain.config_rl import PolicyName, RlSection
-from moetrain.config_sources import shortened
+from moetrain.config.rl import PolicyName, RlSection
+from moetrain.config.sources import shortened
 from moetrain.rl.rows import Sample
-from moetrain.rollout import Request, SamplingParams
+from moetrain.rollout import Request, SamplingParams, bodies
+from moetrain.rollout.bodies import FIRST, complaint
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Of a save: the name of a folder, which leads nowhere else."""
@@ -43,7 +42,7 @@ MOST_TEXTS = 65_536
 """Of one request: each takes some hundred times the bytes of a short one's JSON."""
 
 
-B = TypeVar("B", bound=bodies.Body)
+B = TypeVar("B", bound=bodies.JsonBody)
 Ints = Annotated[list[int], FIRST]
 Floats = Annotated[list[float], FIRST]
 Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
@@ -67,7 +66,7 @@ class Limits:
     """Likeliest tokens in one answer."""
 
 
-class Body(bodies.Body):
+class JobBody(bodies.JsonBody):
     """The body of a request."""
 
     changes: ClassVar[bool] = False
@@ -77,7 +76,7 @@ class Body(bodies.Body):
         """Raise BadRequest for what can never be served."""
 
 
-class Datum(bodies.Body):
+class Datum(bodies.JsonBody):
     """One text to learn from, or to look at."""
 
     tokens: Ints
@@ -103,7 +102,7 @@ class Datum(bodies.Body):
         )
 
 
-class Texts(Body):
+class Texts(JobBody):
     """What a forward pass takes."""
 
     data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=MOST_TEXTS)
@@ -188,14 +187,14 @@ class Forward(Texts):
     temperature: float = Field(default=1.0, gt=0)
 
 
-class OptimStep(Body):
+class OptimStep(JobBody):
     """Update the adapter by the step's gradients."""
 
     changes: ClassVar[bool] = True
     lr: float = Field(gt=0, le=1e6)
 
 
-class Sampling(Body):
+class Sampling(JobBody):
     """Continue prompts with the adapter as it is."""
 
     prompts: Annotated[list[Ints], FIRST] = Field(min_length=1)
@@ -255,20 +254,20 @@ class Sampling(Body):
             )
 
 
-class Save(Body):
+class Save(JobBody):
     """Keep the job as it is now, adapter and moments, under a name."""
 
     name: str = Field(pattern=f"^{NAME}$")
 
 
-class Load(Body):
+class Load(JobBody):
     """Go back to what was saved under a name."""
 
     changes: ClassVar[bool] = True
     name: str = Field(pattern=f"^{NAME}$")
 
 
-class NewJob(bodies.Body):
+class NewJob(bodies.JsonBody):
     """What a new job is made of."""
 
     id: str | None = None
@@ -276,11 +275,11 @@ class NewJob(bodies.Body):
     seed: int = 0
 
 
-class Nothing(bodies.Body):
+class Nothing(bodies.JsonBody):
     """The body of a request that is all in its path."""
 
 
-KINDS: Mapping[str, type[Body]] = {
+KINDS: Mapping[str, type[JobBody]] = {
     "forward_backward": ForwardBackward,
     "forward": Forward,
     "optim_step": OptimStep,
@@ -290,7 +289,7 @@ KINDS: Mapping[str, type[Body]] = {
 }
 
 
-def parse(kind: str, body: object, limits: Limits) -> Body:
+def parse(kind: str, body: object, limits: Limits) -> JobBody:
     """The request ``kind`` with the JSON value ``body``; raises BadRequest."""
     if kind not in KINDS:
         raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")

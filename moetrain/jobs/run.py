@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moetrain.access import Access
 from moetrain.config import Config, ConfigError, RunFailed, launched_place
-from moetrain.jobs.desk import Desk
 from moetrain.jobs.files import Course
 from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
-from moetrain.models import Architecture
-from moetrain.plan import plan_memory
-from moetrain.preflight import resolve_run
-from moetrain.run_control import stop_signals
+from moetrain.jobs.session import JobSession
+from moetrain.models.architecture import Architecture
+from moetrain.rollout.access import Access
+from moetrain.train.plan import plan_memory
+from moetrain.train.preflight import resolve_run
+from moetrain.train.run_control import stop_signals
 
 logger = logging.getLogger("moetrain")
 
@@ -56,8 +56,8 @@ class JobRun:
             service.is_stopping = lambda: bool(stop)
             while not stop and (service.turn() or self.config.jobs.port is not None):
                 service.wait(IDLE_SECONDS)
-        dismiss(service.desk)
-        service.desk.world.leave()
+        dismiss(service.session)
+        service.session.world.leave()
         if stop:
             raise SystemExit(128 + stop[0])
         files = [job for job in service.jobs.values() if isinstance(job.log, Course)]
@@ -68,9 +68,9 @@ class JobRun:
     def _help(self) -> None:
         """Of other ranks than the main one: do as it does."""
         with stop_signals() as stop:  # it says when to stop
-            desk = Desk(*resolve_run(self.config))
-            follow(desk)
-        desk.world.leave()
+            session = JobSession(*resolve_run(self.config))
+            follow(session)
+        session.world.leave()
         if stop:
             raise SystemExit(128 + stop[0])
 

@@ -1,4 +1,4 @@
-"""The service behind HTTP: JSON, and nothing else on the wire. Who is served: moetrain.access.
+"""The service behind HTTP: JSON alone. :mod:`moetrain.rollout.access` says who is served.
 
     POST   /v1/jobs                       {"id", "seed"}: a new job
     GET    /v1/jobs/ID                    how it is doing
@@ -28,11 +28,11 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from moetrain.config_sources import shortened
-from moetrain.http_json import Bodies, Meaning, json_app, reply
+from moetrain.config.sources import shortened
 from moetrain.jobs.journal import Full
 from moetrain.jobs.requests import NAME, BadRequest, NewJob, Nothing, validated
 from moetrain.jobs.service import STOPPED, Service, Unknown
+from moetrain.rollout.http_json import Bodies, Meaning, json_app, reply
 
 LONGEST_WAIT = 600.0
 """Seconds in which an answer may be waited for at once."""
@@ -46,7 +46,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def make_app(service: Service) -> Starlette:
-    """The server of ``service``; who may ask it: :mod:`moetrain.access`."""
+    """The server of ``service``; who may ask it: :mod:`moetrain.rollout.access`."""
     return _Door(service).app
 
 

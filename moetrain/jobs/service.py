@@ -30,15 +30,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.jobs.desk import Cancelled, Desk
-from moetrain.jobs.durable import Damaged, read, write_durably
+from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.files import Course
 from moetrain.jobs.job import Job, Status, has_begun
 from moetrain.jobs.journal import Full, Journal
 from moetrain.jobs.requests import BadRequest, parse
-from moetrain.models import Architecture
-from moetrain.preflight import check_output_folder, resolve_run
-from moetrain.run_folder import claimed
+from moetrain.jobs.session import Cancelled, JobSession
+from moetrain.models.architecture import Architecture
+from moetrain.train.preflight import check_output_folder, resolve_run
+from moetrain.train.run_folder import claimed
 
 logger = logging.getLogger("moetrain")
 
@@ -52,7 +52,7 @@ class Unknown(LookupError):
 
 
 class Service:
-    """A desk, and the jobs that take turns at it; as a library, see :meth:`ask`."""
+    """A session, and the jobs that take turns at it; as a library, see :meth:`ask`."""
 
     def __init__(self, config: Config) -> None:
         """Load the model and find the jobs that there are.
@@ -66,8 +66,8 @@ class Service:
         self._stack = ExitStack()
         with ExitStack() as stack:
             stack.enter_context(claimed(self.folder))
-            self.desk = Desk(config, arch)
-            self.config = self.desk.config
+            self.session = JobSession(config, arch)
+            self.config = self.session.config
             self._check_same_base(arch)
             self._lock = threading.Condition()
             self.jobs = {job.id: job for job in self._find()}
@@ -94,7 +94,7 @@ class Service:
         try:
             self.tell_stopped()
             self._remove()
-            self.desk.put_all_away()
+            self.session.put_all_away()
         finally:
             self._stack.close()
 
@@ -109,7 +109,7 @@ class Service:
         path, lora = self.folder / "base.json", self.config.lora
         mine = {
             "architecture": arch.model_dump(mode="json"),
-            "frozen": self.desk.fingerprint,
+            "frozen": self.session.fingerprint,
             "lora": lora.model_dump(mode="json", exclude={"save", "layout"}),
             "moments": self.config.optim.state_dtype,
         }
@@ -117,7 +117,7 @@ class Service:
             write_durably(path, mine)
         try:
             theirs = read(self.folder, path.name)
-        except Damaged as error:
+        except DamagedJob as error:
             raise ConfigError(
                 "output_dir",
                 f"in {str(self.folder)!r} {error}; put it back, or, where model, lora and "
@@ -149,7 +149,7 @@ class Service:
     def _look(self, job: Job) -> None:
         try:
             job.look()
-        except Damaged as error:
+        except DamagedJob as error:
             self._set_aside(job, str(error))
 
     def _set_aside(self, job: Job, error: str) -> None:
@@ -165,7 +165,7 @@ class Service:
     def _find_files(self) -> list[Job]:
         """The jobs that are files, begun or not."""
         found = []
-        for name, lessons in self.desk.lessons.items():
+        for name, lessons in self.session.lessons.items():
             course = Course(lessons, self.folder / "files" / name)
             found.append(Job(name, course.folder, course, course.seed))
             self._look(found[-1])
@@ -229,7 +229,7 @@ class Service:
             BadRequest, Full, Unknown: it is not taken up.
         """
         self.describe(name)  # before work is put into it
-        text = parse(kind, body, self.desk.limits).model_dump_json()
+        text = parse(kind, body, self.session.limits).model_dump_json()
         with self._lock:
             job = self._of(name)
             job.check_open()
@@ -258,7 +258,7 @@ class Service:
             if number < job.log.done:
                 try:
                     answer = job.log.answer_of(number)
-                except Damaged as error:  # which the job need not know, as long as it is loaded
+                except DamagedJob as error:  # which the job need not know, as long as it is loaded
                     logger.warning("job %s: %s", job.label, error)
                     answer = {"error": str(error)}
             future.set_result(answer)
@@ -318,20 +318,20 @@ class Service:
             return False
         assert job.seed is not None  # else it was set aside
         try:
-            self.desk.sit(job.id, job.seed, str(job.folder))
+            self.session.sit(job.id, job.seed, str(job.folder))
             if not self._catch_up(job):
                 return True
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            self.desk.probe()
-            self.desk.forget(job.id)
+            self.session.probe()
+            self.session.forget(job.id)
             self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
             return True
         try:
             self._serve(job)
-        except Damaged as error:
-            self.desk.forget(job.id)
+        except DamagedJob as error:
+            self.session.forget(job.id)
             self._set_aside(job, str(error))
         return True
 
@@ -346,43 +346,43 @@ class Service:
 
     def _catch_up(self, job: Job) -> bool:
         """Do again what was done and is in no checkpoint. Not: the job was given up meanwhile."""
-        while self.desk.progress.seen < job.log.done:
+        while self.session.progress.seen < job.log.done:
             if self._is_given_up(job):
                 return False
-            job.log.serve_again(self.desk.progress.seen, self.desk)
+            job.log.serve_again(self.session.progress.seen, self.session)
         return True
 
     def _serve(self, job: Job) -> None:
-        number, desk = job.log.done, self.desk
+        number, session = job.log.done, self.session
         try:
-            desk.is_given_up = partial(self._is_given_up, job)
-            answer: dict[str, Any] = {"result": job.log.serve(number, desk)}
-        except (RunFailed, OSError, Damaged):
+            session.is_given_up = partial(self._is_given_up, job)
+            answer: dict[str, Any] = {"result": job.log.serve(number, session)}
+        except (RunFailed, OSError, DamagedJob):
             raise
         except Cancelled:
-            desk.forget(job.id)
+            session.forget(job.id)
             return
         except BadRequest as error:
             answer = {"error": str(error), "refused": True}
-            desk.pass_over(number)
+            session.pass_over(number)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             answer = {"error": _line_of(error), "refused": False}
-            desk.forget(job.id)
+            session.forget(job.id)
             logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
         with self._lock:
             try:
                 job.log.answer(number, answer)
             except OSError:  # a checkpoint at the end must not have seen what has no answer
-                desk.forget(job.id)
+                session.forget(job.id)
                 raise
             future = job.waiting.pop(number, None)
         if "error" in answer:
-            desk.probe()
-        if desk.job == job.id and self._is_due(job):
-            desk.save()
+            session.probe()
+        if session.job == job.id and self._is_due(job):
+            session.save()
             job.saved_time = time.monotonic()
             with self._lock:
-                job.log.prune(desk.oldest_saved)
+                job.log.prune(session.oldest_saved)
         if future is not None:
             future.set_result(answer)
         if isinstance(job.log, Course) and job.status == "open":
@@ -392,12 +392,12 @@ class Service:
         return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
-        new = self.desk.progress.seen - self.desk.saved
+        new = self.session.progress.seen - self.session.saved
         is_over = isinstance(job.log, Course) and job.log.done == job.log.accepted
         seconds = 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         is_due = new >= self.config.jobs.save_interval or by_time or is_over
-        return new > 0 and is_due and self.desk.engine.is_between_steps
+        return new > 0 and is_due and self.session.engine.is_between_steps
 
     def _look_at(self, job: Job, course: Course, answer: dict[str, Any]) -> None:
         """End a job that is a file, if it is over."""
@@ -426,7 +426,7 @@ class Service:
         """Remove those that are to be."""
         while self._removals:
             job, future = self._removals[0]
-            self.desk.forget(job.id)
+            self.session.forget(job.id)
             gone = job.folder.with_name(f"{REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)

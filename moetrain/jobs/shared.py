@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from moetrain.config import Config
-from moetrain.engine import Engine
-from moetrain.models import Architecture
-from moetrain.parallel.layout import Part
+from moetrain.models.architecture import Architecture
+from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.world import World
-from moetrain.passes import Totals
+from moetrain.train.engine import Engine
+from moetrain.train.passes import Totals
 
 
 class Pending(NamedTuple):
@@ -75,7 +75,7 @@ class SharedEngine(Engine):
         self._forget()
 
 
-def copies_of(parts: Mapping[str, Part]) -> dict[str, Part]:
+def copies_of(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
     return {name: part._replace(tensor=to_host(part.tensor)) for name, part in parts.items()}
 
 

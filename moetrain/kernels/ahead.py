@@ -31,7 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetrain.kernels.portable_triton import INTERPRETED, KNOBS, TensorDescriptor, triton
+from moetrain.kernels.triton import INTERPRETED, KNOBS, TensorDescriptor, triton
 
 logger = logging.getLogger("moetrain")
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from moetrain.kernels.portable_triton import INTERPRETED
+from moetrain.kernels.triton import INTERPRETED
 
 Backend = Literal["auto", "triton", "reference"]
 

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection, SavedName
-from moetrain.kernels import Backend, attention, rotary
+from moetrain.kernels.attention.attention import attention
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.norm.rotary import rotary
 from moetrain.models.layers import Context, Linear, RMSNorm, linears
-from moetrain.models.parts import FP32, AttentionPart, Share, Weight
+from moetrain.models.parts import FP32, AttentionPart, Weight, Workload
 from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 
@@ -74,7 +76,7 @@ class GroupedQueryAttention(AttentionPart):
         scores_and_values = 2 * self.widths[0] * keys
         return super().products_per_token(seq_len) + scores_and_values
 
-    def activations(self, share: Share) -> float:
+    def activations(self, share: Workload) -> float:
         """Queries, keys, values, result and its log-sum-exp, of all tokens and this rank's heads.
 
         With q/k norms, what comes out of the products is kept beside what goes into attention.
@@ -88,7 +90,7 @@ class GroupedQueryAttention(AttentionPart):
     def cached_numbers(self) -> int:
         return 2 * self.widths[1]
 
-    def saved(self, share: Share) -> Mapping[SavedName, float]:
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
         w, (q_dim, kv_dim) = share.width, self.widths
         products = share.tokens * w * (q_dim + 2 * kv_dim) / share.tp
         return {

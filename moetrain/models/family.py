@@ -18,7 +18,7 @@ from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.layers import SwiGLU
-from moetrain.models.rules import COLWISE, EMBEDDING, NORM, PartStyle, Plan, Rule
+from moetrain.models.rules import COLWISE, EMBEDDING, NORM, PartStyle, Rule, ShardingPlan
 from moetrain.models.weight_map import Operation
 
 HFConfig = Mapping[str, Any]
@@ -104,7 +104,7 @@ class HFFamily:
         return {**COMMON_FIELDS, **self.fields}
 
 
-def decoder_plan(arch: Architecture) -> Plan:
+def decoder_plan(arch: Architecture) -> ShardingPlan:
     """What the parts say of themselves, and what holds of every decoder beside them.
 
     Raises:
@@ -123,7 +123,7 @@ def decoder_plan(arch: Architecture) -> Plan:
             raise ValueError(f"plan: parts called {part.name} disagree")
         rules |= own
         styles[name] = part.style
-    return Plan(rules, styles)
+    return ShardingPlan(rules, styles)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Family:
     hf: HFFamily
     presets: Mapping[str, Architecture] = field(default_factory=dict)
     """Named architectures."""
-    plan: Callable[[Architecture], Plan] = decoder_plan
+    plan: Callable[[Architecture], ShardingPlan] = decoder_plan
     """Rules of its parameters and styles of its parts."""
 
 

@@ -18,19 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
-from moetrain.kernels import (
-    AttentionMask,
-    Backend,
-    add_rms_norm,
-    few_rows,
-    fusible_rms_norm,
-    linears_fp8,
-    narrow_products,
-    rms_norm,
-    swiglu,
-)
+from moetrain.kernels import small_m as few_rows
+from moetrain.kernels.attention.attention import AttentionMask
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.experts.swiglu import swiglu
+from moetrain.kernels.low_rank import narrow_products
+from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
+from moetrain.kernels.quant.linear_fp8 import linears_fp8
 from moetrain.models.lora import Adaptable
-from moetrain.models.parts import Part, Share, Weight
+from moetrain.models.parts import Part, Weight, Workload
 from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
 from moetrain.models.vocabulary import Vocabulary
@@ -185,16 +181,16 @@ class SwiGLU(Part):
             found["w_down.bias"] = Weight((dim,), SHARED_BIAS)
         return found
 
-    def activations(self, share: Share) -> float:
+    def activations(self, share: Workload) -> float:
         return (3 if share.is_compiled else 4) * self._wide(share)
 
-    def saved(self, share: Share) -> Mapping[SavedName, float]:
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
         return {"linear": 2 * self._wide(share)}
 
-    def working_set(self, share: Share) -> float:
+    def working_set(self, share: Workload) -> float:
         return 3 * self._wide(share)
 
-    def _wide(self, share: Share) -> float:
+    def _wide(self, share: Workload) -> float:
         """One tensor of the layer's own width."""
         return share.tokens * self.intermediate_size * share.width / share.tp
 

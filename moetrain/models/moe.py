@@ -19,20 +19,16 @@ import torch
 from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
-from moetrain.kernels import (
-    Backend,
-    ExpertIndices,
-    Routed,
-    adapted_expert_mlp,
-    expert_indices,
-    expert_mlp,
-    expert_mlp_fp8,
-    router_logits,
-    router_topk,
-)
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.experts.indices import ExpertIndices, expert_indices
+from moetrain.kernels.experts.mlp import expert_mlp
+from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
+from moetrain.kernels.experts.mlp_lora import adapted_expert_mlp
+from moetrain.kernels.experts.router import Routed, router_topk
+from moetrain.kernels.experts.router_logits import router_logits
 from moetrain.models.layers import Context
 from moetrain.models.lora import Adaptable
-from moetrain.models.parts import FP32, Part, Share, Weight
+from moetrain.models.parts import FP32, Part, Weight, Workload
 from moetrain.models.rules import EXPERT, ROUTER, PartStyle
 
 
@@ -81,18 +77,18 @@ class RoutedExperts(Part):
     def products_per_token(self, seq_len: int) -> float:
         return self.num_active_params()
 
-    def activations(self, share: Share) -> float:
+    def activations(self, share: Workload) -> float:
         """The tokens that rows are copies of, the rows' pre-activations, and the routing."""
         return self.saved(share)["experts"] + self._received(share)
 
-    def saved(self, share: Share) -> Mapping[SavedName, float]:
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
         pre = self.num_experts_per_token * share.width * 2 * self.moe_intermediate_size
         return {
             "experts": share.own_tokens * (pre + self._routing()),
             "dispatch": self._received(share),
         }
 
-    def working_set(self, share: Share) -> float:
+    def working_set(self, share: Workload) -> float:
         row = share.width * (2 * self.hidden_size + 3 * self.moe_intermediate_size)
         rows = share.own_tokens * self.num_experts_per_token * row
         return rows + 2 * self._received(share)
@@ -101,7 +97,7 @@ class RoutedExperts(Part):
         """A token's logits, and its ids, weights and indices."""
         return FP32 * (self.num_experts + 5 * self.num_experts_per_token)
 
-    def _received(self, share: Share) -> float:
+    def _received(self, share: Workload) -> float:
         """Tokens that reach this rank, each once, if every expert is as likely as the next."""
         if share.ep == 1:
             return 0.0

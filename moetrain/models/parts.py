@@ -34,7 +34,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class Workload:
     """What one rank has of a micro-batch, and how it computes."""
 
     tokens: int
@@ -98,12 +98,12 @@ class Part(ABC):
         return sum(math.prod(weight.shape) for weight in self._matrices())
 
     # Memory.
-    def numbers(self, share: Share) -> float:
+    def numbers(self, share: Workload) -> float:
         """Of its matrices on one rank: whole over FSDP ranks, cut over tensor and expert ranks."""
         ranks = {"colwise": share.tp, "rowwise": share.tp, "expert": share.ep}
         return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
 
-    def activations(self, share: Share) -> float:
+    def activations(self, share: Workload) -> float:
         """What it keeps for its backward, beside its input, if nothing is recomputed.
 
         Here what every matrix product results in; a part that keeps something else says so.
@@ -111,11 +111,11 @@ class Part(ABC):
         numbers = sum(weight.shape[0] for weight in self._matrices())
         return share.tokens * share.width * numbers / share.tp
 
-    def saved(self, share: Share) -> Mapping[SavedName, float]:
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
         """What each name of ``activation.save`` keeps of that."""
         return {}
 
-    def working_set(self, share: Share) -> float:
+    def working_set(self, share: Workload) -> float:
         """Gradients of what is wider than the residual stream, while its backward runs."""
         return 0.0
 

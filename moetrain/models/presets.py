@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from moetrain.config import ConfigError, ModelSection
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture
-from moetrain.models.hf import CONFIG, check_checkpoint, resolve
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import read_json
+from moetrain.models.hf.files import CONFIG, read_json, resolve
+from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.parts import Part
 from moetrain.models.registry import FAMILIES, PRESETS
 

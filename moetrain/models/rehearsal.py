@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.config import Config
-from moetrain.kernels import adamw, sum_chunks
-from moetrain.kernels.adamw import BLOCK, Settings
-from moetrain.kernels.mxfp8 import SCALED, widen_groups
-from moetrain.kernels.quantise import E4M3
-from moetrain.kernels.reduction import num_blocks
+from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
+from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
+from moetrain.kernels.quant.mxfp8 import SCALED, widen_groups
+from moetrain.kernels.quant.rows import E4M3
 from moetrain.models.architecture import Architecture
 from moetrain.models.planned import plan_model
 from moetrain.models.rules import Rule

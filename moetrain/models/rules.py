@@ -1,6 +1,6 @@
 """The plan of a model: what holds for each parameter and each part, as tables beside the code.
 
-A family has a :class:`Plan`: shell-style patterns over dotted names, to a :class:`Rule` for
+A family has a :class:`ShardingPlan`: shell-style patterns over dotted names, to a :class:`Rule` for
 parameters and to a word for parts (what of a block, or of the model, sees activations). It is put
 together of what each part says of itself (:mod:`moetrain.models.parts`). All that differs from
 parameter to parameter is said there and nowhere else: how it is cut, drawn, decayed, stored,
@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from moetrain.config import ConfigError
-from moetrain.kernels.mxfp8 import SCALED
+from moetrain.kernels.quant.mxfp8 import SCALED
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
@@ -74,7 +74,7 @@ class Rule:
             raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
 
 
-class Plan(NamedTuple):
+class ShardingPlan(NamedTuple):
     """Patterns for every parameter and every part of one model; the first that matches decides."""
 
     parameters: Mapping[str, Rule]
@@ -130,7 +130,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith(ADAPTER)
 
 
-def parameter_rules(plan: Plan, model: nn.Module) -> dict[str, Rule]:
+def parameter_rules(plan: ShardingPlan, model: nn.Module) -> dict[str, Rule]:
     """The rule of every parameter of ``model``, by name; ValueError as :func:`match`."""
     names = [name for name, _ in model.named_parameters()]
     rules = match(plan.parameters, [name for name in names if not is_adapter(name)])
@@ -188,7 +188,7 @@ def is_matrix(rule: Rule) -> bool:
     return rule.init == "normal" and rule.decay and rule.gather is None
 
 
-def part_styles(plan: Plan, model: nn.Module) -> dict[str, PartStyle]:
+def part_styles(plan: ShardingPlan, model: nn.Module) -> dict[str, PartStyle]:
     """The style of every part of ``model``, by name: what holds parameters, in blocks and beside.
 
     Raises:

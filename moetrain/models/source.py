@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a file."""
 
     file: Path
@@ -48,7 +48,7 @@ class HFSource:
     """All of ``generation_config.json``, if there is one."""
     dtypes: Mapping[str, torch.dtype]
     """Of the tensors that the model has, by their names in the files."""
-    extra: Mapping[str, Stored]
+    extra: Mapping[str, FileTensor]
     """Tensors that the model does not have; an export carries them on, bit for bit."""
     stamps: Mapping[Path, Stamp | None]
     """Of the files that hold ``extra``."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from moetrain.annotate import annotate, annotate_backward
 from moetrain.config import KernelsSection, MoeSection
-from moetrain.kernels import attention_mask
+from moetrain.kernels.annotate import annotate, annotate_backward
+from moetrain.kernels.attention.attention import attention_mask
 from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Context, Embedding, Linear, RMSNorm
 from moetrain.models.moe import RouterStats, RoutingStats

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels import (
-    Backend,
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.loss.linear_cross_entropy import (
     SummedLoss,
     TokenLosses,
     linear_cross_entropy,
@@ -25,7 +25,7 @@ class Vocabulary(Protocol):
     """Functions of the vocabulary matrix ``w_VD`` (the embedding's, or the head's).
 
     Hidden states go in as they come out of ``Transformer.backbone``. Arguments and results are
-    those of :mod:`moetrain.kernels.linear_cross_entropy`.
+    those of :mod:`moetrain.kernels.loss.linear_cross_entropy`.
     """
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,11 @@ import zlib
 import torch
 
 from moetrain.config import OptimSection
-from moetrain.kernels.adamw import BLOCK, Settings, adamw, adamw_rates
+from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_rates
 from moetrain.optim.host import HostUpdates
-from moetrain.parallel.arena import Arena
-from moetrain.parallel.bucket import Bucket, Member
-from moetrain.parallel.fsdp import FSDP
+from moetrain.parallel.fsdp.bucket import Bucket, Member
+from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.offload.arena import Arena
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors beside its step, each like its parameter."""

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from moetrain.config import OptimSection
-from moetrain.parallel.bucket import Bucket
+from moetrain.parallel.fsdp.bucket import Bucket
 
 Moments = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,7 +32,7 @@ class HostUpdates:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
 
     def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[Moments]) -> None:
-        """Begin an update with :func:`~moetrain.kernels.adamw.adamw_rates` (on the device).
+        """Begin an update with :func:`~moetrain.kernels.optim.adamw.adamw_rates` (on the device).
 
         Every gradient must have been taken. ``moments``: flat, of each bucket.
         """

@@ -8,17 +8,17 @@ from typing import get_args
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.config_sections import StateDtype
+from moetrain.config.sections import StateDtype
 from moetrain.optim.adamw import MOMENTS, AdamW
 from moetrain.parallel.apply import check_like
-from moetrain.parallel.bucket import Member
-from moetrain.parallel.layout import Part, Region
+from moetrain.parallel.fsdp.bucket import Member
+from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 
 
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
-) -> dict[str, Part]:
+) -> dict[str, TensorSlice]:
     """What this rank holds of each ``"<parameter>.<moment>"``; nothing before the first step."""
     return {
         # The step is a scalar, the same on every rank.
@@ -34,7 +34,7 @@ def load_optimizer_state(
     optimizer: AdamW,
     members: Mapping[str, Member],
     stages: Stages,
-    state: Mapping[str, Region],
+    state: Mapping[str, Sliceable],
 ) -> None:
     """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
 
@@ -62,7 +62,7 @@ def load_optimizer_state(
             value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
 
 
-def _check_moment(name: str, saved: Region, member: Member, dtype: torch.dtype) -> None:
+def _check_moment(name: str, saved: Sliceable, member: Member, dtype: torch.dtype) -> None:
     theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
     if theirs != ours and theirs in get_args(StateDtype):
         raise ConfigError(

@@ -4,9 +4,10 @@ plan -> this rank's stages -> sharded parameters -> what parts do with shared to
 dispatchers -> values -> recomputation -> offloading -> compile
 
 What the model is stays single-device math. It is attached to in four ways, all of them here:
-parameters are DTensors that :class:`~moetrain.parallel.fsdp.FSDP` unshards (``model.sharding``);
-hooks around parts, by the plan's word for each (:func:`~moetrain.parallel.tensor.share_tokens`);
-another ``dispatcher`` in parts that are routed; another ``vocabulary``.
+parameters are DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards
+(``model.sharding``); hooks around parts, by the plan's word for each
+(:func:`~moetrain.parallel.tensor.share_tokens`); another ``dispatcher`` in parts that are routed;
+another ``vocabulary``.
 """
 
 from __future__ import annotations
@@ -18,31 +19,27 @@ import torch
 from torch import nn
 
 from moetrain.config import Config, ConfigError
-from moetrain.models import (
-    Architecture,
-    Dispatcher,
-    Transformer,
-    compile_blocks,
-    compute_dtype,
-    find_family,
-    load_weights,
-    plan_model,
-    set_recomputation,
-)
-from moetrain.models.hf import resolve
+from moetrain.models.architecture import Architecture
+from moetrain.models.hf.files import resolve
+from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
 from moetrain.models.init import draw
+from moetrain.models.moe import Dispatcher
+from moetrain.models.planned import compute_dtype, plan_model
+from moetrain.models.recompute import set_recomputation
+from moetrain.models.registry import find_family
 from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
-from moetrain.parallel.activation_offload import offload_activations
-from moetrain.parallel.bucket import Twin
-from moetrain.parallel.copy_engines import connect
-from moetrain.parallel.deepep import DeepEP, choose_transport
-from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
-from moetrain.parallel.fsdp import FSDP
-from moetrain.parallel.layout import Region
+from moetrain.models.transformer import Transformer, compile_blocks
+from moetrain.parallel.expert.deepep import DeepEP, choose_transport
+from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Transport
+from moetrain.parallel.fsdp.bucket import Twin
+from moetrain.parallel.fsdp.copy_engines import connect
+from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.fsdp.shard import shard_model
+from moetrain.parallel.layout import Sliceable
 from moetrain.parallel.mesh import Meshes
+from moetrain.parallel.offload.activations import offload_activations
 from moetrain.parallel.pipeline.stages import Stages
-from moetrain.parallel.shard import shard_model
 from moetrain.parallel.tensor import TokenParts, share_tokens
 from moetrain.parallel.vocab_parallel import ShardedVocabulary
 from moetrain.parallel.world import World
@@ -176,7 +173,7 @@ def place_model(
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
         folder = resolve(
-            config.model.path, is_downloader=world.is_first_on_machine, barrier=world.wait
+            config.model.path, is_downloader=world.is_first_on_machine, barrier=world.barrier
         )
         load_weights(model, folder, fsdp.write)
     if config.lora.path is not None:
@@ -217,7 +214,7 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
 
 @torch.no_grad()
 def load_whole_state(
-    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Region]
+    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Sliceable]
 ) -> None:
     """Copy this rank's part of every trained parameter and buffer, which ``state`` has whole.
 
@@ -247,7 +244,7 @@ def load_whole_state(
 
 
 def check_like(
-    name: str, saved: Region, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> None:
     """Raise :class:`ConfigError` unless ``saved``, a checkpoint's ``name``, is such a tensor.
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moetrain.kernels.reduction import sum_chunks
+from moetrain.kernels.optim.reduction import sum_chunks
 
 ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
 
@@ -94,7 +94,7 @@ def reduce_scatter_start(
         out_N: fp32 or bf16, contiguous; ``finish`` writes the sum to it, rounded once.
         accumulate: add to what ``out_N`` holds then instead of overwriting it.
         mode: how, see the head of this file.
-        squares_B: as :func:`~moetrain.kernels.reduction.sum_chunks` takes it.
+        squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
 
     Raises:
         ValueError: chunks of another shape, or an unknown mode.

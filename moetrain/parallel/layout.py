@@ -44,7 +44,7 @@ class Sliced(Protocol):
         ...
 
 
-class Region(Protocol):
+class Sliceable(Protocol):
     """A whole tensor of which any part can be had: a tensor, or one that lies in files."""
 
     @property
@@ -58,7 +58,7 @@ class Region(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """What a rank holds of a whole tensor: ``whole[box]``."""
 
     tensor: torch.Tensor
@@ -71,7 +71,7 @@ class Part(NamedTuple):
     """... and how many they are."""
 
     @classmethod
-    def all_of(cls, tensor: torch.Tensor) -> Part:
+    def all_of(cls, tensor: torch.Tensor) -> TensorSlice:
         """Of a tensor that this rank alone has."""
         return cls(tensor, tensor.shape, full_box(tensor.shape))
 
@@ -139,16 +139,16 @@ class Layout:
         mine = chunk_of(rows.stop - rows.start, self.mesh.size(2), shard)
         return slice(rows.start + mine.start, rows.start + mine.stop), *rest
 
-    def part(self, local: torch.Tensor) -> Part:
+    def part(self, local: torch.Tensor) -> TensorSlice:
         """``local``, which this rank holds of the whole."""
-        return Part(local, self.shape, self.box, self._place[0], self.mesh.size(0))
+        return TensorSlice(local, self.shape, self.box, self._place[0], self.mesh.size(0))
 
-    def common(self, tensor: torch.Tensor) -> Part:
+    def common(self, tensor: torch.Tensor) -> TensorSlice:
         """``tensor``, which every rank of the mesh has whole."""
         number = 0
         for axis, index in enumerate(self._place):
             number = number * self.mesh.size(axis) + index
-        return Part.all_of(tensor)._replace(copy=number, copies=self.mesh.size())
+        return TensorSlice.all_of(tensor)._replace(copy=number, copies=self.mesh.size())
 
     @property
     def _place(self) -> Sequence[int]:

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moetrain.config import ConfigError, ParallelSection
-from moetrain.config_compute import AUTO
-from moetrain.models import Architecture
+from moetrain.config.compute import AUTO
+from moetrain.models.architecture import Architecture
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from moetrain.config import Config, ConfigError, launched_place
-from moetrain.hardware import DEFAULT_GPU, GIB, GPUS, GPUS_A_MACHINE
+from moetrain.config.hardware import DEFAULT_GPU, GIB, GPUS, GPUS_A_MACHINE
 
 MOST_ON_CORE = 16
 """Processes: enough to try a large layout on a small machine, which each takes memory for."""

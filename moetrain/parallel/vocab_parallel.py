@@ -3,7 +3,7 @@
 Rank r of W holds rows ``[r * ceil(V/W), ...)`` of it, by ``torch.chunk``'s rule, and sees all
 tokens. No rank ever has a token's logits over the whole vocabulary: of its own part each computes
 lse, the target's logit (where the target is its own) and the mean logit, and these three numbers a
-token are exchanged (see :mod:`moetrain.kernels.vocabulary_chunk` for how they join).
+token are exchanged (see :mod:`moetrain.kernels.loss.vocabulary_chunk` for how they join).
 
 Every rank gets the same per-token results, and the run's loss is the sum of every rank's: a loss
 made of them on each rank alike is to be divided by W, as :meth:`ShardedVocabulary.loss_sum` does.
@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from moetrain.kernels import Backend, SummedLoss, TokenLosses
-from moetrain.kernels.backend import use_fast
-from moetrain.kernels.linear_cross_entropy import check_fast, scaled
-from moetrain.kernels.vocabulary_chunk import (
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses, check_fast, scaled
+from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
     ChunkStats,
     LossGrads,

@@ -3,7 +3,7 @@
 Apart from :mod:`moetrain.parallel.mesh` because this is where the machine is looked at: its GPUs,
 and the address where ranks meet. One process is a world of one, with meshes like any other.
 
-Left out on purpose: starting processes (:mod:`moetrain.launch`).
+Left out on purpose: starting processes (:mod:`moetrain.cli.launch`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from moetrain.config import Config, ConfigError, allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
-from moetrain.models import Architecture
-from moetrain.parallel.deepep_ops import disconnect
-from moetrain.parallel.meeting import TIMEOUT, Meeting, find_ranks
+from moetrain.models.architecture import Architecture
+from moetrain.parallel.expert.deepep_ops import disconnect
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 from moetrain.parallel.pipeline.stages import check_pipeline
 from moetrain.parallel.processes import device_capacity, num_processes
+from moetrain.parallel.rendezvous import TIMEOUT, Rendezvous, find_ranks
 
 BYTES_OF_TOKEN = 24
 """In a batch on the host: token, target and position."""
@@ -40,7 +40,7 @@ class World:
     meshes: Meshes
     owns_group: bool
     """Whether :meth:`leave` ends the default process group; not if the caller made it."""
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
     """None: a world of one."""
 
     @property
@@ -70,30 +70,30 @@ class World:
         """``x`` summed over every rank of the run."""
         return _sum(x, self.meshes.everyone)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank has come here, however long what it does before may take.
 
         Raises:
             RunFailed: a rank is gone.
         """
-        if self.meeting is not None:
-            self.meeting.wait()
+        if self.rendezvous is not None:
+            self.rendezvous.barrier()
 
-    def share(self, text: str) -> str:
-        """The main rank's ``text``, on every rank; waits as :meth:`wait` does."""
-        return text if self.meeting is None else self.meeting.share(text)
+    def broadcast(self, text: str) -> str:
+        """The main rank's ``text``, on every rank; waits as :meth:`barrier` does."""
+        return text if self.rendezvous is None else self.rendezvous.broadcast(text)
 
     def any(self, text: str) -> str:
         """The ``text`` of the first rank whose one is not empty; empty: all are. Waits."""
-        if self.meeting is None:
+        if self.rendezvous is None:
             return text
-        return self.share(next(filter(None, self.meeting.gather(text)), ""))
+        return self.broadcast(next(filter(None, self.rendezvous.gather(text)), ""))
 
-    def own_meeting(self) -> Meeting | None:
-        """Another :attr:`meeting`, for a thread whose calls come between others'. Collective."""
-        if self.meeting is None:
+    def own_rendezvous(self) -> Rendezvous | None:
+        """Another :attr:`rendezvous`, for a thread whose calls come between others'. Collective."""
+        if self.rendezvous is None:
             return None
-        return Meeting(_get_default_store(), self.rank, self.size)
+        return Rendezvous(_get_default_store(), self.rank, self.size)
 
     def leave(self) -> None:
         """End the process group, collectively, after work that went well.
@@ -101,9 +101,9 @@ class World:
         After an error, don't: it would wait for ranks that will not come, or pull the connection
         from under them before this rank's error was reported.
         """
-        self.wait()  # what the main rank leaves behind takes its time
-        if self.meeting is not None:
-            self.meeting.end()
+        self.barrier()  # what the main rank leaves behind takes its time
+        if self.rendezvous is not None:
+            self.rendezvous.end()
         if self.owns_group and dist.is_initialized():  # a run of one process may go on after it
             disconnect()
             dist.barrier()  # gloo's connections end at once, even if others still read from them
@@ -179,11 +179,11 @@ def join_world(config: Config, arch: Architecture) -> World:
                 # Binding the device connects the communicator now, and lets others be split off it.
                 device_id=device if device.type == "cuda" else None,
             )
-    meshes, meeting = build_meshes(dims, device.type), None
+    meshes, rendezvous = build_meshes(dims, device.type), None
     if size > 1:
         warm_up(meshes, device)
-        meeting = Meeting(_get_default_store(), rank, size)
-    return World(rank, gpu, size, device, dims, meshes, owns_group, meeting)
+        rendezvous = Rendezvous(_get_default_store(), rank, size)
+    return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous)
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moetrain.config_rl import AdvantageName, RlSection
+from moetrain.config.rl import AdvantageName, RlSection
 
 EQUAL = 1e-9
 """Relative difference below which rewards are the same: sums of the same parts in another order

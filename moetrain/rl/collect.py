@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetrain.config_rl import RlSection
+from moetrain.config.rl import RlSection
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Environment, Episode, Turn
 from moetrain.rl.faults import are_tokens, not_a_reward, number_of

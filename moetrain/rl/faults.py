@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from moetrain.config import ConfigError, RunFailed
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 from moetrain.rl.calls import Calls, Failed
-from moetrain.rl.envs import Demonstrates, Marked
+from moetrain.rl.envs import Demonstrates, Demonstration
 from moetrain.rl.envs.jsonl import Jsonl
 from moetrain.rl.trajectory import Trajectory
 
@@ -82,7 +82,7 @@ class Demonstrations:
         self.environment, self.vocabulary = environment, vocabulary
         self._calls: Calls[int] = Calls(limit)
 
-    def of(self, tasks: Sequence[int]) -> list[Marked]:
+    def of(self, tasks: Sequence[int]) -> list[Demonstration]:
         """Of each task.
 
         Raises:
@@ -94,11 +94,11 @@ class Demonstrations:
         found = self._calls.wait_for_all()
         return [self._checked(task, found[number]) for number, task in enumerate(tasks)]
 
-    def _checked(self, task: int, shown: Any) -> Marked:
+    def _checked(self, task: int, shown: Any) -> Demonstration:
         if type(shown) is Failed:
             problem = f"failed ({shown.reason}): {shown.detail[:400]}"
-        elif not issubclass(type(shown), Marked):
-            problem = f"is none: {type(shown).__name__} where a Marked is due"
+        elif not issubclass(type(shown), Demonstration):
+            problem = f"is none: {type(shown).__name__} where a Demonstration is due"
         elif not are_tokens(shown.tokens, self.vocabulary) or len(shown.tokens) < 2:
             most = self.vocabulary - 1
             problem = f"is none: its tokens are no tuple of two or more integers of 0 to {most}"
@@ -107,7 +107,7 @@ class Demonstrations:
         elif shown.mask[0]:
             problem = "is none: nothing predicts its first token, and the mask has it chosen"
         else:
-            return Marked(shown.tokens, tuple(map(bool, shown.mask)))
+            return Demonstration(shown.tokens, tuple(map(bool, shown.mask)))
         raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
 
 

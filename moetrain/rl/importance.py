@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-from moetrain.config_rl import RlSection
-from moetrain.data import IGNORE_INDEX
+from moetrain.config.rl import RlSection
+from moetrain.data.packing import IGNORE_INDEX
 from moetrain.rl.rows import RolloutBatch
 
 LOG_RATIO_LIMIT = 20.0

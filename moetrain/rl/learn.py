@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import Config
-from moetrain.data import IGNORE_INDEX
-from moetrain.engine import Engine
-from moetrain.loss import Objective
-from moetrain.models import RoutingStats
-from moetrain.parallel.layout import Part, Region
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.moe import RoutingStats
+from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.world import World
 from moetrain.rl.importance import corrected
 from moetrain.rl.losses import PolicyObjective, kl_estimate
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.rl.token_stats import TokenStats, score
+from moetrain.train.engine import Engine
+from moetrain.train.objectives import Objective
 
 T = TypeVar("T")
 
@@ -201,12 +201,12 @@ class Learner:
         finally:
             _copy(now, values)
 
-    def reference_state(self) -> dict[str, Part]:
+    def reference_state(self) -> dict[str, TensorSlice]:
         """This rank's parts of the reference."""
         parts = self.engine.state()["model"]
         return {k: part._replace(tensor=self.reference[k]) for k, part in parts.items()}
 
-    def load_reference(self, state: Mapping[str, Region]) -> None:
+    def load_reference(self, state: Mapping[str, Sliceable]) -> None:
         """Inverse of :meth:`reference_state`; the engine's weights stay as they are."""
         values = self._values()
         now = {name: value.to("cpu", copy=True) for name, value in values.items()}

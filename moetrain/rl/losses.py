@@ -41,13 +41,14 @@ from typing import NamedTuple, Self
 import torch
 
 from moetrain.config import Config
-from moetrain.config_rl import PolicyName, RlSection
-from moetrain.data import IGNORE_INDEX
-from moetrain.loss import Outputs, RouterLosses, Term
-from moetrain.models import Architecture, Transformer
+from moetrain.config.rl import PolicyName, RlSection
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.architecture import Architecture
+from moetrain.models.transformer import Transformer
 from moetrain.rl.importance import log_ratio
 from moetrain.rl.rows import RolloutBatch
 from moetrain.rl.token_stats import TokenStats, batch_stats
+from moetrain.train.objectives import Outputs, RouterLosses, Term
 
 
 class PolicyInputs(NamedTuple):
@@ -131,7 +132,7 @@ NO_ROUTER_LOSSES = RouterLosses(load_balancing=0.0, router_z=0.0, is_pooled=Fals
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """What ``Engine.forward_backward`` minimises; a :class:`moetrain.loss.Objective`.
+    """What ``Engine.forward_backward`` minimises; a :class:`moetrain.train.objectives.Objective`.
 
     Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
     ``entropy_bonus`` (with ``rl.entropy_coef``), and the routers' auxiliary losses. Statistics,
@@ -167,7 +168,7 @@ class PolicyObjective:
         batch: RolloutBatch,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
-        """See :class:`moetrain.loss.Objective`.
+        """See :class:`moetrain.train.objectives.Objective`.
 
         Raises:
             ValueError: a KL in the loss, and the batch has no ``reference_BS``.

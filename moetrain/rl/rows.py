@@ -28,7 +28,7 @@ import torch
 from moetrain.data.loader import tensors_on
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.whole import best_fit
-from moetrain.models import Inputs
+from moetrain.models.transformer import Inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Sample:
             raise ValueError(f"Sample: routes of {len(self.routes)} tokens; {n - 1} were read")
 
 
-class Place(NamedTuple):
+class SamplePosition(NamedTuple):
     """Where a sample lies."""
 
     sample: int
@@ -81,7 +81,8 @@ class Place(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
-    """One micro-batch of packed samples, made on the CPU; a :class:`moetrain.loss.MicroBatch`.
+    """One micro-batch of packed samples, made on the CPU; a
+    :class:`moetrain.train.objectives.MicroBatch`.
 
     Per-position tensors but the first and third are of the token that the position predicts.
     """
@@ -103,7 +104,7 @@ class RolloutBatch(NamedTuple):
     """fp32."""
     versions_BS: torch.Tensor
     """int64, of the weights that chose the target; -1: none did."""
-    places: tuple[Place, ...]
+    places: tuple[SamplePosition, ...]
     """Every sample in it, on the host."""
     routes_BSLK: torch.Tensor | None = None
     """int32, the experts of each *input* token in the rollout, -1 where unknown; None: no sample
@@ -185,7 +186,7 @@ def _batch(
     for row, indices in enumerate(members):
         at = row * seq_len
         for i in indices:
-            places.append(Place(i, at, len(samples[i].tokens) - 1))
+            places.append(SamplePosition(i, at, len(samples[i].tokens) - 1))
             at += places[-1].length
             ends.append(at)
         if at < (row + 1) * seq_len:

@@ -20,19 +20,19 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.checkpoint import Checkpoint
+from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
-from moetrain.config_rl import RlSection
-from moetrain.config_sources import shortened
+from moetrain.config.rl import RlSection
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
-from moetrain.models import Architecture
+from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
-from moetrain.plan import plan_memory
 from moetrain.rl.buffer import Tasks
 from moetrain.rl.envs import Demonstrates, Environment, open_environment
 from moetrain.rl.envs.jsonl import Jsonl
 from moetrain.rl.faults import try_reward
 from moetrain.rollout.pages import PAGE_SIZE
+from moetrain.train.plan import plan_memory
 
 CODE = re.compile(r"^[0-9a-f]{64}:")
 """How a file of Python is known."""
@@ -64,7 +64,7 @@ def plan(config: Config, arch: Architecture) -> str:
     """Refuse what a run of ``config`` would refuse; returns the memory it takes, in words.
 
     Raises:
-        ConfigError: as :func:`set_up` and :func:`moetrain.plan.plan_memory`.
+        ConfigError: as :func:`set_up` and :func:`moetrain.train.plan.plan_memory`.
     """
     set_up(config, arch, planned_machine(config).device.type)
     return plan_memory(config, arch, generates=True)

@@ -3,7 +3,7 @@
     logits = h @ w^T / temperature      logprob = logits[target] - lse      entropy = lse - mean
 
 with mean = sum(p * logits), over vocabulary chunks and vocabulary shards as
-:mod:`moetrain.kernels.linear_cross_entropy` and :mod:`moetrain.parallel.vocab_parallel` do it.
+:mod:`moetrain.kernels.loss.linear_cross_entropy` and :mod:`moetrain.parallel.vocab_parallel` do it.
 
 Left out on purpose: log-probabilities among the tokens that a top-k or top-p filter left. They need
 the logits of every kept token again; where filters are on, the whole distribution's are trained.
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.engine import Engine
-from moetrain.models import Transformer
+from moetrain.models.transformer import Transformer
 from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 from moetrain.rl.rows import RolloutBatch
+from moetrain.train.engine import Engine
 
 _WHOLE = WholeVocabulary()
 

@@ -20,23 +20,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from moetrain.checkpoint import Checkpoint
+from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.config_rl import SleepName
-from moetrain.config_sources import shortened
-from moetrain.engine import Engine
-from moetrain.kernels import cudnn_attention
-from moetrain.loss import Pretraining
-from moetrain.memory import MemoryEstimate, estimate_memory, least_sleep
-from moetrain.metrics import plot_curves, routing_health
-from moetrain.models import Architecture, compute_dtype
-from moetrain.optim import learning_rate
-from moetrain.parallel.layout import Part
+from moetrain.config.rl import SleepName
+from moetrain.config.sources import shortened
+from moetrain.kernels.attention import cudnn as cudnn_attention
+from moetrain.models.architecture import Architecture
+from moetrain.models.planned import compute_dtype
+from moetrain.optim.schedule import learning_rate
+from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.processes import device_capacity
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Window
 from moetrain.rl.collect import Collector
-from moetrain.rl.envs import Demonstrates, Marked
+from moetrain.rl.envs import Demonstrates, Demonstration
 from moetrain.rl.evaluate import figures, write_completions
 from moetrain.rl.faults import Demonstrations, Failing
 from moetrain.rl.learn import Learned, Learner, gather
@@ -47,7 +44,11 @@ from moetrain.rl.trajectory import Trajectory, from_state, to_state
 from moetrain.rollout import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
-from moetrain.run import Run
+from moetrain.train.engine import Engine
+from moetrain.train.memory import MemoryEstimate, estimate_memory, least_sleep
+from moetrain.train.metrics import plot_curves, routing_health
+from moetrain.train.objectives import Pretraining
+from moetrain.train.run import Run
 
 logger = logging.getLogger("moetrain")
 
@@ -83,7 +84,7 @@ class RlTrainer(Run[Learned]):
         sizes = self.config, arch, self.world.dims, compute_dtype(self.config, self.device)
         mine = least_sleep(*sizes, device_capacity(self.device))
         # One for all: graphs that are captured anew send tokens to other ranks.
-        self.sleep = cast("SleepName", self.world.share(mine))
+        self.sleep = cast("SleepName", self.world.broadcast(mine))
         return estimate_memory(*sizes, self.sleep)
 
     def build(self, arch: Architecture) -> None:
@@ -406,9 +407,9 @@ class RlTrainer(Run[Learned]):
             "tasks": self.setup.identity,
         }
 
-    def progress_tensors(self) -> Mapping[str, Mapping[str, Part]]:
+    def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
         mine = self._tensors if self.world.is_main else {}  # every rank has them all
-        groups = {"rollouts": {name: Part.all_of(tensor) for name, tensor in mine.items()}}
+        groups = {"rollouts": {name: TensorSlice.all_of(tensor) for name, tensor in mine.items()}}
         if self.learner.reference:
             groups["reference"] = self.learner.reference_state()
         return groups
@@ -461,7 +462,7 @@ def worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int
     return len({t.group for t, value in pairs if value is not None})
 
 
-def _shown(number: int, marked: Marked) -> Sample:
+def _shown(number: int, marked: Demonstration) -> Sample:
     """A demonstration, as what is learned of it."""
     n = len(marked.tokens)
     return Sample(

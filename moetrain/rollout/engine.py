@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.kernels.exact_attention import BLOCK
-from moetrain.models import Transformer
+from moetrain.kernels.attention.exact import BLOCK
+from moetrain.models.transformer import Transformer
 from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.pages import PAGE_SIZE, Pages
 from moetrain.rollout.request import Completion, FinishReason, Request, RequestError

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.kernels import Backend
-from moetrain.models import Transformer, find_family
+from moetrain.kernels.backend import Backend
+from moetrain.models.registry import find_family
 from moetrain.models.rules import parameter_rules, part_styles
-from moetrain.parallel.alltoall import AllToAll
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import set_dispatcher
-from moetrain.parallel.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert import ExpertParallelDispatcher, Transport
+from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
+from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.layout import chunk_of
 
 

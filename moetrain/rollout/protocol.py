@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from moetrain.bodies import FIRST, Body, complaint
+from moetrain.rollout.bodies import FIRST, JsonBody, complaint
 
 MOST_COMPLETIONS = 128
 """Of one prompt, as OpenAI has it."""
@@ -31,7 +31,7 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class Asked(Body):
+class Asked(JsonBody):
     """What both kinds of request have: they add prompts and how log-probabilities are asked for."""
 
     model: str = ""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 
 FinishReason = Literal["stop", "length", "abort"]
 

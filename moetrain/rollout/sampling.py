@@ -1,6 +1,6 @@
 """Each request's own way to choose tokens, whatever is in the batch beside it.
 
-The noise of a choice (:mod:`moetrain.kernels.token_choice`) hashes seed, completion, position and
+The noise of a choice (:mod:`moetrain.kernels.loss.sampling`) hashes seed, completion, position and
 token id, and nothing else, so that neither the batch, nor what was preempted, nor how often a
 request came before changes a request's tokens.
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moetrain.kernels.token_choice import MASK, choose, gumbel, mix
+from moetrain.kernels.loss.sampling import MASK, choose, gumbel, mix
 from moetrain.rollout.request import SamplingParams
 
 _SALT = 0x9E3779B9

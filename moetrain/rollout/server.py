@@ -29,8 +29,8 @@ from starlette.types import Receive, Scope
 from starlette.types import Send as ASGISend
 
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.http_json import FAILED, Bodies, json_app, reply, unless_gone
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.http_json import FAILED, Bodies, json_app, reply, unless_gone
 from moetrain.rollout.protocol import ASKED, Chat, Completions, error_body, validated
 from moetrain.rollout.request import Request, RequestError, SamplingParams
 from moetrain.rollout.serving import Serving, Update

@@ -19,12 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moetrain.kernels.token_choice import choose_next
-from moetrain.models import Transformer
+from moetrain.kernels.loss.sampling import choose_next
 from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
-from moetrain.models.transformer import Rows
+from moetrain.models.transformer import Rows, Transformer
 from moetrain.rollout.cache import PagedAttention, PagedRows
 from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.pages import Pages
@@ -50,7 +49,7 @@ class Step(NamedTuple):
     """The experts [T, K] of every token, by MoE layer; where it was asked for."""
 
 
-class _Graph(NamedTuple):
+class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
     lanes_LC: torch.Tensor
     step: Step
@@ -82,7 +81,7 @@ class Steps:
             if hasattr(module, "exact") and self.device.type == "cuda":
                 setattr(module, "exact", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _CapturedStep] = {}
         self._no_pages = np.zeros(self.pages_per_sequence, np.int32)
         self._lanes_LC = torch.zeros(0, _PAGES + self.pages_per_sequence, dtype=torch.int32)
 
@@ -249,7 +248,7 @@ class Steps:
             hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L)
         return self._choose(hidden_LD, streams_L, positions_L, how_2L, chosen)
 
-    def _capture(self, size: int) -> _Graph:
+    def _capture(self, size: int) -> _CapturedStep:
         """The graph of ``size`` lanes. Collective: the warm-up sends tokens, as all steps do."""
         shape = (size, _PAGES + self.pages_per_sequence)
         lanes_LC = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -264,7 +263,7 @@ class Steps:
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool), fixed():
             step = self._decode(lanes_LC, True)
-        self._graphs[size] = _Graph(graph, lanes_LC, step)
+        self._graphs[size] = _CapturedStep(graph, lanes_LC, step)
         return self._graphs[size]
 
 

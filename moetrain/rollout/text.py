@@ -15,8 +15,10 @@ from moetrain.config import ConfigError
 from moetrain.data.chat import BadLineError, template_variables
 from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
-from moetrain.models import Transformer, attach_peft, load_hf
 from moetrain.models.hf.files import EXPORT, resolve
+from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.peft import attach_peft
+from moetrain.models.transformer import Transformer
 
 logger = logging.getLogger("moetrain")
 

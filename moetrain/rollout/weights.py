@@ -35,16 +35,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.engine import Engine
-from moetrain.models import Transformer, plan_model
+from moetrain.models.planned import plan_model
 from moetrain.models.rules import Rule
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import transport_of
-from moetrain.parallel.bucket import Member, aligned
 from moetrain.parallel.collectives import all_gather_start
-from moetrain.parallel.deepep import DeepEP
+from moetrain.parallel.expert.deepep import DeepEP
+from moetrain.parallel.fsdp.bucket import Member, aligned
 from moetrain.parallel.layout import Box
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.expert_parallel import ExpertParallel
+from moetrain.train.engine import Engine
 
 
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:

@@ -26,7 +26,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError
-from moetrain.models.source import Stored
+from moetrain.models.source import FileTensor
 
 logger = logging.getLogger(__name__)
 
@@ -294,13 +294,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, FileTensor]:
     """Every tensor of a checkpoint, from the headers of its files.
 
     Raises:
         ConfigError: a file is missing or damaged, or two hold a tensor of one name.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, FileTensor] = {}
     shards, promised = _shards(folder)
     for shard in shards:
         with open_shard(shard) as file:
@@ -311,7 +311,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 dtype = part.get_dtype()
                 if dtype not in DTYPES:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
-                found[name] = Stored(shard, DTYPES[dtype], tuple(part.get_shape()))
+                found[name] = FileTensor(shard, DTYPES[dtype], tuple(part.get_shape()))
     if absent := [name for name in promised if name not in found]:
         raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found

@@ -45,7 +45,7 @@ from moetrain.models.hf.files import (
     stored_tensors,
 )
 from moetrain.models.registry import find_family
-from moetrain.models.source import HFSource, Stamp, Stored
+from moetrain.models.source import FileTensor, HFSource, Stamp
 from moetrain.models.transformer import Transformer, build_model
 from moetrain.models.weight_map import Piece, Place, all_pieces, find_scope
 
@@ -63,7 +63,7 @@ class Checked(NamedTuple):
     """A checkpoint whose headers fit a model."""
 
     source: HFSource
-    stored: dict[str, Stored]
+    stored: dict[str, FileTensor]
     """Every tensor of the files, file by file."""
     pieces: dict[str, Piece]
     """Where the model's tensors go, by their names in the files."""
@@ -199,7 +199,7 @@ def _count_tensors(arch: Architecture) -> int:
 
 
 def _check_headers(
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, FileTensor],
     pieces: Mapping[str, Piece],
     parameters: Mapping[str, torch.Tensor],
     unexpected: Sequence[str],

@@ -174,7 +174,7 @@ def load_peft(
     Raises:
         ConfigError: other adapters than these, or of other shapes; what is not supported.
     """
-    files = _Files(Path(folder).expanduser(), find_family(arch).hf)
+    files = _AdapterFiles(Path(folder).expanduser(), find_family(arch).hf)
     sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
     files.check_names(sites, "of no lora.targets", is_partial=False)
     for name, shape in shapes.items():
@@ -194,7 +194,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: as :func:`load_peft`, or adapters of what the model has none for.
     """
-    files = _Files(Path(folder).expanduser(), find_family(model.arch).hf)
+    files = _AdapterFiles(Path(folder).expanduser(), find_family(model.arch).hf)
     modules = dict(adaptable(model.layers))
     shapes = {
         f"{name}.{leaf}": module.get_parameter(leaf).shape
@@ -226,7 +226,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
                 half[..., : value.shape[-2], : value.shape[-1]] = value
 
 
-class _Files:
+class _AdapterFiles:
     """The two files of an adapter."""
 
     def __init__(self, folder: Path, hf: HFFamily) -> None:

@@ -64,7 +64,7 @@ _EOS = "eos_token_id"
 logger = logging.getLogger(__name__)
 
 
-class Share(NamedTuple):
+class ExportRank(NamedTuple):
     """Which files of an export this process writes: every ``ranks``-th."""
 
     rank: int = 0
@@ -73,7 +73,7 @@ class Share(NamedTuple):
     """Returns when every process has called it."""
 
 
-ALONE = Share()
+ALONE = ExportRank()
 
 
 def save_hf(
@@ -125,7 +125,7 @@ def save_stream(
     dtype: ExportDtype,
     tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    share: Share = ALONE,
+    share: ExportRank = ALONE,
 ) -> None:
     """:func:`save_hf` of weights that come one by one, by several processes at once.
 
@@ -251,7 +251,7 @@ class _Shards:
     """The files of an export's weights, of which this process writes its share."""
 
     def __init__(
-        self, folder: Path, tensors: Sequence[_Outgoing], max_bytes: int, share: Share
+        self, folder: Path, tensors: Sequence[_Outgoing], max_bytes: int, share: ExportRank
     ) -> None:
         self.folder, self.share = folder, share
         self.shards = _plan_shards(tensors, max_bytes)

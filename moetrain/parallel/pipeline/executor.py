@@ -32,16 +32,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moetrain.annotate import annotate
 from moetrain.config import Config
-from moetrain.models import RoutingStats, Transformer
-from moetrain.models.moe import RouterStats
-from moetrain.parallel.fsdp import FSDP
+from moetrain.kernels.annotate import annotate
+from moetrain.models.moe import RouterStats, RoutingStats
+from moetrain.models.transformer import Transformer
+from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.schedules import RECIPES, Action, Schedule, Work, forward_only
 from moetrain.parallel.pipeline.split import SplitBackward
 from moetrain.parallel.pipeline.stages import PAIRS, SPLIT, Stages, schedule_of
-from moetrain.parallel.pipeline.transfers import Batch, Step, programs
+from moetrain.parallel.pipeline.transfers import Step, Transfers, programs
 
 REMEMBERED = 8
 """Objectives whose terms' names are known everywhere; a run has one or two."""
@@ -158,7 +158,7 @@ class _Pass:
         """What actions of this or another rank made for a stage of this or another."""
         self.works: dict[tuple[Action, int], list[dist.Work]] = {}
         """Of what is arriving."""
-        self.kept: dict[tuple[int, int], _Graph] = {}
+        self.kept: dict[tuple[int, int], _StageGraph] = {}
         """Of each (stage, micro-batch), until its backward."""
         self.sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
         self.halves: dict[tuple[int, int], Callable[..., None]] = {}
@@ -169,7 +169,7 @@ class _Pass:
     def over(self, steps: Sequence[Step]) -> None:
         """All of this rank's steps."""
         for step in steps:
-            if isinstance(step, Batch):
+            if isinstance(step, Transfers):
                 self.transfer(step)
             else:
                 self.work(step)
@@ -224,7 +224,7 @@ class _Pass:
         yield
         batch = self.batches[action.micro_batch].to(self.stages.device)
         rows = model.prepare(batch.inputs)
-        graph = _Graph(got, is_cut=self.learns and self.pipeline.pairs)
+        graph = _StageGraph(got, is_cut=self.learns and self.pipeline.pairs)
         x, counts = got[0] if got else model.embed_tokens(batch.inputs.tokens_BS), list(got[1:])
         for i in self.stages.plan.ranges[stage]:
             x, layers = model.run(x, rows, i, i + 1)
@@ -300,7 +300,7 @@ class _Pass:
 
     # ---- transfers -----------------------------------------------------------------------------
 
-    def transfer(self, batch: Batch) -> None:
+    def transfer(self, batch: Transfers) -> None:
         """Begin to send and receive all of ``batch``."""
         ops, sent, arriving = [], [], []
         for made, receiver, source, target in batch.transfers:
@@ -344,7 +344,7 @@ class _Pass:
         return x, torch.empty(num_layers, 2 * arch.num_experts + 2, device=device)
 
 
-class _Graph:
+class _StageGraph:
     """What a stage made of a micro-batch, for its backward: one graph of autograd, or several."""
 
     def __init__(self, got: Tensors, *, is_cut: bool) -> None:

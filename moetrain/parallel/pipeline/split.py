@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from moetrain.parallel.fsdp import FSDP, HandOut
+from moetrain.parallel.fsdp.fsdp import FSDP, UnshardFunction
 
 Use = tuple[Any, int, Node]
 """A node that handed out a unit's parameters, which of them, and that one's own node behind it.
@@ -128,7 +128,7 @@ def _parameters(node: Node, path: set[Node]) -> set[Use]:
         if child is None:
             continue
         for owner, place in child.next_functions:
-            if isinstance(owner, HandOut._backward_cls):  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(owner, UnshardFunction._backward_cls):  # pyright: ignore[reportAttributeAccessIssue]
                 found.add((owner, place, child))
             else:
                 stack.append((owner, place))

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
-from moetrain.hardware import MEMORY, PRODUCTS
-from moetrain.models import Architecture, Transformer, compute_dtype, plan_model
-from moetrain.models.parts import Share
+from moetrain.config.hardware import MEMORY, PRODUCTS
+from moetrain.models.architecture import Architecture
+from moetrain.models.parts import Workload
+from moetrain.models.planned import compute_dtype, plan_model
 from moetrain.models.rules import Rule
-from moetrain.parallel.layout import Part
+from moetrain.models.transformer import Transformer
+from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
     RECIPES,
@@ -210,7 +212,7 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
 def _costs(config: Config, arch: Architecture) -> list[float]:
     """Seconds a token of every block, and of the head: forward and backward of one micro-batch."""
     tokens = config.train.micro_batch_size * config.data.seq_len
-    share = Share(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
+    share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
 
     def seconds(products: float, numbers: float) -> float:
         flops = 6 * products / share.tp
@@ -263,7 +265,7 @@ def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 # ---- one rank's view ----------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class ModelTensor(NamedTuple):
     """A tensor of the whole model."""
 
     shape: torch.Size
@@ -273,7 +275,7 @@ class Entry(NamedTuple):
     """Pipeline ranks."""
 
 
-class Elsewhere(nn.Module):
+class RemoteStage(nn.Module):
     """Stands where a part of the model is another rank's."""
 
 
@@ -283,7 +285,7 @@ class Stages:
 
     plan: StagePlan
     arch: Architecture
-    table: Mapping[str, Entry]
+    table: Mapping[str, ModelTensor]
     """Every parameter, then every buffer, in the model's order."""
     tp: int
     """Tensor parallel ranks of each stage."""
@@ -298,7 +300,7 @@ class Stages:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         is_tied = arch.tie_embeddings
         table = {
-            name: Entry(x.shape, rules.get(name), plan.holders(name, is_tied=is_tied))
+            name: ModelTensor(x.shape, rules.get(name), plan.holders(name, is_tied=is_tied))
             for name, x in tensors
         }
         trained = [entry.holders for entry in table.values() if entry.rule and entry.rule.trainable]
@@ -347,19 +349,19 @@ class Stages:
         for names, here in zip(ends, is_here, strict=True):
             units += [[model.get_submodule(name) for name in names]] if here else []
             for name in () if here else names:
-                setattr(model, name, Elsewhere())
+                setattr(model, name, RemoteStage())
         for i in set(range(self.arch.num_layers)) - set(self.blocks):
-            model.layers[i] = Elsewhere()
+            model.layers[i] = RemoteStage()
         first = self.rank == self.plan.rank_of_stage[0]  # there the embedding comes before blocks
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
 
     @cached_property
-    def trained(self) -> dict[str, Entry]:
+    def trained(self) -> dict[str, ModelTensor]:
         """What of the table is trained."""
         return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
 
     @cached_property
-    def saved(self) -> dict[str, Entry]:
+    def saved(self) -> dict[str, ModelTensor]:
         """What a checkpoint holds of the table: what is trained, and buffers."""
         kept = self.table.items()
         return {name: e for name, e in kept if e.rule is None or e.rule.trainable}
@@ -369,14 +371,14 @@ class Stages:
         """Of every parameter of the model."""
         return {n: e.rule for n, e in self.table.items() if e.rule is not None}
 
-    def among(self, name: str, part: Part) -> Part:
+    def among(self, name: str, part: TensorSlice) -> TensorSlice:
         """``part`` of the tensor ``name``, or of one that lies as it does; counted with those of
         the other pipeline ranks that hold it too."""
         holders = self.table[name].holders
         number, copies = holders.index(self.rank), part.copies * len(holders)
         return part._replace(copy=part.copy * len(holders) + number, copies=copies)
 
-    def whole(self, entry: Entry, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def whole(self, entry: ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``make()`` (of the entry's shape and storage) of its first holder, on every pipeline
         rank."""
         holder = entry.holders[0]

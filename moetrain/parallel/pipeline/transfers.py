@@ -35,14 +35,14 @@ class Transfer(NamedTuple):
     """Rank."""
 
 
-class Batch(NamedTuple):
+class Transfers(NamedTuple):
     """What a rank sends and receives at one time, in one order on all ranks."""
 
     time: float
     transfers: tuple[Transfer, ...]
 
 
-Step = Work | Batch
+Step = Work | Transfers
 
 
 def programs(schedule: Schedule) -> list[list[Step]]:
@@ -71,5 +71,5 @@ def _in_order(
 ) -> list[Step]:
     """An action before every batch of its end or later, and after all before."""
     steps: list[tuple[float, int, Step]] = [(spans[a.parts[0]][1], 0, a) for a in actions]
-    steps += [(time, 1, Batch(time, tuple(found))) for time, found in batches.items()]
+    steps += [(time, 1, Transfers(time, tuple(found))) for time, found in batches.items()]
     return [step for _, _, step in sorted(steps, key=lambda item: item[:2])]

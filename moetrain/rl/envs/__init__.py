@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 from moetrain.config import ConfigError
-from moetrain.config_rl import RlSection
-from moetrain.config_sources import shortened
+from moetrain.config.rl import RlSection
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rl.envs.calculator import Calculator
 from moetrain.rl.envs.generated import Arithmetic, Sort, YesNoMaybe
 from moetrain.rl.envs.jsonl import Jsonl, load_function
-from moetrain.rl.envs.protocol import Demonstrates, Environment, Episode, Marked, Turn
+from moetrain.rl.envs.protocol import Demonstrates, Demonstration, Environment, Episode, Turn
 from moetrain.rl.envs.reasoning import ReasoningGym
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment, TextEnvironment
 
 __all__ = [
     "Demonstrates",
+    "Demonstration",
     "Environment",
     "Episode",
-    "Marked",
     "Problem",
     "Prompts",
     "SolvedEnvironment",

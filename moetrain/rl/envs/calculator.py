@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 
 from moetrain.rl.envs.generated import check_sum, check_whole, evaluate
-from moetrain.rl.envs.protocol import Environment, Episode, Marked, Turn
+from moetrain.rl.envs.protocol import Demonstration, Environment, Episode, Turn
 from moetrain.rl.envs.text import Prompts
 
 ASK = "calc "
@@ -47,7 +47,7 @@ class Calculator(Environment):
     def episode(self, task: int) -> Episode:
         return _Sum(self, self.sum_of(task))
 
-    def demonstrate(self, task: int) -> Marked:
+    def demonstrate(self, task: int) -> Demonstration:
         """See :class:`~moetrain.rl.envs.protocol.Demonstrates`."""
         text = self.sum_of(task)
         parts = [
@@ -57,7 +57,7 @@ class Calculator(Environment):
             (self.prompts.ended(str(evaluate(text))), True),
         ]
         tokens = tuple(token for part, _ in parts for token in part)
-        return Marked(tokens, tuple(acts for part, acts in parts for _ in part))
+        return Demonstration(tokens, tuple(acts for part, acts in parts for _ in part))
 
 
 class _Sum(Episode):

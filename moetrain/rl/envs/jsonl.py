@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 from moetrain.config import ConfigError
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, template_variables
 from moetrain.rl.envs.text import Problem, Prompts, TextEnvironment
 

@@ -29,7 +29,7 @@ class Turn(NamedTuple):
     """Whether the episode ends here; what the policy would have read is then of no use."""
 
 
-class Marked(NamedTuple):
+class Demonstration(NamedTuple):
     """A whole trajectory as it should be."""
 
     tokens: tuple[int, ...]
@@ -68,6 +68,6 @@ class Environment(Protocol):
 class Demonstrates(Protocol):
     """An environment that can show how it is done, for ``rl.supervised_steps``."""
 
-    def demonstrate(self, task: int) -> Marked:
+    def demonstrate(self, task: int) -> Demonstration:
         """``task``, solved."""
         ...

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from moetrain.config import ConfigError
-from moetrain.config_sources import shortened
+from moetrain.config.sources import shortened
 from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment
 
 SIZE = 2**31 - 1

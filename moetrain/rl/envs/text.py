@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rl.envs.protocol import Environment, Episode, Marked, Turn
+from moetrain.rl.envs.protocol import Demonstration, Environment, Episode, Turn
 from moetrain.rollout.text import chat_ids
 
 
@@ -91,9 +91,9 @@ async def _later(score: Awaitable[float]) -> Turn:
 class SolvedEnvironment(TextEnvironment):
     """Whose problems have a known answer, which can be shown."""
 
-    def demonstrate(self, task: int) -> Marked:
+    def demonstrate(self, task: int) -> Demonstration:
         """See :class:`~moetrain.rl.envs.protocol.Demonstrates`."""
         problem = self.problem(task)
         prompt = self.prompts.encode(problem.prompt, problem.record)
         answer = self.prompts.ended(problem.answer)
-        return Marked(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))
+        return Demonstration(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))

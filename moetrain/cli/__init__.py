@@ -1,0 +1,1 @@
+"""The commands: one module for each ``python -m moetrain.NAME``, and what they share."""

@@ -1,0 +1,282 @@
+"""``python -m moetrain.checkpoint``: look at checkpoints and convert them, on a CPU alone.
+
+    inspect PATH        what it is of, and every group; with --tensors every tensor
+    verify PATH         read every byte; exit code 1 if one is not what was written
+    export-hf PATH OUT  a Hugging Face checkpoint, as checkpoint.save_hf writes it
+    import-hf PATH OUT  of a Hugging Face folder a checkpoint of step 0 in OUT
+    diff PATH OTHER     which tensors differ, and by how much; exit code 1 if any does
+
+PATH is a step-... folder, or the output_dir of a run, whose newest it then is. Host memory: of
+export-hf one parameter and two files, of the others a file. Other exit codes: 0, or 2 with one line
+for what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from moetrain.checkpoint.folder import begin, commit, list_checkpoints, newest_in
+from moetrain.checkpoint.format import Contents, DamagedCheckpoint, write_manifest, write_tensors
+from moetrain.checkpoint.read import Checkpoint, open_checkpoint
+from moetrain.checkpoint.save import SavePlan, cut_to_files
+from moetrain.cli.command import Parser, reader_may_leave, refuse
+from moetrain.config import ConfigError
+from moetrain.models.architecture import Architecture
+from moetrain.models.hf.config import architecture_from_hf
+from moetrain.models.hf.files import CONFIG, listing, open_shard, read_json, resolve
+from moetrain.models.hf.load import EMBED, HEAD, check_checkpoint, check_tied, pieces_of
+from moetrain.models.hf.save import save_stream
+from moetrain.models.registry import FAMILIES, find_family
+from moetrain.models.rules import parameter_rules
+from moetrain.models.transformer import build_model
+from moetrain.parallel.layout import TensorSlice
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    try:
+        with reader_may_leave():
+            words = _parse(argv)
+            return COMMANDS[words.command](words)
+        return 0  # whoever reads standard output has left
+    except DamagedCheckpoint as error:
+        print(f"damaged: {error.problem}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        return refuse(error)
+    except (OSError, SafetensorError) as error:  # of PATH or OUT: of no folder, no room, no right
+        return refuse(ConfigError("checkpoint", f"{error}; give another path, or make room"))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser("moetrain.checkpoint", description=__doc__, formatter_class=formatter)
+    parser.add_argument("command", choices=list(COMMANDS))
+    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument("other", metavar="OUT", type=Path, nargs="?", help="OTHER, of diff")
+    parser.add_argument("--tensors", action="store_true", help="of inspect: name every tensor")
+    parser.add_argument(
+        "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto"
+    )
+    words = parser.parse_args(argv)
+    if (words.other is None) != (words.command in ("inspect", "verify")):
+        raise ConfigError("checkpoint", f"{words.command} takes {_TAKES[words.other is None]}")
+    return words
+
+
+_TAKES = {True: "a second path", False: "one path"}
+
+
+def _open(path: Path) -> Checkpoint:
+    """The checkpoint ``path``, or the newest one in it."""
+    try:
+        return open_checkpoint(newest_in(path))
+    except DamagedCheckpoint:
+        raise
+    except ConfigError as error:
+        raise ConfigError("PATH", error.problem) from None
+
+
+def _architecture(found: Checkpoint) -> Architecture:
+    fields = found.state["architecture"]
+    try:
+        kind = FAMILIES[fields["family"]].architecture
+        return kind.model_validate_json(json.dumps(fields))
+    except (KeyError, ValidationError) as error:
+        what = f"{str(found.folder)!r} is of a model that this version cannot build"
+        raise ConfigError("checkpoint", f"{what}: {error}") from None
+
+
+def _inspect(words: argparse.Namespace) -> int:
+    found = _open(words.path)
+    arch = _architecture(found)
+    print(f"{found.folder}: step {found.state['step']:,}, {found.state['tokens']:,} tokens")
+    print(f"{arch.family}, {arch.num_params():,} parameters, {arch.num_layers} layers")
+    for group in found.groups:
+        tensors = found.group(group)
+        size = sum(stored.shape.numel() * stored.dtype.itemsize for stored in tensors.values())
+        pieces = sum(len(stored.entry.pieces) for stored in tensors.values())
+        print(f"{group}: {len(tensors)} tensors in {pieces} pieces, {size / 2**30:.3f} GiB")
+        for name, stored in tensors.items() if words.tensors else ():
+            dtype = str(stored.dtype).removeprefix("torch.")
+            print(f"  {name} {dtype} {list(stored.shape)}")
+    return 0
+
+
+def _verify(words: argparse.Namespace) -> int:
+    found = _open(words.path)
+    num_bytes, damaged = 0, []
+    for group, name, stored in found.stored():
+        try:
+            stored.check()
+        except DamagedCheckpoint as error:
+            damaged.append(f"{group} {name}: {error.problem}")
+        num_bytes += stored.shape.numel() * stored.dtype.itemsize
+    for line in damaged:
+        print(f"damaged: {line}", file=sys.stderr)
+    if not damaged:
+        how = "as written" if found.contents.files else "there, without checksums"
+        print(f"{found.folder}: {num_bytes / 2**30:.3f} GiB of tensors are {how}")
+    return int(bool(damaged))
+
+
+def _diff(words: argparse.Namespace) -> int:
+    one, two = (_all_of(_open(path)) for path in (words.path, words.other))
+    lines = [*_only_in(words.path, one, two), *_only_in(words.other, two, one)]
+    for name in one.keys() & two.keys():
+        a, b = one[name], two[name]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
+        elif (apart := _apart(x := a[()], b[()])).any():
+            norm = x.double().nan_to_num(0.0, 0.0, 0.0).norm()
+            largest, rest = apart.abs().max().item(), apart.norm() / norm
+            share = (apart != 0).double().mean().item()
+            lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
+    print("\n".join(sorted(lines)) or "no tensor differs")
+    return int(bool(lines))
+
+
+def _only_in(path: Path, mine: Iterable[str], others: Iterable[str]) -> Iterator[str]:
+    """A line for each name that ``others`` lack, and one for a group: import-hf writes no optim."""
+    absent, groups = {*mine} - {*others}, {_group(name) for name in others}
+    for group, count in Counter(map(_group, absent)).items():
+        if group not in groups:
+            yield f"{group}: all {count} tensors are only in {path}"
+    yield from (f"{name}: only in {path}" for name in absent if _group(name) in groups)
+
+
+def _group(name: str) -> str:
+    return name.partition(" ")[0]
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """fp64, how far ``x`` is from ``y``: 0 where both are the same infinity, or both NaN."""
+    x, y = x.double(), y.double()
+    return (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
+
+
+def _all_of(found: Checkpoint) -> dict[str, Any]:
+    return {f"{group} {name}": stored for group, name, stored in found.stored()}
+
+
+def _export_hf(words: argparse.Namespace) -> int:
+    found = _open(words.path)
+    out = words.other.resolve()
+    if out.is_relative_to(found.folder.resolve()):
+        raise ConfigError("checkpoint", f"OUT {str(words.other)!r} is in the checkpoint itself")
+    if list_checkpoints(out / "checkpoints"):  # which could not be resumed afterwards
+        problem = "is a run's output folder, whose config.json would be replaced; give another"
+        raise ConfigError("checkpoint", f"OUT {str(words.other)!r} {problem}")
+    arch = _architecture(found)
+    with torch.device("meta"):
+        model = build_model(arch)
+    stored = found.group("model")
+    if absent := [name for name, _ in model.named_parameters() if name not in stored]:
+        raise ConfigError(
+            "checkpoint",
+            f"{str(found.folder)!r} has not what was not trained ({listing(absent, 2)}); resume "
+            "its run with checkpoint.save_hf yes, which exports all",
+        )
+    config = found.state["config"]
+    began = config.get("model", {}).get("path")
+    if began is not None:
+        folder = resolve(began)
+        model.source = check_checkpoint(folder, arch).source
+    save_stream(model, words.other, _hf_tensors(found, model), words.dtype, _tokenizer(config))
+    print(f"{words.other}: the weights of {found.folder}")
+    return 0
+
+
+def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight by its name in Hugging Face's files; a parameter at a time is read."""
+    stored, parameters = found.group("model"), dict(model.named_parameters())
+    before, whole = "", torch.empty(0)
+    for name, parameter, place in pieces_of(model.arch, parameters):
+        if parameter != before:
+            before, whole = parameter, stored[parameter][()]
+        yield name, whole[place]
+
+
+def _tokenizer(config: dict[str, Any]) -> Any:
+    """The tokenizer that a run of ``config`` exports."""
+    from moetrain.data.tokenizer import load_tokenizer
+    from moetrain.data.tokenizer_files import tokenizer_files
+
+    data = config.get("data", {})
+    if data.get("source") == "synthetic" or "tokenizer" not in data:
+        return None
+    return tokenizer_files(load_tokenizer(data["tokenizer"]))
+
+
+def _import_hf(words: argparse.Namespace) -> int:
+    folder = resolve(words.path)
+    arch = architecture_from_hf(read_json(folder / CONFIG))
+    plan = SavePlan(words.other, 0, keep=1)
+    state = {
+        **dict.fromkeys(("step", "tokens", "sample_index"), 0),
+        "architecture": arch.model_dump(mode="json"),
+        "config": {"model": {"path": str(folder.absolute())}},
+    }
+    rng = {"cpu": TensorSlice.all_of(torch.Generator().manual_seed(0).get_state())}
+    new = begin(plan.path)
+    try:
+        reports = [Contents({}, {"model": {}, "optim": {}})]
+        for number, parts in enumerate(_parameters(folder, arch)):
+            path = new / f"model-00000-{number:02d}.safetensors"
+            reports.append(write_tensors(path, "model", parts))
+        reports.append(write_tensors(new / "rng-00000-00.safetensors", "rng", rng))
+        write_manifest(new, Contents.together(reports), state)
+        commit(new, plan.path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    print(f"{plan.path}: begin from it with checkpoint.resume, and model.path {folder}")
+    return 0
+
+
+def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSlice]]:
+    """The parameters of a Hugging Face checkpoint, those of one of our files at a time."""
+    _, stored, pieces = check_checkpoint(folder, arch)
+    with torch.device("meta"):
+        model = build_model(arch)
+    rules = parameter_rules(find_family(arch).plan(arch), model)
+    empty = {
+        name: TensorSlice.all_of(parameter.detach().to(rules[name].storage))
+        for name, parameter in model.named_parameters()
+    }
+    with ExitStack() as stack:
+        paths = dict.fromkeys(tensor.file for tensor in stored.values())
+        files = {path: stack.enter_context(open_shard(path)) for path in paths}
+        if arch.tie_embeddings and HEAD in stored:
+            check_tied(folder, *(files[stored[n].file].get_slice(n) for n in (HEAD, EMBED)))
+        for parts in cut_to_files(empty):
+            whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
+            for name, (_, parameter, place) in pieces.items():
+                if parameter in whole:
+                    whole[parameter][place].copy_(files[stored[name].file].get_tensor(name))
+            yield {name: TensorSlice.all_of(tensor) for name, tensor in whole.items()}
+
+
+COMMANDS = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "export-hf": _export_hf,
+    "import-hf": _import_hf,
+    "diff": _diff,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""``python -m moetrain.generate PATH --prompt TEXT``: continue a text with a checkpoint.
+
+PATH is a Hugging Face folder (``output_dir/hf`` of a run, say) or a hub id. The continuation goes
+to standard output as it is made. Exit codes: 0, or 2 with one line for what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from moetrain.cli import command
+from moetrain.cli.command import reader_may_leave, refuse
+from moetrain.config import ConfigError, let_idle_threads_sleep
+
+
+class GenerateParser(command.Parser):
+    """Options of a command over a model."""
+
+    def add_model(self) -> None:
+        """What names a model and where it runs."""
+        self.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
+        self.add_argument("--adapter", help="a folder in PEFT's format, as a run with lora writes")
+        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+        self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+
+
+def run_command(work: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
+    """``work(argv)``; the exit code, and one line on standard error for a ConfigError."""
+    let_idle_threads_sleep()
+    try:
+        with reader_may_leave():
+            work(argv)
+    except ConfigError as error:
+        return refuse(error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    return run_command(_run, argv)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = GenerateParser(prog="moetrain.generate", description=__doc__, allow_abbrev=False)
+    parser.add_model()
+    parser.add_argument("--prompt", required=True, help="the text; with --chat, the user's turn")
+    parser.add_argument("--chat", action="store_true", help="by the checkpoint's chat template")
+    parser.add_argument("--max_tokens", type=int, help="default 256, or what fits")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    parser.add_argument("--top_k", type=int, default=0, help="0: all")
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--min_p", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="a text to end before")
+    return parser.parse_args(argv)
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    args = _parse(argv)
+    # A second of imports, which --help and a misspelt option need not wait for.
+    from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+    from moetrain.rollout.pages import PAGE_SIZE
+    from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
+
+    model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)
+    if args.chat:
+        ids = chat_ids(tokenizer, [{"role": "user", "content": args.prompt}])
+    else:
+        ids = prompt_ids(tokenizer, args.prompt)
+    room = max(1, model.arch.max_positions - len(ids))
+    most = min(SamplingParams.max_tokens, room)
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    try:
+        params = SamplingParams(
+            max_tokens=most if args.max_tokens is None else args.max_tokens,
+            stop_ids=end_ids(model, tokenizer),
+            stop=tuple(args.stop),
+            **{name: getattr(args, name) for name in names},
+        )
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise ConfigError(name, problem) from None
+    pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // PAGE_SIZE)
+    generator = Generator(model, tokenizer, num_pages=pages)
+    text = TextStream(tokenizer, params.stop)
+    try:
+        for completion in generator.stream([Request("prompt", ids, params)]):
+            is_last = completion.finish_reason is not None
+            token = completion.tokens[-1]
+            ends = is_last and token in params.stop_ids
+            print(text.end() if ends else text.push(token, is_last), end="", flush=True)
+    except RequestError as error:
+        raise ConfigError("max_tokens", str(error)) from None
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

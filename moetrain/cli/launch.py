@@ -1,0 +1,214 @@
+"""Start a run's processes on this machine, and see that they end together.
+
+:func:`start_ranks` uses the process layer of torch's elastic launcher and gives the ranks the
+variables that torchrun would, so a rank cannot tell the two apart. The rest of that launcher is
+not used: it re-numbers ranks, which a checkpointed run has no need of; it gives a stopped run 30
+seconds, whatever the size of its checkpoint; and after a failure it gives the other ranks, which
+hang in a collective, as long.
+
+How a run ends:
+
+    all ranks succeed        0
+    SIGTERM, Ctrl-C          handed to every rank; they write a checkpoint: 143, 130
+    a rank's error           printed by the first rank to fail alone; the others are killed: 1 or 2
+    a rank is killed         one line that says by what signal; the others are killed: 1
+    this process is killed   so are the ranks (:mod:`moetrain.cli.rank`)
+
+Where it ends with 1, all ranks may be started again (``launch.max_restarts``); a run then goes on
+from its newest checkpoint.
+
+Importing torch and the rest takes a rank seconds, in which the launcher can look at the settings:
+the ranks wait behind a gate, a file that is not there, until it has.
+
+Left out on purpose: several machines (torchrun, srun).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    SignalException,
+    start_processes,
+)
+
+from moetrain.config.sources import GATE
+
+HOST = "127.0.0.1"
+POLL_SECONDS = 0.1
+CAUSE_SECONDS = 5 * POLL_SECONDS
+"""What a rank waits before it reports an error: another's death, its cause, is seen here first."""
+GRACE_SECONDS = 5.0
+"""After a rank failed: for the others to report what they know, before they are killed."""
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of ranks that were asked to stop, and did; they may take their time."""
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that torch's start_processes sets handlers for, and what batch systems warn with."""
+FAILED = 1
+
+Handlers = Mapping[signal.Signals, Any]
+Check = Callable[[], None]
+"""Looks at the settings of a run, and raises what is wrong with them."""
+
+
+def start_ranks(
+    command: Sequence[str],
+    nproc: int,
+    max_restarts: int = 0,
+    check: Check | None = None,
+) -> int:
+    """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
+
+    Only from the main thread, which is where signals arrive.
+
+    Args:
+        max_restarts: how often to start all ranks again after a failure.
+        check: called once, while the ranks start, and before one is through
+            :func:`moetrain.cli.rank.pass_gate`. What it raises ends them and comes out of here.
+    """
+    restarts = 0
+    while (code := _run_ranks(command, nproc, restarts, max_restarts, check)) == FAILED:
+        if restarts == max_restarts:
+            break
+        restarts += 1
+        check = None
+        print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
+    return code
+
+
+class _Stopped(BaseException):
+    """A stop signal came while settings were looked at."""
+
+    def __init__(self, sigval: int) -> None:
+        super().__init__()
+        self.sigval = sigval
+
+
+def _run_ranks(
+    command: Sequence[str], nproc: int, restarts: int, max_restarts: int, check: Check | None
+) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Served from here, so that no rank has to find a port that stays free until it is used.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    # What torch takes by default is every core, for each of the ranks.
+    threads = min(torch.get_num_threads(), (os.cpu_count() or 1) // nproc)
+    shared = {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks are all clients of that store
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "OMP_NUM_THREADS": str(max(1, threads)),
+    }
+    follower = ("-m", "moetrain.cli.rank", str(os.getpid()), *command)
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
+        gate = Path(folder) / "gate"
+        shared[GATE] = str(gate)
+        try:
+            ranks = start_processes(
+                "moetrain",
+                sys.executable,
+                args=dict.fromkeys(range(nproc), follower),
+                envs={r: shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nproc)},
+                logs_specs=DefaultLogsSpecs(folder),
+            )
+            try:
+                if check is not None:
+                    _look(check, handlers)
+                gate.touch()
+                mark = failure_mark(ranks.error_files[0])
+                return _watch(list(ranks.pids().values()), handlers, mark)
+            finally:
+                ranks.close(signal.SIGKILL)  # and whatever they started
+        except (SignalException, _Stopped) as stop:  # before _watch took the signals over
+            print("interrupted", file=sys.stderr)
+            return 128 + stop.sigval
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _set_handlers(before: Handlers, handler: Callable[[int, Any], None]) -> None:
+    for number, was in before.items():  # what nohup ignores stays ignored
+        signal.signal(number, was if was is signal.SIG_IGN else handler)
+
+
+def _look(check: Check, handlers: Handlers) -> None:
+    """``check()``, which a stop signal ends; one that a user's code in it kept is seen after it."""
+    got: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        got.append(_meaning(number))
+        raise _Stopped(got[0])
+
+    _set_handlers(handlers, stop)
+    check()
+    if got:
+        raise _Stopped(got[0])
+
+
+def _meaning(number: int) -> int:
+    return signal.SIGTERM if number == signal.SIGUSR1 else number
+
+
+def failure_mark(error_file: str) -> Path:
+    """The file whose existence says that a rank's failure was reported, and others need not be.
+
+    ``error_file``: a rank's own, which it finds in TORCHELASTIC_ERROR_FILE.
+    """
+    return Path(error_file).parent.parent / "failed"
+
+
+def _watch(pids: Sequence[int], handlers: Handlers, failed_mark: Path) -> int:
+    """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
+    forwarded: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        number = _meaning(number)
+        forwarded.append(number)
+        for pid in pids:
+            os.kill(pid, number)
+
+    _set_handlers(handlers, forward)
+    deadline = float("inf")
+    while True:
+        codes = [_exit_code(pid) for pid in pids]
+        failed = [code for code in codes if code not in (None, 0, *STOPPED)]
+        if any(code < 0 and -code not in forwarded for code in failed):
+            failed_mark.touch()  # what the others meet comes of that, and is no news
+        if None not in codes or time.monotonic() > deadline:
+            break
+        if failed and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(POLL_SECONDS)
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0 and -code not in forwarded:
+            how = f"signal {-code} ({signal.strsignal(-code)})"
+            print(f"failed: rank {rank} was killed by {how}", file=sys.stderr)
+    # A rank that a stop signal found before it could handle one has stopped as well.
+    ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
+    failed = [code for code in ended if code not in (0, *STOPPED)]
+    # A bad setting (2) that one rank found fails the others in other ways (1).
+    return max(FAILED, *failed) if failed else max(ended)
+
+
+def _exit_code(pid: int) -> int | None:
+    """As ``Popen.poll`` has it, but leaves the child for its owner to reap, and so its pid ours."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

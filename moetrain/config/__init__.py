@@ -1,0 +1,411 @@
+"""The settings of a run: the sections together, where their values come from, what contradicts.
+
+A :class:`Config` is built from four sources, weakest first: the defaults of
+:mod:`moetrain.config.sections`, a recipe or TOML file, environment variables
+(``MOETRAIN_PARALLEL__EP=8``) and the command line (``--parallel.ep 8``). Unknown keys are errors,
+and so are two settings that contradict each other: nothing a user set is overridden in silence.
+
+Left out on purpose: anything that needs a device, a process group or the file system beyond the
+TOML file itself. Those checks live where the thing is built (:mod:`moetrain.train.preflight`) and
+raise :class:`ConfigError` too. What a checkpoint decides, where a user has not, is filled in there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, get_args
+
+from pydantic import PrivateAttr, ValidationError, field_validator
+
+from moetrain.config.checks import unmet
+from moetrain.config.compute import (
+    ActivationSection,
+    CompileSection,
+    KernelsSection,
+    MoeSection,
+    ParallelSection,
+)
+from moetrain.config.compute import Precision as Precision
+from moetrain.config.compute import SavedName as SavedName
+from moetrain.config.jobs import JobsSection
+from moetrain.config.rl import RlSection
+from moetrain.config.sections import (
+    CheckpointSection,
+    DataSection,
+    LaunchSection,
+    LogSection,
+    LoraSection,
+    ModelSection,
+    OptimSection,
+    Section,
+    TrainSection,
+)
+from moetrain.config.sources import (
+    ConfigError,
+    LaunchedPlace,
+    Layer,
+    is_recipe,
+    leaves,
+    merge,
+    nest,
+    read_cli,
+    read_env,
+    read_place,
+    read_source,
+    shortened,
+)
+from moetrain.config.sources import RunFailed as RunFailed
+from moetrain.config.sources import recipe_names as recipe_names
+
+
+class Recipes(NamedTuple):
+    """What lies under a command's settings where no recipe is named."""
+
+    default: str
+    of_path: str
+    """With ``model.path``."""
+    of_chats: str
+    """With ``model.path`` and jsonl data; another than ``of_path``: the data has to be known."""
+
+
+TRAIN_RECIPES = Recipes("debug", "continue", "sft")
+RL_RECIPES = Recipes("rl-sort", "rl", "rl")
+JOB_RECIPES = Recipes("jobs-debug", "jobs", "jobs")
+
+# Of two alternatives one is set: the user's replaces a recipe's or a default.
+ALTERNATIVES = (
+    ("model.path", "model.preset"),
+    ("train.epochs", "train.steps"),
+    ("optim.warmup_fraction", "optim.warmup_steps"),
+)
+
+
+class Config(Section):
+    """Every setting of a run. Build it with :meth:`load`; it is frozen afterwards."""
+
+    model: ModelSection = ModelSection()
+    """Which model to train."""
+    data: DataSection = DataSection()
+    """Where the tokens come from."""
+    train: TrainSection = TrainSection()
+    """Length, batches, precision."""
+    lora: LoraSection = LoraSection()
+    """Low-rank adapters."""
+    optim: OptimSection = OptimSection()
+    """Optimizer and schedule."""
+    parallel: ParallelSection = ParallelSection()
+    """Degrees of parallelism."""
+    moe: MoeSection = MoeSection()
+    """Routing, balancing, dispatch."""
+    kernels: KernelsSection = KernelsSection()
+    """Kernel implementations."""
+    compile: CompileSection = CompileSection()
+    """torch.compile."""
+    activation: ActivationSection = ActivationSection()
+    """Activation memory."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Saving and resuming."""
+    rl: RlSection = RlSection()
+    """Reinforcement learning (python -m moetrain.rl)."""
+    jobs: JobsSection = JobsSection()
+    """Job service (python -m moetrain.jobs)."""
+    log: LogSection = LogSection()
+    """Output while training."""
+    launch: LaunchSection = LaunchSection()
+    """Processes."""
+    output_dir: str = "outputs/MODEL-DATA"
+    """Folder for metrics, checkpoints, plots and the resolved config; unset: outputs/, and the
+    names of the model and of the data."""
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _recipe: str = PrivateAttr(default="")
+
+    @field_validator("output_dir")
+    @classmethod
+    def _names_a_folder(cls, value: str) -> str:
+        if value.lower() in ("none", "null"):
+            raise ValueError("a run needs a folder to write to")
+        return os.path.expanduser(value)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        overrides: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        recipes: Recipes = TRAIN_RECIPES,
+        *,
+        once: bool = False,
+    ) -> Config:
+        """The validated config of one run.
+
+        Args:
+            source: a recipe's name, a TOML file, or a nested mapping; None: the recipe ``debug``.
+                Where ``model.path`` is set and no recipe named, a recipe for fine-tuning lies under
+                all other sources: ``sft`` where the data is jsonl (``data.source`` says so, or the
+                end of ``data.path``), else ``continue``.
+            recipes: those that another command has in their place.
+            overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``; of
+                a setting that comes twice the last value counts, unless ``once``.
+            once: a setting that comes twice is an error, as a person's slip would be.
+            environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
+
+        Raises:
+            ConfigError: unknown or contradictory settings, wrong types, a missing file.
+        """
+        settings = _settings()
+        environment = read_env(os.environ if environ is None else environ, settings)
+        layers = [] if source is None else [read_source(source, settings)]
+        layers += [
+            Layer("environment", cls._typed(environment)),
+            Layer("command line", cls._typed(read_cli(overrides, settings, once=once))),
+        ]
+        recipe, why = _recipe_under(layers, source, recipes)
+        if recipe is not None:
+            layers.insert(0, read_source(recipe, settings))
+        if recipes.of_path != recipes.of_chats:
+            layers += _source_of_path(layers)
+        config = cls._of(*merge(layers, ALTERNATIVES))
+        config._recipe = why
+        config.check()
+        config = config.fitting()
+        if config.is_set("output_dir"):
+            return config
+        return config.filled({"output_dir": f"outputs/{_name_of_run(config)}"}, "model and data")
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+        """By dotted names, of the very types: no text for a number, no truth value, no 1.0."""
+        try:
+            config = cls.model_validate(nest(values), strict=True)
+        except ValidationError as error:
+            raise _as_config_error(error) from None
+        config._origins = dict(origins)
+        return config
+
+    @classmethod
+    def _typed(cls, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that are written as text in the environment and on the command line."""
+        try:
+            return dict(leaves(cls.model_validate(nest(texts)).model_dump(exclude_unset=True)))
+        except ValidationError as error:
+            raise _as_config_error(error) from None
+
+    def is_set(self, name: str) -> bool:
+        """Whether any source has set this one; where none has, its value is the default."""
+        section, _, key = name.rpartition(".")
+        return key in (getattr(self, section) if section else self).model_fields_set
+
+    def filled(self, values: Mapping[str, Any], origin: str) -> Config:
+        """A copy with ``values``, by dotted name, which ``origin`` decides."""
+        mine = dict(leaves(self.model_dump(exclude_unset=True)))
+        filled = self._of({**mine, **values}, self._origins | dict.fromkeys(values, origin))
+        filled._recipe = self._recipe
+        return filled
+
+    def under(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+        """A copy with what ``source`` sets on top; raises as :meth:`load`."""
+        mine = dict(leaves(self.model_dump(exclude_unset=True)))
+        layers = [Layer("", mine, is_users=False), read_source(source, _settings())]
+        values, origins = merge(layers, ALTERNATIVES)
+        config = self._of(values, {name: origin for name, origin in origins.items() if origin})
+        config.check()
+        return config.fitting()
+
+    def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
+        """Return a copy in which no setting is without effect (:mod:`moetrain.config.checks`).
+
+        What only a recipe proposes, or what lies under a job's file, goes back to its default.
+
+        Args:
+            facts: those that are known, each with the reason why it does not hold; None: it does.
+
+        Raises:
+            ConfigError: a setting that a user gave has no effect.
+        """
+        default, config = dict(leaves(Config().model_dump())), self
+        while found := next(unmet(dict(leaves(config.model_dump())), default, facts or {}), None):
+            name, why = found
+            if not self._origins.get(name, "recipe ").startswith("recipe "):
+                raise ConfigError(name, why)
+            config = config.filled({name: default[name]}, f"as {why}")
+        return config
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Which source set each setting that has one, by dotted name."""
+        return dict(self._origins)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested JSON-ready values."""
+        return self.model_dump(mode="json")
+
+    def describe(self) -> str:
+        """The recipe and why, then a line for each non-default setting: name, value, source."""
+        default = dict(leaves(Config().to_dict()))
+        rows = [
+            f"  {key} = {json.dumps(value)}  ({self._origins.get(key, 'default')})"
+            for key, value in leaves(self.to_dict())
+            if value != default[key]
+        ]
+        return "\n".join([self._recipe] * bool(self._recipe) + (rows or ["  (all defaults)"]))
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other."""
+        m, t = self.model, self.train
+        if m.path is not None and m.overrides():
+            key, value = next(iter(m.overrides().items()))
+            raise ConfigError(
+                f"model.{key}",
+                f"{value} contradicts model.path {m.path!r}, whose config.json decides; unset one",
+            )
+        if m.path is None and m.preset is None:
+            raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
+        if t.steps is None and t.epochs is None:
+            raise ConfigError("train.steps", "not set; give it, or train.epochs")
+        t.micro_batches()  # on one rank at least; the world asks again for its own number
+        if self.data.source in ("text", "jsonl") and self.data.path is None:
+            raise ConfigError(
+                "data.path", f"not set, and data.source {self.data.source!r} needs it"
+            )
+        self.rl.check()
+        self.checkpoint.check()
+        self.optim.check()
+        if t.steps is not None:
+            self.log.check(t.steps)
+        activation = self.activation
+        if activation.offload and activation.policy == "selective" and not self.compile.enabled:
+            raise ConfigError(
+                "activation.offload",
+                f"{activation.offload!r}, and with activation.policy 'selective' only compiled "
+                "blocks leave what they keep to be sent; set compile.enabled yes, or "
+                "activation.policy none",
+            )
+
+
+def _recipe_under(
+    layers: Sequence[Layer], source: object, recipes: Recipes
+) -> tuple[str | None, str]:
+    """The recipe that lies under ``layers``, None: no other; and which one it is, for people."""
+    if is_recipe(source):
+        return None, f"  recipe {source}"
+    given = {name: value for layer in layers for name, value in layer.values.items()}
+    path, data = given.get("model.path"), given.get("data.path")
+    if path is None:
+        if source is not None:
+            return None, ""
+        default = recipes.default
+        return default, f"  recipe {default}, as neither one nor model.path is named"
+    if recipes.of_path == recipes.of_chats:
+        return (
+            recipes.of_path,
+            f"  recipe {recipes.of_path}, as model.path is set and none is named",
+        )
+    kind = given.get("data.source") or (None if data is None else _source_by_suffix(data))
+    recipe = recipes.of_chats if kind == "jsonl" else recipes.of_path
+    return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
+
+
+def _source_of_path(layers: Sequence[Layer]) -> list[Layer]:
+    """``data.source``, where a user gives ``data.path`` alone to a recipe that reads no files."""
+    given = {name: value for layer in layers for name, value in layer.values.items()}
+    users = {name for layer in layers if layer.is_users for name in layer.values}
+    path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
+    if path is None or reads_files or "data.path" not in users or "data.source" in users:
+        return []
+    return [Layer("end of data.path", {"data.source": _source_by_suffix(path)}, is_users=False)]
+
+
+def _source_by_suffix(path: object) -> str:
+    # Of other files, a guess would train on the text of their format: braces, commas, binary.
+    kind = {".jsonl": "jsonl", ".txt": "text"}.get(PurePath(str(path)).suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            "data.source",
+            f"not set, and data.path {shortened(path)} is neither .jsonl nor .txt; set text (a "
+            "file of any text, or a folder of such) or jsonl (a file or folder of .jsonl); stdlib "
+            "and synthetic take no path, and Parquet, Arrow, compressed files and a hub's data "
+            "sets are not read: write them as .jsonl",
+        )
+    return kind
+
+
+def _name_of_run(config: Config) -> str:
+    """``MODEL-DATA``, of the last parts of their paths."""
+    model, data = config.model, config.data
+    path = PurePath(os.path.abspath(model.path or model.preset or ""))
+    if path.name == "hf":  # a run's own export, OUTPUT_DIR/hf
+        path = path.parent
+    name = PurePath(os.path.abspath(data.path)).stem if data.path else data.source
+    return f"{path.name}-{name}"
+
+
+def launched_place() -> LaunchedPlace | None:
+    """This process's place among those that torchrun, srun or moetrain started; None: alone."""
+    return read_place(os.environ)
+
+
+def allocator_is_set() -> bool:
+    """Whether the user has told torch how to allocate device memory."""
+    return bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ))
+
+
+def c_compiler() -> str | None:
+    """The C compiler that Triton will find, None: none."""
+    named = os.environ.get("CC")
+    return next(filter(None, map(shutil.which, [named] if named else ["clang", "gcc"])), None)
+
+
+def user_cache_dir() -> Path:
+    """The user's cache folder of moetrain: under XDG_CACHE_HOME, else ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetrain"
+
+
+def _settings() -> dict[str, bool]:
+    """Every dotted name, and whether it may be unset."""
+    names = {}
+    for name, field in Config.model_fields.items():
+        section = field.default
+        inner = type(section).model_fields if isinstance(section, Section) else {"": field}
+        for key, setting in inner.items():
+            names[f"{name}.{key}".rstrip(".")] = type(None) in get_args(setting.annotation)
+    return names
+
+
+def _as_config_error(error: ValidationError) -> ConfigError:
+    """The first of pydantic's complaints (a union's branches share one field) as one line."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    field = next((k for k in _settings() if name == k or name.startswith(k + ".")), name)
+    messages = dict.fromkeys(
+        _remedy(e["msg"]) for e in error.errors() if ".".join(map(str, e["loc"])).startswith(field)
+    )
+    return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(messages)}")
+
+
+def let_idle_threads_sleep() -> None:
+    """Have OpenMP's idle threads sleep: at once if the machine is busy, else after microseconds.
+
+    What the environment says goes before. To be called before torch is imported, which reads it.
+
+    By default they spin for a millisecond and take the cores from whoever has work. Seconds a step
+    of the debug recipe on two cores: idle 0.38, at most 0.52 with short spins, 0.61 asleep; beside
+    four busy processes 3.0 with short spins, 1.9 asleep; beside eighteen 21 and 1.5.
+    """
+    if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    elif "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def _remedy(message: str) -> str:
+    """What to give instead, from pydantic's sentence on what the input should be."""
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
+    message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
+    return message.replace("Input should be", "give")

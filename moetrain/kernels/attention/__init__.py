@@ -1,0 +1,1 @@
+"""Attention: one entry point (:func:`attention.attention`) over several backends."""

@@ -1,0 +1,331 @@
+"""cuDNN's ragged attention: the one place that names ``nvidia-cudnn-frontend``.
+
+cuDNN takes packed documents as a batch of padded ones, ``[N, heads, length bound, d]``, whose
+element offsets in memory are given by a device tensor (a "ragged offset"), so nothing is copied and
+nothing waits for the device. A graph belongs to one set of sizes and takes 0.04 s to build (0.5 s
+the first of its kind in a process); the number of documents and the length bound are therefore
+rounded up and the graphs cached, so that after the first steps none is built.
+
+It leaves out autograd and the checks of shapes: :mod:`moetrain.kernels.attention.packed` does both.
+
+Legend: T tokens, H query heads, G key/value heads, d head width, N documents.
+"""
+
+# pyright: reportArgumentType=false
+# (Triton's launch settings are not typed.)
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from moetrain.kernels.triton import tl, triton
+
+logger = logging.getLogger("moetrain")
+
+PACKAGE, OLDEST = "nvidia-cudnn-frontend", (1, 28)
+"""Older versions give the ragged backward too small a workspace: its gradients are silently 0."""
+
+
+def installed_version() -> str | None:
+    """The package's, None: it is not there. It is imported at its first use."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+INSTALLED = installed_version()
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
+
+# Rounding up to these costs nothing (16,384 tokens on one H200: within 1% up to 64 documents).
+MIN_DOCUMENTS, MIN_LENGTH = 16, 128
+
+# A graph's tensors by our names; cuDNN knows them by number.
+_INPUTS, _GRADS = ("q", "k", "v", "o", "lse", "do"), ("dq", "dk", "dv")
+_OFFSETS = ("q_offsets", "kv_offsets", "lse_offsets")
+_UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths"), start=1)}
+
+
+def runs(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether this path serves ``dtype`` (None: unknown, so no) on ``device``: Hopper or newer."""
+    if device.type != "cuda" or dtype not in DTYPES or INSTALLED is None:
+        return False
+    if _is_too_old(INSTALLED):
+        _warn_of_age()
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _is_too_old(version: str) -> bool:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < OLDEST
+
+
+@functools.cache
+def _warn_of_age() -> None:
+    logger.warning(
+        "kernels.attention: %s %s is not used: before %s its gradients are wrong; pip install "
+        "'moetrain[gpu]' brings the right one",
+        PACKAGE,
+        INSTALLED,
+        ".".join(map(str, OLDEST)),
+    )
+
+
+def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Raises ValueError, with the remedy, where a tensor's attention cannot run here."""
+    if device.type != "cuda" or dtype not in DTYPES:
+        given, taken = f"{dtype} on {device}", "bf16 or fp16 on CUDA"
+    elif head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
+        given, taken = f"head width {head_dim}", f"multiples of {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+    elif INSTALLED is None:
+        given, taken = f"no package {PACKAGE}", "it: pip install moetrain[gpu]"
+    elif _is_too_old(INSTALLED):
+        given = f"{PACKAGE} {INSTALLED}, whose gradients are wrong"
+        taken = "1.28 or later: pip install moetrain[gpu]"
+    else:
+        return
+    raise ValueError(f'attention backend "cudnn" was given {given}; it takes {taken}')
+
+
+def forward(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs."""
+    o_THd = torch.empty_like(q_THd)
+    lse_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.float32)
+    sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
+    tensors = {"q": q_THd, "k": k_TGd, "v": v_TGd, "o": o_THd, "lse": lse_HT}
+    _execute(_forward_graph(sizes), tensors | layout)
+    return o_THd, lse_HT
+
+
+def backward(
+    do_THd: torch.Tensor,
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    o_THd: torch.Tensor,
+    lse_HT: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v; all inputs contiguous."""
+    saved = (q_THd, k_TGd, v_TGd, o_THd, lse_HT)
+    grads = (torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGd))
+    sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
+    tensors = dict(zip((*_INPUTS, *_GRADS), (*saved, do_THd, *grads), strict=True))
+    _execute(_backward_graph(sizes, deterministic), tensors | layout)
+    return grads
+
+
+class _GraphSizes(NamedTuple):
+    """What a graph is built for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int
+    documents: int
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None
+
+
+class _CudnnGraph(NamedTuple):
+    graph: Any  # cudnn.pygraph
+    workspace_bytes: int
+
+
+def _round_up(size: int, least: int) -> int:
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _prepare(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None,
+) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
+    """The sizes of the call's graph, and what it must know of the documents."""
+    (tokens, heads, width), kv_heads = q_THd.shape, k_TGd.shape[1]
+    documents = _round_up(cu_seqlens.shape[0] - 1, MIN_DOCUMENTS)
+    length = _round_up(max_seqlen, MIN_LENGTH)
+    window = None if window is None or window >= length else window
+    sizes = _GraphSizes(
+        q_THd.device, q_THd.dtype, tokens, documents, length, heads, kv_heads, width, window
+    )
+    return sizes, document_layout(cu_seqlens, documents, heads * width, kv_heads * width)
+
+
+def document_layout(
+    cu_seqlens: torch.Tensor, documents: int, q_elements: int, kv_elements: int
+) -> dict[str, torch.Tensor]:
+    """Each document's length and offsets in one launch, empty documents filling up ``documents``.
+
+    A token takes ``q_elements`` in q and o, ``kv_elements`` in k and v, and one in lse. Offsets are
+    int64, [documents + 1]: elements may pass 2^31.
+    """
+    offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
+    lengths = cu_seqlens.new_empty(documents)
+    _layout_kernel[(1,)](
+        cu_seqlens,
+        offsets,
+        lengths,
+        cu_seqlens.shape[0] - 1,
+        q_elements,
+        kv_elements,
+        documents,
+        triton.next_power_of_2(documents + 1),
+    )
+    return dict(zip(_OFFSETS, offsets, strict=True)) | {"lengths": lengths}
+
+
+@triton.jit(do_not_specialize=["given"])
+def _layout_kernel(
+    cu_seqlens,
+    offsets,
+    lengths,
+    given,
+    q_elements,
+    kv_elements,
+    DOCUMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    document = tl.arange(0, BLOCK)
+    # Past the last document given, all begin and end at its end.
+    start = tl.load(cu_seqlens + tl.minimum(document, given))
+    end = tl.load(cu_seqlens + tl.minimum(document + 1, given))
+    tl.store(lengths + document, end - start, document < DOCUMENTS)
+    wide, mask = start.to(tl.int64), document <= DOCUMENTS
+    tl.store(offsets + document, wide * q_elements, mask)
+    tl.store(offsets + (DOCUMENTS + 1) + document, wide * kv_elements, mask)
+    tl.store(offsets + 2 * (DOCUMENTS + 1) + document, wide, mask)
+
+
+@functools.cache
+def _handle(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        return importlib.import_module("cudnn").create_handle()
+
+
+def _execute(graph: _CudnnGraph, tensors: dict[str, torch.Tensor]) -> None:
+    cudnn, device = importlib.import_module("cudnn"), tensors["q"].device
+    workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        handle = _handle(device)
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        by_uid = {_UID[name]: tensor for name, tensor in tensors.items()}
+        graph.graph.execute(by_uid, workspace, handle=handle)
+
+
+class _Builder:
+    """One graph while it is described: cuDNN's tensors by our names."""
+
+    def __init__(self, sizes: _GraphSizes) -> None:
+        self.sizes, self.cudnn = sizes, importlib.import_module("cudnn")
+        types = self.cudnn.data_type
+        self.dtype = types.BFLOAT16 if sizes.dtype == torch.bfloat16 else types.HALF
+        self.graph = self.cudnn.pygraph(
+            io_data_type=self.dtype,
+            intermediate_data_type=types.FLOAT,
+            compute_data_type=types.FLOAT,
+            handle=_handle(sizes.device),
+        )
+        self.offsets = {
+            name: self._input(name, [sizes.documents + 1, 1, 1, 1], [1] * 4, types.INT64)
+            for name in _OFFSETS
+        }
+        lengths = self._input("lengths", [sizes.documents, 1, 1, 1], [1] * 4, types.INT32)
+        self.mask = {
+            "attn_scale": sizes.width**-0.5,
+            "use_padding_mask": True,
+            "seq_len_q": lengths,
+            "seq_len_kv": lengths,
+            "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
+            "diagonal_band_right_bound": 0,
+        }
+        if sizes.window is not None:
+            self.mask["diagonal_band_left_bound"] = sizes.window
+
+    def _input(self, name: str, dims: list[int], strides: list[int], dtype: Any) -> Any:
+        return self.graph.tensor(
+            name=name, uid=_UID[name], dim=dims, stride=strides, data_type=dtype
+        )
+
+    def _layout(self, name: str) -> tuple[list[int], list[int], Any, str]:
+        """Dims, strides (document, head, token, element), dtype and offsets of a tensor."""
+        s = self.sizes
+        if name == "lse":
+            # One head's tokens lie together: 1% faster in the backward than [T, H].
+            dims = [s.documents, s.heads, s.length, 1]
+            strides = [s.heads * s.tokens, s.tokens, 1, 1]
+            return dims, strides, self.cudnn.data_type.FLOAT, "lse_offsets"
+        query = name in ("q", "o", "do", "dq")
+        heads = s.heads if query else s.kv_heads
+        dims = [s.documents, heads, s.length, s.width]
+        strides = [s.length * heads * s.width, s.width, heads * s.width, 1]
+        return dims, strides, self.dtype, "q_offsets" if query else "kv_offsets"
+
+    def inputs(self, *names: str) -> dict[str, Any]:
+        """Ragged input tensors, by name."""
+        found = {}
+        for name in names:
+            *description, offsets = self._layout(name)
+            found[name] = self._input(name, *description)
+            found[name].set_ragged_offset(self.offsets[offsets])
+        return found
+
+    def build(self, **outputs: Any) -> _CudnnGraph:
+        """The finished graph, its results declared as ragged outputs of these names."""
+        for name, tensor in outputs.items():
+            dims, strides, dtype, offsets = self._layout(name)
+            tensor.set_uid(_UID[name]).set_output(True).set_data_type(dtype)
+            tensor.set_dim(dims).set_stride(strides).set_ragged_offset(self.offsets[offsets])
+        self.graph.validate()
+        self.graph.build_operation_graph()
+        modes = self.cudnn.heur_mode
+        self.graph.create_execution_plans([modes.A, modes.FALLBACK])
+        self.graph.check_support()
+        self.graph.build_plans()
+        return _CudnnGraph(self.graph, self.graph.get_workspace_size())
+
+
+@functools.cache
+def _forward_graph(sizes: _GraphSizes) -> _CudnnGraph:
+    builder = _Builder(sizes)
+    o, lse = builder.graph.sdpa(
+        name="forward", generate_stats=True, **builder.inputs("q", "k", "v"), **builder.mask
+    )
+    return builder.build(o=o, lse=lse)
+
+
+@functools.cache
+def _backward_graph(sizes: _GraphSizes, deterministic: bool) -> _CudnnGraph:
+    builder = _Builder(sizes)
+    inputs = builder.inputs(*_INPUTS)
+    dq, dk, dv = builder.graph.sdpa_backward(
+        name="backward",
+        dO=inputs.pop("do"),
+        stats=inputs.pop("lse"),
+        max_total_seq_len_q=sizes.tokens,  # sizes the scratch memory, else documents * length
+        max_total_seq_len_kv=sizes.tokens,
+        use_deterministic_algorithm=deterministic,
+        **inputs,
+        **builder.mask,
+    )
+    return builder.build(dq=dq, dk=dk, dv=dv)

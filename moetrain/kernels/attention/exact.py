@@ -1,0 +1,260 @@
+"""Attention whose every row has the same bits, whatever it is computed beside: one Triton forward.
+
+A row is a query of one head; its result is a function of that query and of the keys and values that
+it sees, and of nothing else. Keys are taken in blocks of ``BLOCK`` that are counted from the start
+of their document, in ascending order, by one program; blocks and keys that are hidden from a row
+leave its numbers as they are (a weight of 0, a factor of 1). So a token has one answer in a packed
+batch of training, in a chunk of a prompt and in a step of generation, from keys that lie end to end
+or in pages. The softmax is that of arXiv 2205.14135 in base 2.
+
+A tile holds the queries of a few tokens for all heads that share keys, which are thus read once.
+:func:`forward` is for documents laid end to end, :func:`paged_attention` for pages. Left out on
+purpose: a split of the keys over programs, which would add up in another order; the backward pass
+(:mod:`moetrain.kernels.attention.packed` has one that takes this forward's results).
+
+Legend: T tokens, H query heads, G key/value heads, d head width, N documents or sequences,
+P pages, Z tokens of a page, M pages of a sequence at most.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false
+
+from typing import NamedTuple
+
+import torch
+
+from moetrain.kernels.triton import INTERPRETED, TensorDescriptor, tl, triton
+
+BLOCK = 64
+"""Keys at a time. Part of what a row's bits depend on: every tile has the same."""
+_NEVER = tl.constexpr(float("-inf"))
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = 1.4426950408889634
+
+
+class AttentionTile(NamedTuple):
+    """Launch settings; ``rows`` of (token, head), of at most ``tokens`` tokens."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(heads: int, one_token: bool) -> AttentionTile:
+    """For ``heads`` query heads a key head; measured on one H200."""
+    padded = triton.next_power_of_2(heads)
+    if one_token:  # one warp: several would share a row's sum, and add it up in another order
+        return AttentionTile(max(16, padded), 1, 1, 5)
+    rows = max(64, padded)
+    return AttentionTile(rows, rows // padded, rows // 16, 3)
+
+
+def forward(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs; not an op, checks nothing."""
+    tile = _tile(q_THd.shape[1] // k_TGd.shape[1], one_token=False)
+    return _launch(tile, q_THd, k_TGd, v_TGd, cu_seqlens, None, None, window, one_token=False)
+
+
+def paged_attention(
+    q_THd: torch.Tensor,
+    keys_PZGd: torch.Tensor,
+    values_PZGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seen_N: torch.Tensor,
+    pages_NM: torch.Tensor,
+    *,
+    window: int | None = None,
+    one_token: bool = False,
+) -> torch.Tensor:
+    """``o_THd``: each token over its sequence's keys so far, its own (which lie in pages) included.
+
+    Args:
+        q_THd: the tokens that each sequence reads now, sequences end to end; contiguous.
+        keys_PZGd, values_PZGd: contiguous; ``Z`` is a multiple of :data:`BLOCK`, and no page holds
+            infinities or NaN.
+        cu_seqlens: [N + 1] int32, the sequences' ends among the T tokens, from 0.
+        seen_N: int32, tokens of each sequence that were read before.
+        pages_NM: int32, where each sequence's keys and values lie; what is past its end is not
+            followed.
+        one_token: every sequence reads one token, so that T is N.
+    """
+    tile = _tile(q_THd.shape[1] // keys_PZGd.shape[2], one_token)
+    keys, values = keys_PZGd.flatten(0, 1), values_PZGd.flatten(0, 1)
+    paged = (seen_N, pages_NM)
+    size = keys_PZGd.shape[1]
+    return _launch(tile, q_THd, keys, values, cu_seqlens, paged, size, window, one_token)[0]
+
+
+def store_in_pages(
+    keys_PZGd: torch.Tensor,
+    values_PZGd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Token t's key and value into slot ``slots_T[t]`` (int32, of all pages'; -1: nowhere)."""
+    tokens, heads, width = k_TGd.shape
+    numbers = heads * width
+    for x in (k_TGd, v_TGd):
+        assert x.stride()[1:] == (width, 1)  # tokens may lie apart, what is of one may not
+    if tokens:
+        _store_kernel[(tokens,)](
+            keys_PZGd, values_PZGd, k_TGd, v_TGd, slots_T, k_TGd.stride(0), v_TGd.stride(0),
+            NUMBERS=numbers, BLOCK=triton.next_power_of_2(numbers), num_warps=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_kernel(
+    keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_stride, v_stride,
+    NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < tl.where(slot >= 0, NUMBERS, 0)
+    k = tl.load(k_ptr + token * k_stride + i, mask=mask)
+    v = tl.load(v_ptr + token * v_stride + i, mask=mask)
+    tl.store(keys_ptr + slot * NUMBERS + i, k, mask=mask)
+    tl.store(values_ptr + slot * NUMBERS + i, v, mask=mask)
+
+
+def _launch(
+    tile: AttentionTile,
+    q_THd: torch.Tensor,
+    k_LGd: torch.Tensor,
+    v_LGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    paged: tuple[torch.Tensor, torch.Tensor] | None,
+    page_size: int | None,
+    window: int | None,
+    one_token: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (tokens, heads, width), kv_heads = q_THd.shape, k_LGd.shape[1]
+    o_THd = torch.empty_like(q_THd)
+    lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
+    seen, pages = (None, None) if paged is None else paged
+    padded_width = max(16, triton.next_power_of_2(width))
+    block = [BLOCK, padded_width]
+    _attend_kernel[(triton.cdiv(tokens, tile.tokens), kv_heads)](
+        q_THd,
+        TensorDescriptor.from_tensor(k_LGd.flatten(1), block),
+        TensorDescriptor.from_tensor(v_LGd.flatten(1), block),
+        o_THd, lse_HT, cu_seqlens, seen, pages,
+        tokens, cu_seqlens.shape[0] - 1, 0 if pages is None else pages.stride(0),
+        width**-0.5 * _LOG2_E, 0 if window is None else window,
+        H=heads, G=kv_heads, D=width, DP=padded_width, Z=page_size,
+        ROWS=tile.rows, TOKENS=tile.tokens, BN=BLOCK,
+        SEQUENCES=1024, ONE_TOKEN=one_token, HAS_WINDOW=window is not None, WIDEN=INTERPRETED,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return o_THd, lse_HT
+
+
+@triton.jit
+def _see_block(
+    q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc, scale, window,
+    D: tl.constexpr, Z: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The online softmax's step over the keys from ``n`` on."""
+    at = start + n if Z is None else tl.load(pages + n // Z) * Z + n % Z
+    k = k_desc.load([at, g * D])
+    if WIDEN:  # Triton's interpreter would multiply bf16 as integers
+        k = k.to(tl.float32)
+    scores = tl.dot(q, k.T, input_precision="ieee")
+    if MASK:
+        key = n + tl.arange(0, BN)
+        visible = key[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            visible &= position[:, None] - key[None, :] < window
+        scores = tl.where(visible, scores, _NEVER)
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+    shift = new_largest
+    if MASK:  # of a row that has seen nothing yet: any number does
+        shift = tl.where(new_largest == _NEVER, 0.0, new_largest)
+    weights = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
+    shrink = tl.exp2(largest - shift)
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    v = v_desc.load([at, g * D])
+    weights = weights.to(v.dtype)
+    if WIDEN:
+        weights, v = weights.to(tl.float32), v.to(tl.float32)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+    return new_largest, total, acc
+
+
+@triton.jit(do_not_specialize=["T", "N", "pages_stride", "window"])
+def _attend_kernel(
+    q_ptr, k_desc, v_desc, o_ptr, lse_ptr, ends_ptr, seen_ptr, pages_ptr,
+    T, N, pages_stride, scale, window,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Z: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SEQUENCES: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A tile's tokens for one key head, over each of the documents that they belong to."""
+    HEADS: tl.constexpr = H // G
+    PADDED: tl.constexpr = ROWS // TOKENS
+    # The last tokens of a document see the most: begin with them.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    g = tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.arange(0, DP)
+    token, head = first + row // PADDED, row % PADDED
+    is_row = (token < T) & (head < HEADS)
+    at = (token.to(tl.int64) * H + g * HEADS + head) * D
+    mask = is_row[:, None] & (column < D)[None, :]
+    q = tl.load(q_ptr + at[:, None] + column[None, :], mask=mask, other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    largest = tl.full((ROWS,), _NEVER, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DP), tl.float32)
+    document = first
+    if not ONE_TOKEN:  # how many end at or before the first token
+        document = 0
+        for i in range(0, N, SEQUENCES):
+            index = i + tl.arange(0, SEQUENCES)
+            end = tl.load(ends_ptr + 1 + index, mask=index < N, other=T + 1)
+            document += tl.sum((end <= first).to(tl.int32), 0)
+    stop = tl.minimum(first + TOKENS, T)
+    begin = first
+    while begin < stop:
+        start = tl.load(ends_ptr + document)
+        end = tl.minimum(tl.load(ends_ptr + document + 1), stop)
+        seen = 0
+        pages = pages_ptr
+        if Z is not None:
+            seen = tl.load(seen_ptr + document)
+            pages = pages_ptr + tl.cast(document, tl.int64) * pages_stride
+        # Where a query is in its document; before it, of another document's: it sees nothing.
+        inside = is_row & (token >= begin) & (token < end)
+        position = tl.where(inside, token - start + seen, -1)
+        nearest, farthest = begin - start + seen, end - 1 - start + seen
+        low = 0
+        whole = tl.where(end - begin == TOKENS, (nearest + 1) // BN * BN, 0)
+        if HAS_WINDOW:
+            low = tl.maximum(nearest - window + 1, 0) // BN * BN
+            whole = 0
+        for n in range(low, whole, BN):
+            largest, total, acc = _see_block(
+                q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc,
+                scale, window, D, Z, BN, False, HAS_WINDOW, WIDEN,
+            )  # fmt: skip
+        for n in range(tl.maximum(low, whole), farthest + 1, BN):
+            largest, total, acc = _see_block(
+                q, k_desc, v_desc, pages, start, n, position, g, largest, total, acc,
+                scale, window, D, Z, BN, True, HAS_WINDOW, WIDEN,
+            )  # fmt: skip
+        begin = tl.maximum(end, begin)
+        document += 1
+    out = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + at[:, None] + column[None, :], out, mask=mask)
+    lse_at = lse_ptr + (g * HEADS + head).to(tl.int64) * T + token
+    tl.store(lse_at, (largest + tl.log2(total)) * _LN_2, mask=is_row)

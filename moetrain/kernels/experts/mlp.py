@@ -1,0 +1,305 @@
+"""The expert MLP, from tokens to tokens: two grouped GEMMs around SwiGLU, between permutations.
+
+With r(t) for the rows that token t is copied to, and a row's routing weight w::
+
+    a = x[t] @ [gate; up]^T      h = silu(a_gate) * a_up * w      y[t] = sum over r of h @ down^T
+
+The weight is applied inside, before the down projection, so combining is a plain sum. The backward
+for an upstream ``dy``::
+
+    dh = dy @ down            d_down    = dy^T @ h
+    da, dw = swiglu'(dh)      d_gate_up = da^T @ x        dx = da @ [gate; up]
+
+It saves the tokens and ``a`` alone. ``h`` comes again out of the pass over ``a`` and ``dh`` that
+makes ``da``, and so does ``dw = <dh, h / w>``, which therefore needs no ``y`` (arXiv 2512.14080).
+The rows of ``x`` are K times what their tokens are, and nothing but ``d_gate_up`` needs them: they
+are copied again, a pass at memory's rate. A token with D = 2048, F = 768 and K = 8 keeps 28 KB in
+bf16, where its rows would be another 32.
+
+Worked example, one row, D = F = 1, x 1, gate 0, up 3, down 1, w 2: ``a = [0, 3]``, ``h = y = 0``;
+for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` and ``dx = 0``.
+
+Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
+width.
+"""
+
+from typing import Any
+
+import torch
+from torch.library import CustomOpDef
+
+from moetrain.kernels import small_m as few_rows
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.experts.indices import ExpertIndices, expert_indices_reference
+from moetrain.kernels.experts.permutation import (
+    copy_to_rows,
+    permute,
+    permute_reference,
+    rows_of,
+    sum_rows,
+    unpermute,
+    unpermute_reference,
+)
+from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
+from moetrain.kernels.saving import worth_saving
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+
+
+def expert_mlp(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    backend: Backend = "auto",
+    *,
+    typical_rows: int | None = None,
+) -> torch.Tensor:
+    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
+
+    Args:
+        x_TD: bf16 on CUDA; the reference path takes any floating dtype.
+        weights_TK: routing weights, any floating dtype, differentiable too.
+        indices: of the tokens' experts.
+        w_gate_up_E2FD: gate's F rows, then up's; in ``x``'s dtype, contiguous.
+        w_down_EDF: in ``x``'s dtype, contiguous.
+        typical_rows: how many rows there usually are, where ``indices`` have room for more.
+
+    Raises:
+        ValueError: shapes, dtypes or strides other than these, or widths whose rows are not a
+            multiple of 16 bytes.
+    """
+    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts("expert_mlp", *inputs)
+    weights = (w_gate_up_E2FD, w_down_EDF)
+    if not use_fast(backend, x_TD):
+        return expert_mlp_reference(*inputs)
+    rows = indices.row_slot_R.shape[0]
+    typical = rows if typical_rows is None else typical_rows
+    if few_rows.serve_experts(x_TD, w_down_EDF, typical):
+        x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
+        y_RD = few_rows.expert_mlp_few(x_RD, indices.offsets_E, *weights, weights_R, typical)
+        return unpermute(y_RD, indices, backend)
+    tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *weights)
+    return _expert_mlp(*(x.contiguous() for x in tensors), rows)[0]
+
+
+def expert_mlp_reference(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`expert_mlp` in plain torch."""
+    x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
+    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
+    h_RF = swiglu_reference(a_R2F, weights_R)
+    y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), indices.offsets_E)
+    return unpermute_reference(y_RD, indices)
+
+
+def check_experts(
+    kernel: str,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+) -> None:
+    """Raise ValueError for what does not belong together."""
+    experts, dim, width = w_down_EDF.shape
+    if w_gate_up_E2FD.shape != (experts, 2 * width, dim) or x_TD.shape[1:] != (dim,):
+        raise ValueError(
+            f"{kernel}: x, w_gate_up and w_down were given as {tuple(x_TD.shape)}, "
+            f"{tuple(w_gate_up_E2FD.shape)} and {tuple(w_down_EDF.shape)}; it takes [T, D], "
+            "[E, 2F, D] and [E, D, F]"
+        )
+    if not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
+        raise ValueError(
+            f"{kernel}: x, w_gate_up and w_down were given in {x_TD.dtype}, "
+            f"{w_gate_up_E2FD.dtype} and {w_down_EDF.dtype}; it takes one dtype"
+        )
+    if weights_TK.shape != indices.slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
+        raise ValueError(
+            f"{kernel}: x, weights and indices were given as {tuple(x_TD.shape)}, "
+            f"{tuple(weights_TK.shape)} and {tuple(indices.slot_row_TK.shape)}; it takes [T, D], "
+            "[T, K] and [T, K]"
+        )
+
+
+def expert_rows(
+    x_RD: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    weights_R: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y_RD`` and ``a_R2F`` of rows; those past ``offsets[-1]`` may hold anything."""
+    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+    h_RF = swiglu(a_R2F, weights_R, "triton")
+    return grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E), a_R2F
+
+
+@torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``y_TD``, and ``a_R2F`` for the backward."""
+    x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
+    y_RD, a_R2F = expert_rows(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
+    del x_RD
+    y_TD = torch.empty_like(x_TD)
+    sum_rows(y_RD, slot_row_TK, y_TD)
+    return y_TD, a_R2F
+
+
+@torch.library.custom_op("moetrain::expert_mlp_backward", mutates_args=())
+def _expert_mlp_backward(
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_R2F: torch.Tensor,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x, weights, w_gate_up and w_down (of both [0], unless ``is_trained``)."""
+    dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
+    dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
+    da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
+    d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
+    del dy_RD, dh_RF, h_RF  # before the products below: the largest rows of the backward are here
+    dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
+    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
+    if not is_trained:
+        return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
+    x_RD = dx_RD  # its memory: all that was in it is in dx_TD
+    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    return dx_TD, d_weights_TK, grouped_weight_grad(da_R2F, x_RD, offsets_E), d_down
+
+
+def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """What ops with the arguments of these two have in common: the shapes of what they give, what
+    is kept, and how one is the other's gradient."""
+
+    def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: object) -> tuple[Any, ...]:
+        if dy_TD is None:
+            return (None,) * 7
+        is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+        # An expanded gradient (stride 0, as a sum's) is nothing to copy rows of.
+        dx_TD, d_weights_TK, *matrices = backward(
+            dy_TD.contiguous(), *ctx.saved_tensors, is_trained
+        )
+        return dx_TD, d_weights_TK, None, None, *(matrices if is_trained else (None, None)), None
+
+    forward.register_fake(_shapes)
+    backward.register_fake(_backward_shapes)
+    forward.register_autograd(differentiate, setup_context=_save)
+
+
+def _shapes(x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up_E2FD, w_down_EDF, num_rows):
+    return torch.empty_like(x_TD), x_TD.new_empty(num_rows, w_gate_up_E2FD.shape[1])
+
+
+def _backward_shapes(
+    dy_TD, x_TD, weights_TK, slot_row_TK, offsets_E, w_gate_up, w_down, a_R2F, is_trained
+):
+    matrices = (torch.empty_like(w) if is_trained else w.new_empty(0) for w in (w_gate_up, w_down))
+    return torch.empty_like(x_TD), torch.empty_like(weights_TK), *matrices
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)  # no zeros of a's size, which nobody differentiates
+
+
+register_experts(_expert_mlp, _expert_mlp_backward)
+worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
+
+
+def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Tokens, of which ``empty`` have no expert; experts at random."""
+    tokens, slots, experts = case["T"], case["K"], case["E"]
+    dim, width = case["D"], case["F"]
+    ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
+    ids_TK[uniform(generator, tokens, slots) < case.get("empty", 0.0)] = -1
+    return {
+        "x_TD": normal(generator, tokens, dim).to(dtype),
+        "weights_TK": uniform(generator, tokens, slots),
+        "indices": expert_indices_reference(ids_TK, experts, case.get("rows")),
+        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
+        "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
+    }
+
+
+def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    """Of what is by slot, those with an expert."""
+    return x[inputs["indices"].slot_row_TK >= 0]
+
+
+def cost_of(case: Case, flops: float) -> tuple[Cost, Cost]:
+    """``flops``: of a multiply-add, but for weights' gradients, whose are 2; at bf16's rate."""
+    tokens, dim, width = case["T"], case["D"], case["F"]
+    rows = tokens * case["K"]
+    forward = flops * 3 * rows * dim * width
+    backward = forward + 2.0 * 3 * rows * dim * width
+    weight_bytes = 6.0 * case["E"] * dim * width
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * width
+    return (
+        Cost(2 * token_bytes + weight_bytes + saved_bytes, forward),
+        Cost(3 * token_bytes + 2 * weight_bytes + saved_bytes, backward),
+    )
+
+
+CASES = (
+    {"T": 13, "K": 2, "E": 3, "D": 32, "F": 16},
+    {"T": 20, "K": 1, "E": 1, "D": 16, "F": 16},
+    {"T": 20, "K": 3, "E": 4, "D": 16, "F": 16, "empty": 0.3},
+    {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 0.5, "rows": 15},
+    {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
+    {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0, "rows": 0},
+)
+SIZES = tuple({"T": t, "K": 8, "E": e, "D": 2048, "F": 768} for t, e in ((16384, 16), (16384, 128)))
+BAD_INPUTS = {
+    r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
+    "it takes one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
+    r"\[T, K\] and \[T, K\]": lambda x: x | {"weights_TK": x["weights_TK"][1:]},
+}
+
+SPECS = (
+    KernelSpec(
+        name="expert_mlp",
+        fast=lambda **inputs: expert_mlp(**inputs, backend="triton"),
+        reference=expert_mlp_reference,
+        make_inputs=make_inputs,
+        cases=(
+            *CASES,
+            {"T": 33, "K": 4, "E": 128, "D": 16, "F": 8},
+            {"T": 9, "K": 1, "E": 2, "D": 8, "F": 24},
+        ),
+        # The products' own targets, 560 and 450, and five passes of permutation at theirs.
+        benches=tuple(
+            Bench(size, {"total_tflops": target})
+            for size, target in zip(SIZES, (490, 400), strict=True)
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cpu_dtypes=(torch.float32,),
+        cost=lambda case: cost_of(case, 2.0),
+        differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
+        select_grads={"weights_TK": chosen},
+        ops=(_expert_mlp, _expert_mlp_backward),
+        bad_inputs=BAD_INPUTS,
+    ),
+)

@@ -1,0 +1,283 @@
+"""The expert MLP of :mod:`moetrain.kernels.experts.mlp` with LoRA adapters beside its products.
+
+With the frozen ``W1 = [gate; up]`` and ``W2 = down`` of each row's expert, and adapters A, B::
+
+    u = x @ A1^T    a = x @ W1^T + s * u @ B1^T    h = swiglu(a, w)
+    v = h @ A2^T    y = h @ W2^T + s * v @ B2^T
+
+for an upstream ``dy`` the backward, which has no gradients of the frozen, is::
+
+    dv = s * dy @ B2     dh = dy @ W2 + dv @ A2      dB2 = s * dy^T @ v     dA2 = dv^T @ h
+    da, dw = swiglu'(dh)
+    du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
+
+It saves the tokens, ``a``, ``u`` and ``v``; ``h`` comes again out of the pass over ``a``, ``dh``,
+and the rows of ``x`` out of the tokens, as there. Gate and up share A1: their adapters are one.
+
+Worked example, one row, D = F = r = 1, x 1, W1 = [0, 2], A1 1, B1 = [0, 1], s 1: ``u = 1`` and
+``a = [0, 3]``; with ``W2 = 0``, A2 2, B2 3 and w 2, ``h = 0``, ``v = y = 0``. For ``dy = 1``,
+``dv = 3``, ``dh = 6``, ``da = [18, 0]``, ``du = 18 * 0 + 0 * 1 = 0``.
+
+Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
+width, r rank of the adapters.
+"""
+
+from typing import Any
+
+import torch
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.experts.indices import ExpertIndices
+from moetrain.kernels.experts.mlp import BAD_INPUTS, check_experts, chosen, make_inputs
+from moetrain.kernels.experts.permutation import (
+    copy_to_rows,
+    permute_reference,
+    rows_of,
+    sum_rows,
+    unpermute_reference,
+)
+from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
+from moetrain.kernels.saving import worth_saving
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+
+
+def adapted_expert_mlp(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_gate_up_ErD: torch.Tensor,
+    b_gate_up_E2Fr: torch.Tensor,
+    a_down_ErF: torch.Tensor,
+    b_down_EDr: torch.Tensor,
+    scale: float,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
+
+    Args:
+        x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF: as in
+            :func:`~moetrain.kernels.experts.mlp.expert_mlp`, but that the matrices are frozen: they
+            get no gradient.
+        a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: in ``x``'s dtype, contiguous; r is a
+            multiple of 16 bytes.
+        scale: what adapters give is multiplied by.
+
+    Raises:
+        ValueError: as there, and adapters of other shapes or dtypes.
+    """
+    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
+    check_experts("adapted_expert_mlp", *inputs)
+    experts, dim, width = w_down_EDF.shape
+    rank = a_gate_up_ErD.shape[1]
+    adapters = (a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr)
+    wanted = (rank, dim), (2 * width, rank), (rank, width), (dim, rank)
+    if any(x.shape != (experts, *shape) for x, shape in zip(adapters, wanted, strict=True)):
+        given = ", ".join(str(tuple(x.shape)) for x in adapters)
+        raise ValueError(
+            f"adapted_expert_mlp: adapters were given as {given}; with w_down of "
+            f"{tuple(w_down_EDF.shape)} it takes [E, r, D], [E, 2F, r], [E, r, F] and [E, D, r]"
+        )
+    if any(x.dtype != x_TD.dtype for x in adapters):
+        given = ", ".join(str(x.dtype) for x in adapters)
+        raise ValueError(
+            f"adapted_expert_mlp: adapters were given in {given}; with x in {x_TD.dtype} it takes "
+            "that"
+        )
+    if not use_fast(backend, x_TD):
+        return adapted_expert_mlp_reference(*inputs, *adapters, scale)
+    routing = (weights_TK, indices.slot_row_TK, indices.offsets_E)
+    tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters)
+    rows = indices.row_slot_R.shape[0]
+    return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, rows)[0]
+
+
+def adapted_expert_mlp_reference(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    indices: ExpertIndices,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_gate_up_ErD: torch.Tensor,
+    b_gate_up_E2Fr: torch.Tensor,
+    a_down_ErF: torch.Tensor,
+    b_down_EDr: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """:func:`adapted_expert_mlp` in plain torch."""
+    offsets_E = indices.offsets_E
+
+    def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        low = grouped_mm(x, a.transpose(1, 2), offsets_E)
+        wide = grouped_mm(x, w.detach().transpose(1, 2), offsets_E)
+        return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_E)
+
+    x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
+    a_R2F = product(x_RD, w_gate_up_E2FD, a_gate_up_ErD, b_gate_up_E2Fr)
+    h_RF = swiglu_reference(a_R2F, weights_R)
+    return unpermute_reference(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices)
+
+
+@torch.library.custom_op("moetrain::adapted_expert_mlp", mutates_args=())
+def _adapted_expert_mlp(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_gate_up_ErD: torch.Tensor,
+    b_gate_up_E2Fr: torch.Tensor,
+    a_down_ErF: torch.Tensor,
+    b_down_EDr: torch.Tensor,
+    scale: float,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``y_TD``, and ``a_R2F``, ``u_Rr`` and ``v_Rr`` for the backward."""
+    x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
+    u_Rr = grouped_mm(x_RD, a_gate_up_ErD.transpose(1, 2), offsets_E)
+    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+    del x_RD
+    a_R2F.add_(grouped_mm(u_Rr, b_gate_up_E2Fr.transpose(1, 2), offsets_E), alpha=scale)
+    h_RF = swiglu(a_R2F, weights_R, "triton")
+    v_Rr = grouped_mm(h_RF, a_down_ErF.transpose(1, 2), offsets_E)
+    y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
+    y_RD.add_(grouped_mm(v_Rr, b_down_EDr.transpose(1, 2), offsets_E), alpha=scale)
+    y_TD = torch.empty_like(x_TD)
+    sum_rows(y_RD, slot_row_TK, y_TD)
+    return y_TD, a_R2F, u_Rr, v_Rr
+
+
+@_adapted_expert_mlp.register_fake
+def _(x_TD, weights, slot_row, offsets, w_gate_up, w_down, a_gate_up, b, a, d, scale, rows):
+    rank = a_gate_up.shape[1]
+    a_R2F = x_TD.new_empty(rows, w_gate_up.shape[1])
+    return torch.empty_like(x_TD), a_R2F, x_TD.new_empty(rows, rank), x_TD.new_empty(rows, rank)
+
+
+@torch.library.custom_op("moetrain::adapted_expert_mlp_backward", mutates_args=())
+def _adapted_expert_mlp_backward(
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    a_gate_up_ErD: torch.Tensor,
+    b_gate_up_E2Fr: torch.Tensor,
+    a_down_ErF: torch.Tensor,
+    b_down_EDr: torch.Tensor,
+    a_R2F: torch.Tensor,
+    u_Rr: torch.Tensor,
+    v_Rr: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x, weights and the four adapters."""
+    dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
+    dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_E).mul_(scale)
+    dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
+    dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
+    da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
+    del dh_RF  # before the products below: the largest rows of the backward are here together
+    d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
+    d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)
+    del h_RF, dy_RD
+    du_Rr = grouped_mm(da_R2F, b_gate_up_E2Fr, offsets_E).mul_(scale)
+    dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
+    dx_RD += grouped_mm(du_Rr, a_gate_up_ErD, offsets_E)
+    d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale)
+    dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
+    sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
+    x_RD = dx_RD  # its memory: all that was in it is in dx_TD
+    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_E)
+    return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
+
+
+@_adapted_expert_mlp_backward.register_fake
+def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, scale):
+    return tuple(torch.empty_like(x) for x in (x_TD, weights_TK, a1, b1, a2, b2))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.scale, _ = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates
+
+
+def _differentiate(
+    ctx: Any, dy_TD: torch.Tensor | None, *_: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return (None,) * 12
+    found = _adapted_expert_mlp_backward(dy_TD.contiguous(), *ctx.saved_tensors, ctx.scale)
+    dx_TD, d_weights_TK, *d_adapters = found
+    return dx_TD, d_weights_TK, None, None, None, None, *d_adapters, None, None
+
+
+_adapted_expert_mlp.register_autograd(_differentiate, setup_context=_save)
+worth_saving("experts", torch.ops.moetrain.adapted_expert_mlp.default)
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    experts, dim, width, rank = case["E"], case["D"], case["F"], case["r"]
+
+    def matrices(out: int, into: int) -> torch.Tensor:
+        return (normal(generator, experts, out, into) * into**-0.5).to(dtype)
+
+    return make_inputs(case, dtype, generator) | {
+        "a_gate_up_ErD": matrices(rank, dim),
+        "b_gate_up_E2Fr": matrices(2 * width, rank),
+        "a_down_ErF": matrices(rank, width),
+        "b_down_EDr": matrices(dim, rank),
+        "scale": 0.75,
+    }
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    tokens, dim, width, rank = case["T"], case["D"], case["F"], case["r"]
+    rows, frozen = tokens * case["K"], 3 * dim * width
+    adapters = 2 * rank * (dim + width) + rank * width
+    weight_bytes, adapter_bytes = 2.0 * case["E"] * (frozen + adapters), 2.0 * case["E"] * adapters
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * (width + rank)
+    flops = 2.0 * rows * (frozen + adapters)
+    return (
+        Cost(2 * token_bytes + weight_bytes + saved_bytes, flops),
+        Cost(
+            3 * token_bytes + weight_bytes + adapter_bytes + saved_bytes,
+            flops + 2.0 * rows * adapters,
+        ),
+    )
+
+
+_ADAPTERS = ("a_gate_up_ErD", "b_gate_up_E2Fr", "a_down_ErF", "b_down_EDr")
+
+SPECS = (
+    KernelSpec(
+        name="adapted_expert_mlp",
+        fast=lambda **inputs: adapted_expert_mlp(**inputs, backend="triton"),
+        reference=adapted_expert_mlp_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"T": 7, "K": 2, "E": 3, "D": 16, "F": 24, "r": 8},
+            {"T": 5, "K": 1, "E": 1, "D": 8, "F": 8, "r": 8},
+            {"T": 9, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
+            {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
+        ),
+        benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cpu_dtypes=(torch.float32,),
+        cost=_cost,
+        differentiable=("x_TD", "weights_TK", *_ADAPTERS),
+        select_grads={"weights_TK": chosen},
+        ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward),
+        bad_inputs=BAD_INPUTS
+        | {
+            r"\[E, r, D\]": lambda x: x | {"a_gate_up_ErD": x["a_gate_up_ErD"][:, 1:]},
+            "it takes that": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
+        },
+    ),
+)

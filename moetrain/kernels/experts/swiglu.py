@@ -1,0 +1,233 @@
+"""SwiGLU with a routing weight: ``y = silu(gate) * up * w`` (arXiv 2002.05202).
+
+With ``s = sigmoid(gate)`` and ``silu(gate) = gate * s``, the gradients for an upstream ``dy`` are::
+
+    d_up   = dy * w * gate * s
+    d_gate = dy * w * up * s * (1 + gate * (1 - s))
+    d_w    = sum over F of dy * gate * s * up
+
+Worked example, one row, F = 1: gate 0, up 3, w 2 and dy 1 give s = 1/2, y = 0, d_up = 0,
+d_gate = 1 * 2 * 3 * 1/2 = 3 and d_w = 0.
+
+``w`` is one scalar a row, applied here so that combining a token's experts is a plain sum
+afterwards. The backward saves the inputs alone and recomputes ``s``. Rows are independent: a row of
+uninitialised memory (past the last expert's) spoils no other, so no offsets are needed.
+
+Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns and up in the rest.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's launch settings and unrolled ranges are not typed.)
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.triton import tl, triton
+
+# Measured on one H200: a program takes one row, 1024 columns at a time (16 bytes of bf16 a thread).
+COLS, WARPS = 1024, 4
+
+
+def swiglu(
+    gate_up_R2F: torch.Tensor, weights_R: torch.Tensor | None = None, backend: Backend = "auto"
+) -> torch.Tensor:
+    """``y_RF`` in ``gate_up``'s dtype, computed in fp32.
+
+    Args:
+        gate_up_R2F: bf16, fp16 or fp32, contiguous (any floating dtype on the reference path).
+        weights_R: routing weights, any floating dtype, differentiable too; None: ones.
+
+    Raises:
+        ValueError: shapes, dtypes or strides other than these.
+    """
+    if gate_up_R2F.dim() != 2 or gate_up_R2F.shape[1] % 2:
+        raise ValueError(
+            f"swiglu: gate_up was given as {tuple(gate_up_R2F.shape)}; it takes [R, 2F], with "
+            "gate's columns, then up's"
+        )
+    if weights_R is not None and weights_R.shape != gate_up_R2F.shape[:1]:
+        raise ValueError(
+            f"swiglu: weights were given as {tuple(weights_R.shape)}; with gate_up of "
+            f"{tuple(gate_up_R2F.shape)} it takes one weight a row"
+        )
+    if not use_fast(backend, gate_up_R2F):
+        return swiglu_reference(gate_up_R2F, weights_R)
+    if gate_up_R2F.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"swiglu: gate_up was given in {gate_up_R2F.dtype}; it takes bf16, fp16 or fp32"
+        )
+    if not gate_up_R2F.is_contiguous():
+        raise ValueError(
+            f"swiglu: gate_up was given with strides {gate_up_R2F.stride()}; it takes a contiguous "
+            "tensor"
+        )
+    if weights_R is None:
+        weights_R = gate_up_R2F.new_ones(gate_up_R2F.shape[0], dtype=torch.float32)
+    return _swiglu(gate_up_R2F, weights_R.contiguous())
+
+
+def swiglu_reference(
+    gate_up_R2F: torch.Tensor, weights_R: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:func:`swiglu` in plain torch."""
+    wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
+    gate_RF, up_RF = gate_up_R2F.to(wide).chunk(2, dim=-1)
+    y_RF = F.silu(gate_RF) * up_RF
+    if weights_R is not None:
+        y_RF = y_RF * weights_R.to(wide)[:, None]
+    return y_RF.to(gate_up_R2F.dtype)
+
+
+@torch.library.custom_op("moetrain::swiglu", mutates_args=())
+def _swiglu(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    rows, width = gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2
+    y_RF = gate_up_R2F.new_empty(rows, width)
+    grid = (rows, triton.cdiv(width, COLS))
+    _forward_kernel[grid](gate_up_R2F, weights_R, y_RF, width, COLS, num_warps=WARPS)
+    return y_RF
+
+
+@_swiglu.register_fake
+def _(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    return gate_up_R2F.new_empty(gate_up_R2F.shape[0], gate_up_R2F.shape[1] // 2)
+
+
+@torch.library.custom_op("moetrain::swiglu_backward", mutates_args=())
+def _swiglu_backward(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch_backward(dy_RF, gate_up_R2F, weights_R, None)
+
+
+def swiglu_backward_with_output(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``d_gate_up``, ``d_weights`` and ``y`` itself, recomputed in the same pass.
+
+    For the op of a caller whose own backward needs ``y``; contiguous inputs, no autograd.
+    """
+    y_RF = torch.empty_like(dy_RF)
+    return *_launch_backward(dy_RF, gate_up_R2F, weights_R, y_RF), y_RF
+
+
+def _launch_backward(
+    dy_RF: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    weights_R: torch.Tensor,
+    y_RF: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = dy_RF.shape
+    grads = torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
+    inputs = dy_RF, gate_up_R2F, weights_R
+    _backward_kernel[(rows,)](*inputs, *grads, y_RF, width, COLS, num_warps=WARPS)
+    return grads
+
+
+@_swiglu_backward.register_fake
+def _(dy_RF, gate_up_R2F, weights_R):
+    return torch.empty_like(gate_up_R2F), torch.empty_like(weights_R)
+
+
+def _save(ctx, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, dy_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _swiglu_backward(dy_RF.contiguous(), *ctx.saved_tensors)
+
+
+_swiglu.register_autograd(_differentiate, setup_context=_save)
+
+
+@triton.jit
+def _forward_kernel(gate_up, weights, y, width, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    gate_at = gate_up + row * 2 * width + col
+    gate = tl.load(gate_at, col < width).to(tl.float32)
+    up = tl.load(gate_at + width, col < width).to(tl.float32)
+    w = tl.load(weights + row).to(tl.float32)
+    tl.store(y + row * width + col, gate * tl.sigmoid(gate) * up * w, col < width)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, gate_up, weights, d_gate_up, d_weights, y, width: tl.constexpr, COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.load(weights + row).to(tl.float32)
+    d_w = tl.zeros([COLS], tl.float32)
+    # Unrolled, so that the loads of all columns are in flight together.
+    for start in tl.static_range(0, width, COLS):
+        col = start + tl.arange(0, COLS)
+        gate_at = row * 2 * width + col
+        gate = tl.load(gate_up + gate_at, col < width, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + gate_at + width, col < width, other=0.0).to(tl.float32)
+        d_y = tl.load(dy + row * width + col, col < width, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        silu = gate * s
+        d_w += d_y * silu * up
+        tl.store(d_gate_up + gate_at, d_y * w * up * (s + silu * (1 - s)), col < width)
+        tl.store(d_gate_up + gate_at + width, d_y * w * silu, col < width)
+        if y is not None:
+            tl.store(y + row * width + col, silu * up * w, col < width)
+    tl.store(d_weights + row, tl.sum(d_w, axis=0))
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, width = case["R"], case["F"]
+    gate_up = normal(generator, rows, 2 * width).to(dtype)
+    weights = uniform(generator, rows)
+    # Uninitialised rows past the last expert's.
+    gate_up[rows - case.get("unused", 0) :] = float("nan")
+    return {"gate_up_R2F": gate_up, "weights_R": weights if case.get("weights", True) else None}
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    rows, width = case["R"], case["F"]
+    return (
+        Cost(bytes=rows * (2 * 3 * width + 4)),
+        Cost(bytes=rows * (2 * 5 * width + 2 * 4)),
+    )
+
+
+def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[~inputs["gate_up_R2F"].isnan().any(1)]
+
+
+SPECS = (
+    KernelSpec(
+        name="swiglu",
+        fast=partial(swiglu, backend="triton"),
+        reference=swiglu_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"R": 7, "F": 24},
+            {"R": 1, "F": 1},
+            {"R": 13, "F": 257, "unused": 3},
+            {"R": 9, "F": 64, "weights": False},
+            {"R": 0, "F": 16},
+        ),
+        benches=(
+            Bench({"R": 131072, "F": 768}, {"forward_fraction": 0.85, "backward_fraction": 0.85}),
+        ),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
+        cost=_cost,
+        differentiable=("gate_up_R2F", "weights_R"),
+        select=_used,
+        select_grads={"gate_up_R2F": _used, "weights_R": _used},
+        ops=(_swiglu, _swiglu_backward),
+        bad_inputs={
+            r"\(7, 47\); it takes \[R, 2F\]": lambda i: (
+                i | {"gate_up_R2F": i["gate_up_R2F"][:, 1:]}
+            ),
+            "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
+            "float64; it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
+            "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
+        },
+    ),
+)

@@ -1,0 +1,1 @@
+"""The vocabulary matrix: losses and sampled tokens without storing logits."""

@@ -1,0 +1,427 @@
+"""Linear cross-entropy: hidden states and the vocabulary matrix to losses, never holding [T, V].
+
+    logits = h @ w^T / temperature      lse = logsumexp(logits)      loss = lse - logits[target]
+    p = exp(logits - lse)               mean = sum(p * logits)       entropy = lse - mean
+
+    d loss / d logits = p - onehot      d lse / d logits = p
+    d entropy / d logits = -p * (logits - mean)
+
+Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary tiles.
+
+Worked example, V=2, temperature 1: logits [0, ln 3] and target 1 give lse = ln 4, p = [1/4, 3/4],
+loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
+
+Two forms. :func:`linear_cross_entropy` gives each token's loss, lse and entropy, with gradients of
+all three (post-training wants log-probabilities, which are -loss). What comes back for a token is
+known only in the backward, so that multiplies h by w again: four matrix products.
+:func:`linear_cross_entropy_sum` gives one weighted sum, so it knows every gradient up to one factor
+while the probabilities are at hand: three matrix products, the gradients of h and w are made in the
+forward, and the backward multiplies them by the upstream scalar. The trainer uses this one.
+
+Both walk the tokens in chunks, which vocabulary_chunk.py does. The gradient of w is rounded once a
+chunk. Left out: a gradient of the sum's weights, and label smoothing.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.loss.vocabulary_chunk import (
+    ALIGNMENT_BYTES,
+    CHUNK_ELEMENTS,
+    TILES,
+    LossGrads,
+    loss_gradients,
+    token_stats,
+)
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.triton import tl, triton
+
+_SCALE_BLOCK = 4096
+
+
+class TokenLosses(NamedTuple):
+    """Per-token results, fp32; zero where the target is the ignored index."""
+
+    loss_T: torch.Tensor
+    """Cross-entropy in nats, the negative log-probability of the target; differentiable."""
+    lse_T: torch.Tensor
+    """logsumexp of the logits, for a z-loss; differentiable."""
+    entropy_T: torch.Tensor
+    """Entropy of the predicted distribution in nats; differentiable."""
+
+
+class SummedLoss(NamedTuple):
+    """One differentiable sum, and the per-token numbers behind it, which have no gradient."""
+
+    total: torch.Tensor
+    """fp32 scalar: sum over tokens of weight * loss; differentiable."""
+    loss_T: torch.Tensor
+    lse_T: torch.Tensor
+    entropy_T: torch.Tensor
+
+
+def linear_cross_entropy(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    backend: Backend = "auto",
+    check: bool = False,
+) -> TokenLosses:
+    """Losses of ``targets_T`` (int64) under ``softmax(h @ w^T / temperature)``.
+
+    Args:
+        h_TD: bf16 or fp32, as ``w_VD``; both differentiable.
+        chunk_elements: size of the logits held at once; smaller takes less memory and more time.
+        check: look for targets outside ``[0, V)`` first. For debugging: it waits for the device
+            and breaks the compiled graph.
+
+    Raises:
+        ValueError: shapes, dtypes or values other than these.
+    """
+    _check(h_TD, w_VD, targets_T, temperature, ignore_index if check else None)
+    if not use_fast(backend, h_TD):
+        return linear_cross_entropy_reference(
+            h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
+        )
+    check_fast(h_TD, w_VD)
+    loss_T, lse_T, mean_T = _token_losses(h_TD, w_VD, targets_T, 1 / temperature, chunk_elements)
+    valid_T = targets_T != ignore_index
+    return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
+
+
+def linear_cross_entropy_sum(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    weights_T: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    backend: Backend = "auto",
+    check: bool = False,
+) -> SummedLoss:
+    """``sum(weights * loss)`` over tokens, cheaper than the per-token form.
+
+    Args:
+        weights_T: fp32, no gradient; None: ones. A factor known beforehand (1 / number of tokens)
+            belongs here: one applied to the result rounds the gradients a second time.
+
+    The rest is as in :func:`linear_cross_entropy`.
+    """
+    if weights_T is not None and weights_T.shape != targets_T.shape:
+        raise ValueError(
+            f"linear_cross_entropy_sum: weights have shape {tuple(weights_T.shape)}; with targets "
+            f"of shape {tuple(targets_T.shape)} it takes one a token"
+        )
+    has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
+    if not has_grad or not use_fast(backend, h_TD):
+        losses = linear_cross_entropy(
+            h_TD,
+            w_VD,
+            targets_T,
+            ignore_index=ignore_index,
+            temperature=temperature,
+            chunk_elements=chunk_elements,
+            backend=backend,
+            check=check,
+        )
+        return _sum_losses(losses, weights_T)
+    _check(h_TD, w_VD, targets_T, temperature, ignore_index if check else None)
+    check_fast(h_TD, w_VD)
+    if weights_T is None:
+        weights_T = torch.ones_like(targets_T, dtype=torch.float32)
+    valid_T = targets_T != ignore_index
+    weights_T = torch.where(valid_T, weights_T.detach().float(), 0)
+    total, loss_T, lse_T, mean_T, _, _ = _summed_loss(
+        h_TD, w_VD, targets_T, weights_T, 1 / temperature, chunk_elements, w_VD.requires_grad
+    )
+    tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
+    return SummedLoss(total, *tokens)
+
+
+def linear_cross_entropy_reference(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+) -> TokenLosses:
+    """:func:`linear_cross_entropy` with the logits held whole, softmax in fp32."""
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as all others have it
+    valid_T = targets_T != ignore_index
+    target_T = torch.where(valid_T, targets_T, 0)
+    lse_T = logits_TV.logsumexp(-1)
+    log_probs_TV = logits_TV - lse_T[:, None]
+    loss_T = -log_probs_TV.gather(1, target_T[:, None])[:, 0]
+    entropy_T = -(log_probs_TV.exp() * log_probs_TV).sum(-1)
+    return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, entropy_T)))
+
+
+def linear_cross_entropy_sum_reference(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    weights_T: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+) -> SummedLoss:
+    """:func:`linear_cross_entropy_sum` from the reference's per-token losses."""
+    losses = linear_cross_entropy_reference(
+        h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
+    )
+    return _sum_losses(losses, weights_T)
+
+
+def _sum_losses(losses: TokenLosses, weights_T: torch.Tensor | None) -> SummedLoss:
+    weighted_T = losses.loss_T if weights_T is None else weights_T.detach() * losses.loss_T
+    return SummedLoss(weighted_T.sum(), *(x.detach() for x in losses))
+
+
+def _check(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    temperature: float,
+    checked_ignore_index: int | None,
+) -> None:
+    if h_TD.dim() != 2 or w_VD.dim() != 2 or h_TD.shape[1] != w_VD.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy: h has shape {tuple(h_TD.shape)} and w {tuple(w_VD.shape)}; it "
+            "takes [T, D] and [V, D]"
+        )
+    if targets_T.shape != h_TD.shape[:1] or targets_T.dtype != torch.int64:
+        raise ValueError(
+            f"linear_cross_entropy: targets are {targets_T.dtype} of shape "
+            f"{tuple(targets_T.shape)}; with h {tuple(h_TD.shape)} it takes int64, one a token"
+        )
+    if temperature <= 0:
+        raise ValueError(f"linear_cross_entropy: temperature is {temperature}; it takes > 0")
+    if checked_ignore_index is not None:
+        used = targets_T[targets_T != checked_ignore_index]
+        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < w_VD.shape[0]:
+            raise ValueError(
+                f"linear_cross_entropy: targets are in [{int(used.min())}, {int(used.max())}]; it "
+                f"takes 0 to {w_VD.shape[0] - 1}, or the ignored {checked_ignore_index}"
+            )
+
+
+def check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
+    """ValueError for what the fast path cannot take."""
+    if h_TD.dtype != w_VD.dtype or h_TD.dtype not in TILES:
+        raise ValueError(
+            f"linear_cross_entropy: h is {h_TD.dtype} and w {w_VD.dtype}; the fast path takes both "
+            "in bf16 or both in fp32"
+        )
+    aligned = h_TD.shape[1] * h_TD.element_size() % ALIGNMENT_BYTES == 0
+    if not (aligned and h_TD.is_contiguous() and w_VD.is_contiguous()):
+        raise ValueError(
+            f"linear_cross_entropy: h has strides {h_TD.stride()} and w {w_VD.stride()}; the fast "
+            f"path takes contiguous rows of a multiple of {ALIGNMENT_BYTES} bytes"
+        )
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size).to(tl.float32)
+    tl.store(out_ptr + i, x * tl.load(factor_ptr), mask=i < size)
+
+
+@torch.library.custom_op("moetrain::linear_cross_entropy", mutates_args=())
+def _token_losses(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, lse, mean) of every token."""
+    stats = token_stats(h_TD, w_VD, targets_T, scale, chunk_elements)
+    return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
+
+
+@torch.library.custom_op("moetrain::linear_cross_entropy_backward", mutates_args=())
+def _token_losses_backward(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    grad_loss_T: torch.Tensor,
+    grad_lse_T: torch.Tensor,
+    grad_mean_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    grads = LossGrads(*(g.contiguous() for g in (grad_loss_T, grad_lse_T, grad_mean_T)))
+    how = (scale, chunk_elements)
+    return loss_gradients(h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained)[1:]
+
+
+@torch.library.custom_op("moetrain::linear_cross_entropy_sum", mutates_args=())
+def _summed_loss(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int,
+    is_trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(total, loss, lse, mean) and the gradients of total in h and w ([0]: it is not trained)."""
+    grads, how = LossGrads(weights_T.contiguous()), (scale, chunk_elements)
+    stats, grad_h_TD, grad_w_VD = loss_gradients(
+        h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained
+    )
+    loss_T = stats.lse_C - stats.target_logit_C
+    total = (weights_T * loss_T).sum()
+    return total, loss_T, stats.lse_C, stats.mean_C, grad_h_TD, grad_w_VD
+
+
+@torch.library.custom_op("moetrain::scale", mutates_args=())
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``x * factor`` with an fp32 scalar; torch would first round the factor to x's dtype."""
+    out = torch.empty_like(x)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), _SCALE_BLOCK),)
+        _scale_kernel[grid](x, factor, out, x.numel(), BLOCK=_SCALE_BLOCK)
+    return out
+
+
+@scaled.register_fake
+def _(x, factor):
+    return torch.empty_like(x)
+
+
+@_token_losses.register_fake
+def _(h_TD, w_VD, targets_T, scale, chunk_elements):
+    loss_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
+    return loss_T, torch.empty_like(loss_T), torch.empty_like(loss_T)
+
+
+@_token_losses_backward.register_fake
+def _(h_TD, w_VD, *rest):
+    return torch.empty_like(h_TD), torch.empty_like(w_VD) if rest[-1] else w_VD.new_empty(0)
+
+
+@_summed_loss.register_fake
+def _(h_TD, w_VD, targets_T, weights_T, scale, chunk_elements, is_trained):
+    tokens = (torch.empty_like(weights_T) for _ in range(3))
+    grad_w_VD = torch.empty_like(w_VD) if is_trained else w_VD.new_empty(0)
+    return weights_T.new_empty(()), *tokens, torch.empty_like(h_TD), grad_w_VD
+
+
+def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    h_TD, w_VD, targets_T, ctx.scale, ctx.chunk_elements = inputs
+    ctx.save_for_backward(h_TD, w_VD, targets_T)
+
+
+def _tokens_backward(ctx: Any, *grads: torch.Tensor):
+    is_trained = ctx.needs_input_grad[1]
+    how = (ctx.scale, ctx.chunk_elements, is_trained)
+    grad_h_TD, grad_w_VD = _token_losses_backward(*ctx.saved_tensors, *grads, *how)
+    return grad_h_TD, grad_w_VD if is_trained else None, None, None, None
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, *rest = output
+    ctx.mark_non_differentiable(*rest)
+    ctx.set_materialize_grads(False)  # no zeros of w's size for outputs that have no gradient
+    ctx.save_for_backward(*output[-2:])
+
+
+def _sum_backward(ctx: Any, grad_total: torch.Tensor | None, *_):
+    if grad_total is None:
+        return (None,) * 7
+    grad_h_TD, grad_w_VD = ctx.saved_tensors
+    d_w_VD = scaled(grad_w_VD, grad_total) if ctx.needs_input_grad[1] else None
+    return scaled(grad_h_TD, grad_total), d_w_VD, *[None] * 5
+
+
+_token_losses.register_autograd(_tokens_backward, setup_context=_save_tokens)
+_summed_loss.register_autograd(_sum_backward, setup_context=_save_sum)
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    T, D, V = case["T"], case["D"], case["V"]
+    options = {k: v for k, v in case.items() if k not in ("T", "D", "V", "ignored")}
+    h_TD = normal(generator, T, D)
+    w_VD = 2 * normal(generator, V, D) / D**0.5
+    targets_T = torch.randint(V, (T,), generator=generator, device=generator.device)
+    targets_T[: case.get("ignored", 0)] = options.get("ignore_index", -100)
+    return {"h_TD": h_TD.to(dtype), "w_VD": w_VD.to(dtype), "targets_T": targets_T, **options}
+
+
+def _make_sum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _make_inputs(case, dtype, generator)
+    weights_T = uniform(generator, case["T"])
+    return inputs | {"weights_T": weights_T}
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    product = 2.0 * case["T"] * case["D"] * case["V"]
+    return Cost(flops=product), Cost(flops=2 * product)
+
+
+_BENCH_CASE = {"T": 16384, "D": 2048, "V": 151_936}
+
+LINEAR_CROSS_ENTROPY = KernelSpec(
+    name="linear_cross_entropy",
+    fast=lambda **inputs: linear_cross_entropy(**inputs, backend="triton"),
+    reference=lambda chunk_elements=None, **inputs: linear_cross_entropy_reference(**inputs),
+    make_inputs=_make_inputs,
+    cases=(
+        {"T": 70, "D": 32, "V": 264, "ignored": 3, "temperature": 0.7},
+        {"T": 1, "D": 16, "V": 1},
+        {"T": 7, "D": 16, "V": 5, "ignored": 2, "ignore_index": 0},
+        {"T": 257, "D": 64, "V": 1000, "chunk_elements": 128 * 1000},
+        {"T": 3, "D": 16, "V": 5000},
+        {"T": 7, "D": 16, "V": 30, "ignored": 7},
+        {"T": 0, "D": 16, "V": 30},
+    ),
+    benches=(Bench(_BENCH_CASE),),
+    # bf16: 3.7e-3 on a GPU; on a CPU the interpreter truncates where a GPU rounds.
+    tolerance={torch.float32: 5e-6, torch.bfloat16: 1e-2},
+    cost=_cost,
+    differentiable=("h_TD", "w_VD"),
+    ops=(_token_losses, _token_losses_backward),
+    bad_inputs={
+        "takes \\[T, D\\] and \\[V, D\\]": lambda i: i | {"w_VD": i["w_VD"].T},
+        "int64, one a token": lambda i: i | {"targets_T": i["targets_T"].int()},
+        "temperature is 0": lambda i: i | {"temperature": 0.0},
+        "both in bf16": lambda i: i | {"h_TD": i["h_TD"].bfloat16()},
+        "contiguous rows": lambda i: i | {"h_TD": i["h_TD"][:, 1:], "w_VD": i["w_VD"][:, 1:]},
+        "0 to 263, or the ignored -100": (
+            lambda i: i | {"targets_T": i["targets_T"] + 200, "check": True}
+        ),
+    },
+)
+
+SPECS = (
+    LINEAR_CROSS_ENTROPY,
+    replace(
+        LINEAR_CROSS_ENTROPY,
+        name="linear_cross_entropy_sum",
+        fast=lambda **inputs: linear_cross_entropy_sum(**inputs, backend="triton"),
+        reference=lambda chunk_elements=None, **inputs: linear_cross_entropy_sum_reference(
+            **inputs
+        ),
+        make_inputs=_make_sum_inputs,
+        benches=(Bench(_BENCH_CASE, {"total_ms": 50.0, "extra_gib": 1.86}),),
+        ops=(_summed_loss, scaled),
+        bad_inputs=LINEAR_CROSS_ENTROPY.bad_inputs
+        | {"weights have shape": lambda i: i | {"weights_T": i["weights_T"][1:]}},
+    ),
+)

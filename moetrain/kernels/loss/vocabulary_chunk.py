@@ -1,0 +1,417 @@
+"""Tokens against (a part of) the vocabulary, in chunks: what linear_cross_entropy.py is made of.
+
+Two calls a chunk. :func:`chunk_stats` multiplies h by w^T and gives each token's (lse, target
+logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean = sum(p * logits);
+asked to, it also leaves exp(logit - largest logit of the row's tile). :func:`chunk_logit_grads`
+turns those exponentials, in place, into the gradient of the logits.
+
+Logits themselves are never stored. What is stored in bf16 is each exponential, rounded relative to
+itself, where rounding a logit of 20 can move its p by 6%; maxima and sums are fp32. With logits of
+standard deviation 4, gradients measured 2.2e-3 off fp32's (2-norms); from bf16 logits, 6.7e-3.
+
+:func:`token_stats` and :func:`loss_gradients` walk all tokens; the products with the logits'
+gradients are cuBLAS's. Between the two calls fits a vocabulary split over ranks: a target outside
+[0, V) has no logit here, and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit
+= the sum of both, mean = sum of exp(lse_i - lse) * mean_i. The second call then takes the joined
+lse and mean.
+
+Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles.
+
+Worked example, one token, V=3 in tiles of 2, logits [0, ln 2, ln 3]: the tiles' largest are
+[ln 2, ln 3], their exponentials [1/2, 1] and [1], their sums [3/2, 1]; so lse = ln(2 * 3/2 + 3 * 1)
+= ln 6, and p = [1/2, 1, 1] * [2, 2, 3] / 6 = [1/6, 1/3, 1/2].
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from moetrain.kernels.triton import INTERPRETED, TensorDescriptor, tl, triton
+
+ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
+
+
+# Logits of a chunk: 4096 tokens of a 151,936 vocabulary, 1.24 GB in bf16.
+CHUNK_ELEMENTS = 4096 * 151_936
+
+
+class VocabTile(NamedTuple):
+    """Launch settings of the product kernel."""
+
+    tokens: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+# bf16 on one H200: the fastest of those tried, 3.7 ms for 4096 tokens x 2048 x 151,936 (LOG.md).
+TILES = {
+    torch.bfloat16: VocabTile(256, 128, 64, num_warps=8, num_stages=3),
+    # For tests: a small tile, which compiles fast.
+    torch.float32: VocabTile(64, 64, 32, num_warps=4, num_stages=2),
+}
+# For the choice of tokens, few at a time: 0.2 ms for 64, 0.45 for 256. A row's tile is as wide as
+# above, and each of its warps has whole rows, so that a row's sums are added up as there.
+_CHOICE_TILES = {
+    torch.bfloat16: VocabTile(64, 128, 64, num_warps=4, num_stages=4),
+    torch.float32: TILES[torch.float32],
+}
+_STATS_TOKENS, _STATS_TILES = 8, 256  # what a program of the stats kernel reads at once
+_GRAD_TILES = 16  # tiles of one row that a program of the gradient kernel turns
+# Inside the kernels logits are in units of ln 2: the hardware's exponential is that of base 2.
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class ChunkStats(NamedTuple):
+    """Of each token's scaled logits over the vocabulary that ``w`` holds, fp32."""
+
+    lse_C: torch.Tensor
+    target_logit_C: torch.Tensor
+    """Zero where the target is not in the vocabulary held."""
+    mean_C: torch.Tensor
+
+
+class LossGrads(NamedTuple):
+    """Upstream gradients of per-token results, fp32; None: zeros."""
+
+    loss_C: torch.Tensor
+    lse_C: torch.Tensor | None = None
+    mean_C: torch.Tensor | None = None
+
+
+def chunk_stats(
+    h_CD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_C: torch.Tensor,
+    scale: float,
+    stats: ChunkStats,
+    exps_CV: torch.Tensor | None,
+) -> torch.Tensor:
+    """Fill ``stats`` and, unless None, ``exps_CV``; gives the tiles' largest logits / ln 2, [N, C].
+
+    ``h`` and ``w`` are contiguous, all rows aligned to 16 bytes; ``stats.target_logit_C`` starts
+    as zeros; ``targets_C`` is int64; ``scale`` is positive.
+    """
+    (C, D), V, tile = h_CD.shape, w_VD.shape[0], TILES[h_CD.dtype]
+    N = triton.cdiv(V, tile.columns)
+    largest_NC, total_NC, weighted_NC = h_CD.new_empty((3, N, C), dtype=torch.float32)
+    store = exps_CV is not None
+    _product_kernel[(triton.cdiv(C, tile.tokens) * N,)](
+        TensorDescriptor.from_tensor(h_CD, [tile.tokens, tile.depth]),
+        TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
+        TensorDescriptor.from_tensor(exps_CV, [tile.tokens, tile.columns]) if store else None,
+        targets_C, largest_NC, total_NC, weighted_NC, stats.target_logit_C,
+        None, None, None, None, None, None, C, V, V, D, scale,
+        BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=store, WIDEN=INTERPRETED,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    _stats_kernel[(triton.cdiv(C, _STATS_TOKENS),)](
+        largest_NC, total_NC, weighted_NC, stats.lse_C, stats.mean_C, C, N,
+        BN=_STATS_TILES, BC=_STATS_TOKENS,
+    )  # fmt: skip
+    return largest_NC
+
+
+def chunk_logit_grads(
+    exps_CV: torch.Tensor,
+    largest_NC: torch.Tensor,
+    targets_C: torch.Tensor,
+    stats: ChunkStats,
+    grads: LossGrads,
+    scale: float,
+) -> None:
+    """Turn ``exps_CV`` into the gradient of ``h @ w^T``.
+
+    Of what: the sum of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``. The target
+    logits are not read.
+    """
+    (C, V), tile_columns = exps_CV.shape, TILES[exps_CV.dtype].columns
+    _logit_grad_kernel[(C, triton.cdiv(V, tile_columns * _GRAD_TILES))](
+        exps_CV, largest_NC, targets_C, stats.lse_C, stats.mean_C, *grads,
+        C, V, exps_CV.stride(0), scale, BV=tile_columns, BN=_GRAD_TILES,
+    )  # fmt: skip
+
+
+def choose_tokens(
+    h_ND: torch.Tensor,
+    w_VD: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
+    scales_N: torch.Tensor,
+    known: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token of the largest score, int64, and its log-probability: with the bits of the loss
+    whose logits are multiplied by the row's scale.
+
+    The fast path of :func:`moetrain.kernels.loss.sampling.choose`, not an op.
+    """
+    (C, D), V, tile = h_ND.shape, w_VD.shape[0], _CHOICE_TILES[h_ND.dtype]
+    N = triton.cdiv(V, tile.columns)
+    sums = h_ND.new_empty((5, N, C), dtype=torch.float32)
+    token_NC = h_ND.new_empty((N, C), dtype=torch.int32)
+    chosen_C = h_ND.new_empty(C, dtype=torch.int64)
+    lse_C, mean_C, logprob_C = h_ND.new_empty((3, C), dtype=torch.float32)
+    if C == 0:
+        return chosen_C, logprob_C
+    largest_NC, total_NC, weighted_NC, score_NC, logit_NC = sums
+    _product_kernel[(triton.cdiv(C, tile.tokens) * N,)](
+        TensorDescriptor.from_tensor(h_ND, [tile.tokens, tile.depth]),
+        TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
+        None, None, largest_NC, total_NC, weighted_NC, None,
+        keys_N, inverse_temperatures_N, scales_N, score_NC, token_NC, logit_NC, C, V, known, D, 1.0,
+        BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=False, WIDEN=INTERPRETED,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    _stats_kernel[(triton.cdiv(C, _STATS_TOKENS),)](
+        largest_NC, total_NC, weighted_NC, lse_C, mean_C, C, N, BN=_STATS_TILES, BC=_STATS_TOKENS
+    )
+    _best_kernel[(C,)](
+        score_NC, token_NC, logit_NC, lse_C, chosen_C, logprob_C, C, N,
+        BLOCK=triton.next_power_of_2(N),
+    )  # fmt: skip
+    return chosen_C, logprob_C
+
+
+def _empty_stats(h_TD: torch.Tensor) -> ChunkStats:
+    lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
+    return ChunkStats(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
+
+
+def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice]:
+    """Equal runs of tokens, each of at most about ``chunk_elements`` logits, in whole tiles.
+
+    ``columns``: the logits of a token that the plan is made for.
+    """
+    T, multiple = h_TD.shape[0], TILES[h_TD.dtype].tokens
+    num_chunks = max(1, triton.cdiv(T * columns, chunk_elements))
+    step = max(1, triton.cdiv(T, num_chunks * multiple)) * multiple
+    return [slice(i, min(i + step, T)) for i in range(0, T, step)]
+
+
+def token_stats(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    scale: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> ChunkStats:
+    """Every token's logits over the vocabulary that ``w`` holds; the fast path, not an op."""
+    stats = _empty_stats(h_TD)
+    for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
+        stats_C = ChunkStats(*(x[c] for x in stats))
+        chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, None)
+    return stats
+
+
+def loss_gradients(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    grads: LossGrads,
+    scale: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    join: Callable[[ChunkStats], None] = lambda stats: None,
+    columns: int | None = None,
+    *,
+    is_trained: bool = True,
+) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
+    """The stats of every token and the gradients of h and w ([0], unless ``is_trained``); the fast
+    path, not an op.
+
+    ``join`` turns a chunk's stats over the vocabulary that ``w`` holds into those over the whole
+    vocabulary, in place, where others hold the rest of it; h's gradient is then ``w``'s part. It is
+    called once a chunk: where it is collective all must cut alike, by the same ``columns`` (the
+    most rows of the matrix that any of them holds; None: ``w``'s own).
+    """
+    V = w_VD.shape[0]
+    chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
+    stats, grad_h_TD = _empty_stats(h_TD), torch.empty_like(h_TD)
+    grad_w_VD = w_VD.new_empty(0)
+    if is_trained:
+        grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
+    rows = max((c.stop - c.start for c in chunks), default=0)
+    multiple = ALIGNMENT_BYTES // h_TD.element_size()
+    buffer_CV = h_TD.new_empty((rows, triton.cdiv(V, multiple) * multiple))[:, :V]
+    for c in chunks:
+        chunk_CV = buffer_CV[: c.stop - c.start]
+        stats_C = ChunkStats(*(x[c] for x in stats))
+        grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
+        largest_NC = chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, chunk_CV)
+        join(stats_C)
+        chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
+        torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
+        if is_trained:  # a beta of 0 ignores what the first chunk finds there
+            grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
+    return stats, grad_h_TD, grad_w_VD
+
+
+@triton.jit(do_not_specialize=["C", "known"])  # which changes from call to call
+def _product_kernel(
+    h_desc, w_desc, exps_desc, targets_ptr,
+    largest_ptr, total_ptr, weighted_ptr, target_logit_ptr,
+    keys_ptr, inverse_ptr, scale_ptr, score_ptr, chosen_ptr, chosen_logit_ptr,
+    C, V, known, D, scale,
+    BC: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+    STORE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of logits = scale / ln 2 * h @ w^T. With x = logit - the largest of its row here:
+
+    2^x [C, V] if STORE, sum(2^x) and sum(2^x * x) [N, C], and the target's logit (in nats) if the
+    target is here; with keys, instead of a target's, that of the token with the largest score
+    (:mod:`moetrain.kernels.loss.sampling`), which token that is, and its score, all [N, C]; then
+    every row has a scale of its own.
+    Programs that share columns of w follow one another, so w is read once.
+    """
+    token_tiles = tl.cdiv(C, BC)
+    first_row = tl.program_id(0) % token_tiles * BC
+    tile = tl.program_id(0) // token_tiles
+    products = tl.zeros((BC, BV), tl.float32)
+    for k in range(0, D, BD):
+        h = h_desc.load([first_row, k])
+        w = w_desc.load([tile * BV, k])
+        if WIDEN:  # Triton's interpreter would multiply bf16 as integers
+            h, w = h.to(tl.float32), w.to(tl.float32)
+        products = tl.dot(h, w.T, products, input_precision="ieee")
+    row = first_row + tl.arange(0, BC)
+    col = tile * BV + tl.arange(0, BV)
+    if tile * BV + BV > V:
+        # Past the vocabulary: far below any logit, yet finite, so that 2^x * x is 0.
+        products = tl.where((col < V)[None, :], products, -1e30)
+    in_chunk = row < C
+    if keys_ptr is None:
+        scale = tl.full((), scale, tl.float32) * _LOG2_E  # the interpreter has it in fp64
+        largest = tl.max(products, axis=1) * scale
+        x = products * scale - largest[:, None]
+    else:
+        scales = tl.load(scale_ptr + row, mask=in_chunk, other=1.0) * _LOG2_E
+        largest = tl.max(products, axis=1) * scales
+        x = products * scales[:, None] - largest[:, None]
+    exps = tl.exp2(x)
+    if STORE:
+        exps_desc.store([first_row, tile * BV], exps.to(exps_desc.dtype))
+    tile_row = tile.to(tl.int64) * C + row
+    tl.store(largest_ptr + tile_row, largest, mask=in_chunk)
+    tl.store(total_ptr + tile_row, tl.sum(exps, axis=1), mask=in_chunk)
+    tl.store(weighted_ptr + tile_row, tl.sum(exps * x, axis=1), mask=in_chunk)
+    if keys_ptr is not None:
+        inverse = tl.load(inverse_ptr + row, mask=in_chunk, other=0.0)[:, None]
+        noise = gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
+        # An inverse temperature of 0 stands for the likeliest token.
+        score = tl.where(inverse > 0, products * inverse + noise, products)
+        # Nothing is above NaN, nor below: of a row of them the first is chosen, as a token that is.
+        score = tl.where((col < known)[None, :] & (score == score), score, float("-inf"))
+        best = tl.argmax(score, axis=1)
+        tl.store(score_ptr + tile_row, tl.max(score, axis=1), mask=in_chunk)
+        tl.store(chosen_ptr + tile_row, tile * BV + best, mask=in_chunk)
+        chosen_x = tl.sum(tl.where(tl.arange(0, BV)[None, :] == best[:, None], x, 0.0), axis=1)
+        tl.store(chosen_logit_ptr + tile_row, (chosen_x + largest) * _LN_2, mask=in_chunk)
+    else:
+        target = tl.load(targets_ptr + row, mask=in_chunk, other=-1).to(tl.int32)
+        has_target = (target >= tile * BV) & (target < tl.minimum(tile * BV + BV, V))
+        if tl.max(has_target.to(tl.int32), axis=0) > 0:  # few tiles hold one
+            target_x = tl.sum(tl.where(col[None, :] == target[:, None], x, 0.0), axis=1)
+            tl.store(target_logit_ptr + row, (target_x + largest) * _LN_2, mask=has_target)
+
+
+@triton.jit
+def gumbel(key, token):
+    """Gumbel noise of uint32 ``key`` and ``token``; see :mod:`moetrain.kernels.loss.sampling`."""
+    key = key.to(tl.uint32)
+    return noise_of(mix_bits(mix_bits(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
+
+
+@triton.jit
+def noise_of(bits):
+    """As :func:`moetrain.kernels.loss.sampling.noise_of`, of uint32."""
+    return -tl.log(-tl.log(uniform_of(bits)))
+
+
+@triton.jit
+def uniform_of(bits):
+    """As :func:`moetrain.kernels.loss.sampling.uniform_of`, with its bits, of uint32."""
+    return ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
+
+
+@triton.jit
+def mix_bits(x):
+    """The finalizer of MurmurHash3: every bit of uint32 ``x`` changes half of the result's."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["C"])  # which changes from call to call
+def _stats_kernel(
+    largest_ptr, total_ptr, weighted_ptr, lse_ptr, mean_ptr, C, N,
+    BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """lse and mean of BC tokens' logits from their N tiles' sums, one running maximum a token."""
+    row = tl.program_id(0) * BC + tl.arange(0, BC)
+    largest = tl.full((BC,), float("-inf"), tl.float32)
+    total = tl.zeros((BC,), tl.float32)
+    weighted = tl.zeros((BC,), tl.float32)
+    for start in range(0, N, BN):
+        tile = start + tl.arange(0, BN)
+        # Repeats of the last token keep every lane finite; they are not stored.
+        at = tile[:, None].to(tl.int64) * C + tl.minimum(row, C - 1)[None, :]
+        mask = (tile < N)[:, None]
+        tile_largest = tl.load(largest_ptr + at, mask=mask, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(tile_largest, axis=0))
+        shrink = tl.exp2(largest - new_largest)
+        weighted = tl.where(total > 0, shrink * (weighted + total * (largest - new_largest)), 0.0)
+        total = total * shrink
+        shift = tl.where(mask, tile_largest - new_largest[None, :], 0.0)
+        tile_total = tl.load(total_ptr + at, mask=mask, other=0.0) * tl.exp2(shift)
+        tile_weighted = tl.load(weighted_ptr + at, mask=mask, other=0.0) * tl.exp2(shift)
+        weighted += tl.sum(tile_weighted + tile_total * shift, axis=0)
+        total += tl.sum(tile_total, axis=0)
+        largest = new_largest
+    tl.store(lse_ptr + row, (largest + tl.log2(total)) * _LN_2, mask=row < C)
+    tl.store(mean_ptr + row, (largest + weighted / total) * _LN_2, mask=row < C)
+
+
+@triton.jit(do_not_specialize=["C"])  # which changes from call to call
+def _best_kernel(
+    score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
+):
+    """Of a token's N tiles the one with the largest score (of several the first)."""
+    row, tile = tl.program_id(0), tl.arange(0, BLOCK)
+    score = tl.load(score_ptr + tile * C + row, mask=tile < N, other=float("-inf"))
+    best = tl.argmax(score, axis=0)
+    tl.store(chosen_ptr + row, tl.load(token_ptr + best * C + row).to(tl.int64))
+    loss = tl.load(lse_ptr + row) - tl.load(logit_ptr + best * C + row)
+    tl.store(logprob_ptr + row, -loss)
+
+
+@triton.jit
+def _logit_grad_kernel(
+    exps_ptr, largest_ptr, targets_ptr, lse_ptr, mean_ptr,
+    grad_loss_ptr, grad_lse_ptr, grad_mean_ptr,
+    C, V, row_stride, scale, BV: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """In place, BN tiles of one row: 2^x to the gradient of loss, lse and mean."""
+    row = tl.program_id(0)
+    tile = tl.program_id(1) * BN + tl.arange(0, BN)
+    col = tile[:, None] * BV + tl.arange(0, BV)[None, :]
+    exps_ptr += row.to(tl.int64) * row_stride + col
+    exps = tl.load(exps_ptr, mask=col < V, other=0.0).to(tl.float32)
+    largest = tl.load(largest_ptr + tile.to(tl.int64) * C + row, mask=tile * BV < V, other=0.0)
+    lse = tl.load(lse_ptr + row)
+    p = exps * tl.exp2(largest - lse * _LOG2_E)[:, None]
+    grad_loss = tl.load(grad_loss_ptr + row)
+    slope = grad_loss
+    if grad_lse_ptr is not None:
+        slope += tl.load(grad_lse_ptr + row)
+    grad = p * slope
+    if grad_mean_ptr is not None:
+        # d mean / d logits = p * (1 + logits - mean); where 2^x vanished, so does p * logits.
+        logits = tl.where(exps > 0, (tl.log2(exps) + largest[:, None]) * _LN_2, 0.0)
+        grad += p * (1.0 + logits - tl.load(mean_ptr + row)) * tl.load(grad_mean_ptr + row)
+    grad -= tl.where(col == tl.load(targets_ptr + row), grad_loss, 0.0)
+    tl.store(exps_ptr, (grad * scale).to(exps_ptr.dtype.element_ty), mask=col < V)

@@ -1,0 +1,135 @@
+"""Products with narrow matrices, as adapters have: ``u_i = x @ a_i^T``, read in one pass over x.
+
+cuBLAS splits the sum over the inner width of a narrow product unless there are many rows (measured
+on one H200, widths of 16 to 64: all below about 5,000 rows), so that a row's bits depend on how
+many it is computed beside. :func:`moetrain.kernels.small_m.linears` sums in ascending order for
+any number of rows; this is its autograd, as an op for the compiler. The backward is plain torch::
+
+    dx = sum_i du_i @ a_i        da_i = du_i^T @ x
+
+Legend: T rows, D inner width, r outer width of each.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from moetrain.kernels import small_m as few_rows
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+
+_MULTIPLE = 16
+"""Of which the kernel's outer widths are multiples."""
+
+
+def narrow_products(
+    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], backend: Backend = "auto"
+) -> tuple[torch.Tensor, ...]:
+    """``x @ a^T`` [T, r] of up to three ``a`` [r, D] in ``x``'s dtype.
+
+    Raises:
+        ValueError: matrices of another width or dtype, or more of them.
+    """
+    if len(weights) > 3 or any(
+        a.shape[1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
+    ):
+        given = ", ".join(f"{a.dtype} {tuple(a.shape)}" for a in weights)
+        raise ValueError(
+            f"narrow_products: was given x {x_TD.dtype} {tuple(x_TD.shape)} and {given}; it takes "
+            "up to three [r, D] in x's dtype"
+        )
+    # What is not bf16 has no bits to keep, and rows that no descriptor takes have none either.
+    is_for_it = x_TD.dtype == torch.bfloat16 and x_TD.shape[1] % 8 == 0
+    if not is_for_it or not use_fast(backend, x_TD):
+        return narrow_products_reference(x_TD, weights)
+    sizes = [a.shape[0] for a in weights]
+    return _narrow_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
+
+
+def narrow_products_reference(
+    x_TD: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """:func:`narrow_products` in plain torch."""
+    return tuple(F.linear(x_TD, a) for a in weights)
+
+
+@torch.library.custom_op("moetrain::narrow_products", mutates_args=())
+def _narrow_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them side by side."""
+    missing = [-a.shape[0] % _MULTIPLE for a in weights]
+    padded = [F.pad(a, (0, 0, 0, n)) if n else a for a, n in zip(weights, missing, strict=True)]
+    u_TR = few_rows.side_by_side(x_TD, padded)
+    if not any(missing):
+        return u_TR
+    parts = u_TR.split([a.shape[0] for a in padded], 1)
+    return torch.cat([u[:, : a.shape[0]] for u, a in zip(parts, weights, strict=True)], 1)
+
+
+@_narrow_products.register_fake
+def _(x_TD, weights):
+    return x_TD.new_empty(x_TD.shape[0], sum(a.shape[0] for a in weights))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x_TD, weights = inputs
+    ctx.save_for_backward(x_TD, *weights)
+
+
+def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
+    x_TD, *weights = ctx.saved_tensors
+    da_RD = du_TR.t() @ x_TD if any(ctx.needs_input_grad[1]) else None
+    dx_TD = du_TR @ torch.cat(weights) if ctx.needs_input_grad[0] else None
+    sizes = [a.shape[0] for a in weights]
+    return dx_TD, list(da_RD.split(sizes)) if da_RD is not None else [None] * len(weights)
+
+
+_narrow_products.register_autograd(_differentiate, setup_context=_save)
+
+
+_MATRICES = ("a0_rD", "a1_rD", "a2_rD")
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, dim = case["T"], case["D"]
+    matrices = [(normal(generator, r, dim) * dim**-0.5).to(dtype) for r in case["r"]]
+    return {"x_TD": normal(generator, rows, dim).to(dtype), **dict.fromkeys(_MATRICES)} | dict(
+        zip(_MATRICES, matrices, strict=False)
+    )
+
+
+def _given(matrices: Inputs) -> list[torch.Tensor]:
+    return [a for a in matrices.values() if a is not None]
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    rows, dim, width = case["T"], case["D"], sum(case["r"])
+    flops = 2.0 * rows * dim * width
+    moved = 2.0 * (rows * dim + width * dim + rows * width)
+    return Cost(moved, flops), Cost(moved + 2.0 * rows * dim, 2 * flops)
+
+
+SPECS = (
+    KernelSpec(
+        name="narrow_products",
+        fast=lambda x_TD, **matrices: narrow_products(x_TD, _given(matrices), "triton"),
+        reference=lambda x_TD, **matrices: narrow_products_reference(x_TD, _given(matrices)),
+        make_inputs=_make_inputs,
+        cases=(
+            {"T": 37, "D": 24, "r": (16, 16, 32)},
+            {"T": 1, "D": 8, "r": (8,)},
+            {"T": 130, "D": 40, "r": (4, 16, 33)},
+            {"T": 0, "D": 16, "r": (16,)},
+        ),
+        benches=(Bench({"T": 16_384, "D": 2048, "r": (16, 16, 16)}),),
+        tolerance={torch.bfloat16: 1e-2},
+        cost=_cost,
+        differentiable=("x_TD", *_MATRICES),
+        ops=(_narrow_products,),
+        bad_inputs={
+            "up to three": lambda x: x | {"a0_rD": x["a0_rD"][:, 1:]},
+            "in x's dtype": lambda x: x | {"a0_rD": x["a0_rD"].half()},
+        },
+    ),
+)

@@ -1,0 +1,1 @@
+"""RMS norm and rotary positions, each fused into one pass over its input."""

@@ -1,0 +1,342 @@
+"""RMS norm, alone or of a sum (arXiv 1910.07467), and its gradients in one pass.
+
+    r = 1 / rms(x)    n = x * r    y = round(n) * w
+    dn = dy * w       dx = r * (dn - n * mean(dn * n))      dw = sum over rows of dy * round(n)
+
+:func:`rms_norm` is one op. The compiler would fuse a norm into its neighbours, and round elsewhere
+in every graph; an op takes its inputs as they lie in memory and rounds where the formula says, in
+training as in generation: its rows have the same bits anywhere. :func:`add_rms_norm` is
+``s = round(x + y)`` and the norm of ``s`` in one pass. Where bits may differ,
+:func:`fusible_rms_norm` leaves the forward to the compiler.
+
+The gradients are an op for all of them. ``dw`` is a sum over rows where ``dx`` needs sums over
+columns: a compiler makes two kernels of that, and both read ``dy`` and ``x``. Here a program
+takes every P-th row, and adds up its ``dw`` in registers.
+
+Legend: N rows, D width, P programs of the backward.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+from moetrain.kernels.triton import tl, triton
+
+
+def rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+) -> torch.Tensor:
+    """``x`` [..., D] normalised in fp32, rounded to its dtype, times ``weight`` in its dtype.
+
+    Raises:
+        ValueError: a weight of another width, or not contiguous.
+    """
+    _check("rms_norm", x, x, weight_D)
+    if not use_fast(backend, x):
+        return rms_norm_reference(x, weight_D, eps)
+    return _rms_norm(x.contiguous(), weight_D, eps)
+
+
+def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """:func:`rms_norm` in plain torch."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight_D.to(x.dtype) * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype.
+
+    Raises:
+        ValueError: they have not, or a weight of another width, or not contiguous.
+    """
+    _check("add_rms_norm", x, y, weight_D)
+    if not use_fast(backend, x):
+        return add_rms_norm_reference(x, y, weight_D, eps)
+    return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`add_rms_norm` in plain torch."""
+    s = x + y
+    return s, rms_norm_reference(s, weight_D, eps)
+
+
+def fusible_rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` and its :func:`rms_norm`, in plain torch, for a compiler to fuse with what is around.
+
+    Who goes on with this ``x`` lets what it is used for beside the norm add to its gradient where
+    that is made.
+    """
+    _check("fusible_rms_norm", x, x, weight_D)
+    if not use_fast(backend, x):
+        return x, rms_norm_reference(x, weight_D, eps)
+    return _FusibleNorm.apply(x, weight_D, eps)
+
+
+def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
+    if weight_D.shape != x.shape[-1:] or x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            f"{kernel}: was given {x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)} and a "
+            f"weight {tuple(weight_D.shape)}; it takes [..., D] of one shape and dtype, and [D]"
+        )
+    require_contiguous(kernel, weight_D)
+
+
+@torch.library.custom_op("moetrain::rms_norm", mutates_args=())
+def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    _launch(x, None, weight_D, None, out, eps)
+    return out
+
+
+@torch.library.custom_op("moetrain::add_rms_norm", mutates_args=())
+def _add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    s, out = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, y, weight_D, s, out, eps)
+    return s, out
+
+
+@_rms_norm.register_fake
+def _(x, weight_D, eps):
+    return torch.empty_like(x)
+
+
+@_add_rms_norm.register_fake
+def _(x, y, weight_D, eps):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _launch(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    s: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+) -> None:
+    width = x.shape[-1]
+    rows, block = x.numel() // width, triton.next_power_of_2(width)
+    if rows:
+        warps = min(8, max(1, block // 512))
+        _norm_kernel[(rows,)](x, y, weight_D, s, out, eps, D=width, BLOCK=block, num_warps=warps)
+
+
+@triton.jit
+def _norm_kernel(x_ptr, y_ptr, w_ptr, s_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    mask = column < D
+    at = tl.program_id(0).to(tl.int64) * D + column
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if y_ptr is not None:
+        rounded = (x + tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(s_ptr + at, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    n = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    w = tl.load(w_ptr + column, mask=mask, other=0.0).to(dtype).to(tl.float32)
+    tl.store(out_ptr + at, w * n.to(dtype).to(tl.float32), mask=mask)
+
+
+def norm_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    ds: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of ``x``, with ``ds`` added to it, and of ``weight``, in their dtypes.
+
+    Args:
+        dy: [..., D], of the norm of ``x``.
+        ds: of ``x`` itself, from where else it is used.
+    """
+    beside = None if ds is None else ds.contiguous()
+    return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, beside)
+
+
+_PROGRAMS = 528
+"""Of a backward, at most: four for each of an H200's multiprocessors, and as many on any other."""
+
+
+@torch.library.custom_op("moetrain::norm_gradients", mutates_args=())
+def _norm_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    ds: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dx, width = torch.empty_like(x), x.shape[-1]
+    rows, block = x.numel() // width, triton.next_power_of_2(width)
+    programs = min(-(-rows // 4), _PROGRAMS)
+    dw_PD = x.new_empty(programs, width, dtype=torch.float32)
+    if rows:
+        warps = min(8, max(1, block // 256))
+        _norm_gradients_kernel[(programs,)](
+            dy, x, weight_D, ds, dx, dw_PD, rows, eps, D=width, BLOCK=block, num_warps=warps
+        )
+    return dx, dw_PD.sum(0).to(weight_D.dtype)
+
+
+@_norm_gradients.register_fake
+def _(dy, x, weight_D, eps, ds):
+    return torch.empty_like(x), torch.empty_like(weight_D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_gradients_kernel(
+    dy_ptr, x_ptr, w_ptr, ds_ptr, dx_ptr, dw_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    mask = column < D
+    dtype = dx_ptr.dtype.element_ty
+    w = tl.load(w_ptr + column, mask=mask, other=0.0).to(dtype).to(tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = tl.cast(row, tl.int64) * D + column
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+        n, dn = x * r, dy * w
+        dx = r * (dn - n * (tl.sum(dn * n, 0) / D))
+        if ds_ptr is not None:
+            dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx, mask=mask)
+        dw += dy * n.to(dtype).to(tl.float32)
+    tl.store(dw_ptr + tl.program_id(0) * D + column, dw, mask=mask)
+
+
+class _FusibleNorm(torch.autograd.Function):
+    """``x`` as it is, and its norm in plain torch; the gradients of both are one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight_D)
+        ctx.set_materialize_grads(False)  # nobody may go on with x
+        ctx.eps = eps
+        return x.view_as(x), rms_norm_reference(x, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (ds, dy), (x, weight_D) = grads, ctx.saved_tensors
+        if dy is None:
+            return ds, None, None
+        return *norm_gradients(dy, x, weight_D, ctx.eps, ds), None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight_D, ctx.eps = inputs
+    ctx.save_for_backward(x, weight_D)
+
+
+def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight_D = ctx.saved_tensors
+    return *norm_gradients(dy, x, weight_D, ctx.eps), None
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *_, weight_D, ctx.eps = inputs
+    ctx.save_for_backward(output[0], weight_D)
+
+
+def _differentiate_sum(
+    ctx: Any, ds: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    s, weight_D = ctx.saved_tensors
+    d_sum, dw = norm_gradients(dy, s, weight_D, ctx.eps, ds)
+    return d_sum, d_sum, dw, None
+
+
+_rms_norm.register_autograd(_differentiate, setup_context=_save)
+_add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x = normal(generator, case["N"], case["D"]).to(dtype)
+    weight_D = 1 + normal(generator, case["D"]) / 10
+    return {"x": x, "weight_D": weight_D.to(dtype).to(torch.float32), "eps": 1e-6}
+
+
+def _make_sum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    y = normal(generator, case["N"], case["D"]).to(dtype)
+    return {"y": y} | _make_inputs(case, dtype, generator)
+
+
+def _cost(tensors: int) -> Any:
+    def cost(case: Case) -> tuple[Cost, Cost]:
+        numbers = 2 * case["N"] * case["D"]
+        return Cost(bytes=tensors * numbers), Cost(bytes=(tensors + 1) * numbers)
+
+    return cost
+
+
+_CASES = ({"N": 7, "D": 40}, {"N": 1, "D": 5}, {"N": 33, "D": 128}, {"N": 0, "D": 8})
+_BENCHES = (Bench({"N": 16384, "D": 2048}, {"forward_fraction": 0.8}),)
+# The backward rounds once where autograd through the formula would three times.
+_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+_BAD_WEIGHTS: dict[str, Callable[[Inputs], Inputs]] = {
+    r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
+    r"strides \(0,\)": lambda i: i | {"weight_D": i["weight_D"][:1].expand(40)},
+}
+
+SPECS = (
+    KernelSpec(
+        name="rms_norm",
+        fast=lambda **inputs: rms_norm(**inputs, backend="triton"),
+        reference=rms_norm_reference,
+        make_inputs=_make_inputs,
+        cases=_CASES,
+        benches=_BENCHES,
+        tolerance=_TOLERANCE,
+        cost=_cost(2),
+        differentiable=("x", "weight_D"),
+        ops=(_rms_norm, _norm_gradients),
+        bad_inputs=_BAD_WEIGHTS,
+    ),
+    KernelSpec(
+        name="fusible_rms_norm",
+        fast=lambda **inputs: fusible_rms_norm(**inputs, backend="triton"),
+        reference=lambda x, **others: (x.view_as(x), rms_norm_reference(x, **others)),
+        make_inputs=_make_inputs,
+        cases=_CASES,
+        benches=tuple(Bench(bench.case) for bench in _BENCHES),  # the forward is the compiler's
+        tolerance=_TOLERANCE,
+        cost=_cost(2),
+        differentiable=("x", "weight_D"),
+        ops=(_norm_gradients,),
+        bad_inputs=_BAD_WEIGHTS,
+    ),
+    KernelSpec(
+        name="add_rms_norm",
+        fast=lambda **inputs: add_rms_norm(**inputs, backend="triton"),
+        reference=add_rms_norm_reference,
+        make_inputs=_make_sum_inputs,
+        cases=_CASES,
+        benches=_BENCHES,
+        tolerance=_TOLERANCE,
+        cost=_cost(4),
+        differentiable=("x", "y", "weight_D"),
+        ops=(_add_rms_norm, _norm_gradients),
+        bad_inputs=_BAD_WEIGHTS
+        | {
+            "of one shape": lambda i: i | {"y": i["y"][1:]},
+            "float64": lambda i: i | {"y": i["y"].double()},
+        },
+    ),
+)

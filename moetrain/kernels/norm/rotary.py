@@ -1,0 +1,338 @@
+"""Rotary positions of queries and keys, normalised first where a model does that: one op.
+
+    n = rms_norm(x), or x     y[i] = n[i] c - n[i + d/2] s     y[i + d/2] = n[i + d/2] c + n[i] s
+
+A head turns by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded once.
+One op so that its bits do not depend on what the compiler would fuse it with; where they may
+(``fusible``), the forward is the compiler's. The gradients are one op for both, as in
+:mod:`moetrain.kernels.norm.rms_norm`: the weight's is a sum over all tokens and heads, the others'
+over each head. With ``dy`` turned back by the same angles they are a norm's.
+
+Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S; N is T/S;
+P programs of the backward.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+# (Triton's launch settings, unrolled ranges and constant conditions are not typed.)
+
+from typing import Any
+
+import torch
+
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
+from moetrain.kernels.norm.rms_norm import rms_norm_reference
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+from moetrain.kernels.triton import tl, triton
+
+_HEADS = 8  # heads of one token that a program turns
+
+
+def rotary(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None = None,
+    eps: float = 0.0,
+    backend: Backend = "auto",
+    *,
+    fusible: bool = False,
+) -> torch.Tensor:
+    """[T, H, d], contiguous, in ``x``'s dtype.
+
+    Args:
+        x_THd: each token's numbers lie together; tokens may lie apart.
+        cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
+        weight_d: of the norm, contiguous; None: there is none.
+        fusible: the forward is plain torch, for a compiler to fuse with what is around it.
+
+    Raises:
+        ValueError: shapes or strides other than these.
+    """
+    _check(x_THd, cos_Sd, sin_Sd, weight_d)
+    if not use_fast(backend, x_THd):
+        return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+    if fusible:
+        return _FusibleRotary.apply(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
+    return _rotary(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+
+
+def _check(
+    x_THd: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor, weight_d: torch.Tensor | None
+) -> None:
+    (T, _, d), half = x_THd.shape, (cos_Sd.shape[0], x_THd.shape[-1] // 2)
+    if d % 2 or T % max(1, half[0]) or cos_Sd.shape != half or sin_Sd.shape != half:
+        raise ValueError(
+            f"rotary: was given x {tuple(x_THd.shape)}, cos {tuple(cos_Sd.shape)} and sin "
+            f"{tuple(sin_Sd.shape)}; it takes [T, H, d] and [S, d/2] of which S divides T"
+        )
+    if weight_d is not None and weight_d.shape != (d,):
+        raise ValueError(f"rotary: was given a weight {tuple(weight_d.shape)} for heads of {d}")
+    for tensor in (cos_Sd, sin_Sd) if weight_d is None else (cos_Sd, sin_Sd, weight_d):
+        require_contiguous("rotary", tensor)
+
+
+def rotary_reference(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """:func:`rotary` in plain torch."""
+    return _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
+
+
+def _turned(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """[N, S, H, d], a tensor that has no other name."""
+    n_THd = x_THd if weight_d is None else rms_norm_reference(x_THd, weight_d, eps)
+    wide = n_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
+    T, S = x_THd.shape[0], cos_Sd.shape[0]
+    x1, x2 = wide.unflatten(0, (T // max(1, S), S)).chunk(2, dim=-1)
+    cos, sin = cos_Sd[:, None], sin_Sd[:, None]
+    halves = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.cat([half.to(x_THd.dtype) for half in halves], dim=-1)
+
+
+@torch.library.custom_op("moetrain::rotary", mutates_args=())
+def _rotary(
+    x_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    weight_d: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    (T, H, d), heads = x_THd.shape, min(_HEADS, triton.next_power_of_2(x_THd.shape[1]))
+    x_THd = _with_whole_tokens(x_THd)
+    out_THd = x_THd.new_empty(T, H, d)
+    if T:
+        _rotary_kernel[(T, triton.cdiv(H, heads))](
+            x_THd, cos_Sd, sin_Sd, weight_d, out_THd, x_THd.stride(0), cos_Sd.shape[0], eps,
+            H=H, HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=1,
+        )  # fmt: skip
+    return out_THd
+
+
+@_rotary.register_fake
+def _(x_THd, cos_Sd, sin_Sd, weight_d, eps):
+    return x_THd.new_empty(x_THd.shape)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, stride, S, eps,
+    H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK)
+    mask = (head < H)[:, None] & (column < HALF)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    at = head[:, None] * (2 * HALF) + column[None, :]
+    x1 = tl.load(x_ptr + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + token * stride + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if w_ptr is not None:
+        r = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)[:, None]
+        w1 = tl.load(w_ptr + column, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
+        w2 = tl.load(w_ptr + HALF + column, mask=column < HALF, other=0.0).to(dtype).to(tl.float32)
+        x1 = ((x1 * r).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
+        x2 = ((x2 * r).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
+    turn = token % S * HALF + column
+    cos = tl.load(cos_ptr + turn, mask=column < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + turn, mask=column < HALF, other=0.0)[None, :]
+    out = out_ptr + token * H * 2 * HALF + at
+    tl.store(out, x1 * cos - x2 * sin, mask=mask)
+    tl.store(out + HALF, x2 * cos + x1 * sin, mask=mask)
+
+
+def _with_whole_tokens(x_THd: torch.Tensor) -> torch.Tensor:
+    """``x``, in which each token's numbers lie together."""
+    return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
+
+
+_PROGRAMS = 1056
+"""Of a backward, at most: eight for each of an H200's multiprocessors, and as many on any other."""
+
+
+@torch.library.custom_op("moetrain::rotary_gradients", mutates_args=())
+def _rotary_gradients(
+    dy_THd: torch.Tensor,
+    cos_Sd: torch.Tensor,
+    sin_Sd: torch.Tensor,
+    x_THd: torch.Tensor | None,
+    weight_d: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of ``x`` and the weight (if there is none, [0]; then ``x`` is not needed either)."""
+    (T, H, d), heads = dy_THd.shape, min(_HEADS, triton.next_power_of_2(dy_THd.shape[1]))
+    dy_THd, dx_THd = _with_whole_tokens(dy_THd), dy_THd.new_empty(T, H, d)
+    x_THd = dy_THd if x_THd is None else _with_whole_tokens(x_THd)
+    programs = min(-(-T // 4), _PROGRAMS)
+    dw_Pd = dy_THd.new_empty(programs, 0 if weight_d is None else d, dtype=torch.float32)
+    if T:
+        _rotary_gradients_kernel[(programs,)](
+            dy_THd, x_THd, cos_Sd, sin_Sd, weight_d, dx_THd, dw_Pd, T, dy_THd.stride(0),
+            x_THd.stride(0), cos_Sd.shape[0], eps,
+            H=H, HALF=d // 2, BLOCK=triton.next_power_of_2(d // 2), HEADS=heads, num_warps=2,
+        )  # fmt: skip
+    return dx_THd, dw_Pd.sum(0)
+
+
+@_rotary_gradients.register_fake
+def _(dy_THd, cos_Sd, sin_Sd, x_THd, weight_d, eps):
+    width = 0 if weight_d is None else dy_THd.shape[2]
+    return dy_THd.new_empty(dy_THd.shape), dy_THd.new_empty(width, dtype=torch.float32)
+
+
+@triton.jit(do_not_specialize=["S", "T"])
+def _rotary_gradients_kernel(
+    dy_ptr, x_ptr, cos_ptr, sin_ptr, w_ptr, dx_ptr, dw_ptr, T, dy_stride, x_stride, S, eps,
+    H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    is_in = column < HALF
+    dtype = dx_ptr.dtype.element_ty
+    dw1, dw2 = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    if w_ptr is not None:
+        w1 = tl.load(w_ptr + column, mask=is_in, other=0.0).to(dtype).to(tl.float32)[None, :]
+        w2 = tl.load(w_ptr + HALF + column, mask=is_in, other=0.0).to(dtype).to(tl.float32)[None, :]
+    for token in range(tl.program_id(0), T, tl.num_programs(0)):
+        turn = token % S * HALF + column
+        cos = tl.load(cos_ptr + turn, mask=is_in, other=0.0)[None, :]
+        sin = tl.load(sin_ptr + turn, mask=is_in, other=0.0)[None, :]
+        wide = tl.cast(token, tl.int64)
+        for first in tl.static_range(0, H, HEADS):
+            head = first + tl.arange(0, HEADS)
+            mask = (head < H)[:, None] & is_in[None, :]
+            at = head[:, None] * (2 * HALF) + column[None, :]
+            dy = dy_ptr + wide * dy_stride + at
+            dy1 = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
+            dy2 = tl.load(dy + HALF, mask=mask, other=0.0).to(tl.float32)
+            dx1, dx2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin  # back by the same angles
+            if w_ptr is not None:
+                x = x_ptr + wide * x_stride + at
+                x1 = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+                x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+                squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+                r = tl.rsqrt(squares / (2 * HALF) + eps)
+                r = tl.where(head < H, r, 0.0)[:, None]  # infinite where there is no head, nor eps
+                n1, n2 = x1 * r, x2 * r
+                dw1 += tl.sum(dx1 * n1.to(dtype).to(tl.float32), 0)
+                dw2 += tl.sum(dx2 * n2.to(dtype).to(tl.float32), 0)
+                dx1, dx2 = dx1 * w1, dx2 * w2
+                products = tl.sum(dx1 * n1, 1) + tl.sum(dx2 * n2, 1)
+                mean = products[:, None] / (2 * HALF)
+                dx1, dx2 = r * (dx1 - n1 * mean), r * (dx2 - n2 * mean)
+            dx = dx_ptr + wide * (H * 2 * HALF) + at
+            tl.store(dx, dx1, mask=mask)
+            tl.store(dx + HALF, dx2, mask=mask)
+    if w_ptr is not None:
+        dw = dw_ptr + tl.program_id(0) * (2 * HALF) + column
+        tl.store(dw, dw1, mask=is_in)
+        tl.store(dw + HALF, dw2, mask=is_in)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x_THd, cos_Sd, sin_Sd, weight_d, ctx.eps = inputs
+    ctx.has_weight = weight_d is not None
+    # What a norm is differentiated by; without one nothing but the angles is needed.
+    ctx.save_for_backward(cos_Sd, sin_Sd, *((x_THd, weight_d) if ctx.has_weight else ()))
+
+
+def _differentiate(ctx: Any, dy_THd: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    cos_Sd, sin_Sd, *normed = ctx.saved_tensors
+    x_THd, weight_d = normed if ctx.has_weight else (None, None)
+    dx_THd, dw_d = _rotary_gradients(dy_THd, cos_Sd, sin_Sd, x_THd, weight_d, ctx.eps)
+    return dx_THd, None, None, None if weight_d is None else dw_d.to(weight_d.dtype), None
+
+
+_rotary.register_autograd(_differentiate, setup_context=_save)
+
+
+class _FusibleRotary(torch.autograd.Function):
+    """The reference, with the gradients of the op.
+
+    What it gives must have no other name in the forward, as a view or a cast to its own dtype has:
+    compiled by torch 2.11, that one gets the gradient, and this gets zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_THd: torch.Tensor,
+        cos_Sd: torch.Tensor,
+        sin_Sd: torch.Tensor,
+        weight_d: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        y_NSHd = _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+        _save(ctx, (x_THd, cos_Sd, sin_Sd, weight_d, eps), y_NSHd)
+        return y_NSHd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy_NSHd,) = grads
+        return _differentiate(ctx, dy_NSHd.flatten(0, 1))
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    d = case["d"]
+    angles_Sd = 10 * normal(generator, case["S"], d // 2)
+    weight_d = 1 + normal(generator, d) / 10 if case["norm"] else None
+    return {
+        "x_THd": normal(generator, case["T"], case["H"], d).to(dtype),
+        "cos_Sd": angles_Sd.cos(),
+        "sin_Sd": angles_Sd.sin(),
+        "weight_d": None if weight_d is None else weight_d.to(dtype).float(),
+        "eps": case.get("eps", 1e-6),
+    }
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    numbers = 2 * case["T"] * case["H"] * case["d"]
+    return Cost(bytes=2 * numbers), Cost(bytes=3 * numbers)
+
+
+def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        fast=lambda **inputs: rotary(**inputs, backend="triton", fusible=fusible),
+        reference=rotary_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"T": 14, "H": 3, "d": 24, "S": 7, "norm": True},
+            {"T": 5, "H": 9, "d": 16, "S": 5, "norm": False},
+            {"T": 1, "H": 1, "d": 2, "S": 1, "norm": True},
+            {"T": 0, "H": 2, "d": 8, "S": 1, "norm": True},
+            {"T": 0, "H": 2, "d": 8, "S": 0, "norm": False},
+            {"T": 6, "H": 9, "d": 6, "S": 2, "norm": True, "eps": 0.0},
+        ),
+        benches=(
+            Bench({"T": 16384, "H": 32, "d": 128, "S": 16384, "norm": True}, targets),
+            Bench({"T": 16384, "H": 4, "d": 128, "S": 16384, "norm": True}),
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cost=_cost,
+        differentiable=("x_THd", "weight_d"),
+        ops=ops,
+        bad_inputs={
+            "S divides T": lambda i: i | {"x_THd": i["x_THd"][1:]},
+            r"sin \(7, 11\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:, 1:]},
+            r"a weight \(23,\) for heads of 24": lambda i: i | {"weight_d": i["weight_d"][1:]},
+            r"strides \(1, 7\)": lambda i: i | {"cos_Sd": i["cos_Sd"].T.contiguous().T},
+            r"strides \(0, 1\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:1].expand(7, -1)},
+            r"strides \(0,\)": lambda i: i | {"weight_d": i["weight_d"][:1].expand(24)},
+        },
+    )
+
+
+SPECS = (
+    _spec("rotary", False, {"forward_fraction": 0.7}, _rotary, _rotary_gradients),
+    _spec("fusible_rotary", True, {}, _rotary_gradients),  # a compiler's forward
+)

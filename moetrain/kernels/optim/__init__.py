@@ -1,0 +1,1 @@
+"""Kernels of the optimizer: the fused AdamW step, and the reduction of gradients in fp32."""

@@ -1,0 +1,349 @@
+"""AdamW (arXiv 1711.05101) of one flat shard in one pass, and the copy that is computed with.
+
+    g = gradient * clip                     m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2          p <- p - decay p - step_size m / (root sqrt(v) + eps)
+    out = p in the compute dtype            (decay = lr * weight_decay, 0 where a block has none)
+
+Memory is all it waits for: a parameter's 28 bytes with fp32 moments (20 with bf16), and 2 for the
+copy, which saves reading it again; gradients in bf16 save 2. What changes from step to step is read
+on the device (:func:`adamw_rates`), the decision to skip too: then the copy alone is written.
+
+bf16 moments are rounded stochastically: up or down with the probabilities that make the mean
+exact, since a second moment at beta2 0.95 would else never see what is below 1/256 of it. The 16
+random bits that a moment takes are Philox's (Salmon et al. 2011, ten rounds) of the seed, the step
+and the number's place, four numbers a call: a rerun repeats them, and so does another layout that
+gives a number the same place. Worked example: 1 + 2^-9 (a quarter of the way to the next bf16
+number, 1 + 2^-7) becomes 1 + 2^-7 for one in four values of the bits.
+
+Left out on purpose: gradients (it runs after the backward), AMSGrad, masters in other than fp32.
+
+Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one parameter.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's launch settings and unrolled ranges are not typed.)
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.spec import Case, Cost, Inputs, KernelSpec, normal, uniform
+from moetrain.kernels.triton import tl, triton
+
+BLOCK, WARPS = 1024, 4  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
+GRADIENT_DTYPES = STATE_DTYPES = (torch.float32, torch.bfloat16)
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Settings(NamedTuple):
+    """What stays the same all through a run."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    seed: int
+    """Of random bits; at least 0."""
+
+
+def adamw_rates(
+    steps: torch.Tensor,
+    clip: torch.Tensor,
+    skipped: torch.Tensor,
+    lr: float,
+    weight_decay: float,
+    settings: Settings,
+) -> torch.Tensor:
+    """What one step needs in all buckets: ``rates_S``, fp32 [6], on the device.
+
+    Args:
+        steps: how many there were with this one (0-d).
+        clip: gradients are multiplied by it (0-d).
+        skipped: whether the step changes nothing (0-d).
+    """
+    t = steps.double()
+    corrections = [1 - settings.beta1**t, 1 - settings.beta2**t]
+    size, root = lr / corrections[0], corrections[1].rsqrt()
+    decay = torch.full_like(t, lr * weight_decay)
+    return torch.stack([clip.double(), decay, size, root, skipped.double(), t]).float()
+
+
+def adamw(
+    param_N: torch.Tensor,
+    grad_N: torch.Tensor,
+    avg_N: torch.Tensor,
+    avg_sq_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+    settings: Settings,
+    origins_B: torch.Tensor | None = None,
+    out_N: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Update ``param_N``, ``avg_N``, ``avg_sq_N`` in place, and write ``out_N`` if it is given.
+
+    Args:
+        param_N: fp32, contiguous.
+        grad_N: fp32 or bf16, contiguous.
+        avg_N, avg_sq_N: the moments, contiguous, both fp32 or both bf16.
+        rates_S: of :func:`adamw_rates`.
+        decays_B: uint8, 1 where weight decay applies.
+        origins_B: int64, the place of each block's first number, of which random bits are made;
+            with bf16 moments, and with those alone.
+        out_N: contiguous, of any float dtype: what the parameters are then, rounded to nearest.
+
+    Raises:
+        ValueError: shapes, dtypes or strides other than these.
+    """
+    flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
+    _check(flat if out_N is None else flat | {"out": out_N}, decays_B, origins_B)
+    tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B)
+    if use_fast(backend, param_N):
+        # torch 2.11 takes nothing but tensors where an op writes.
+        out_N = param_N.new_empty(0) if out_N is None else out_N
+        _adamw(*tensors, origins_B, out_N, *settings)
+        return
+    found = adamw_reference(*tensors, settings, origins_B)
+    for tensor, value in zip((param_N, avg_N, avg_sq_N), found, strict=True):
+        tensor.copy_(value)
+    if out_N is not None:
+        out_N.copy_(param_N)
+
+
+def _check(
+    flat: Mapping[str, torch.Tensor], decays_B: torch.Tensor, origins_B: torch.Tensor | None
+) -> None:
+    shape, state = flat["param"].shape, flat["avg"].dtype
+    blocks = -(-shape.numel() // BLOCK)
+    takes = {"grad": GRADIENT_DTYPES, "avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
+    for name, tensor in flat.items():
+        dtypes = takes.get(name, (torch.float32,))
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise ValueError(
+                f"adamw: {name} was given as {tensor.dtype} {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}; it takes a contiguous {tuple(shape)} of "
+                f"{' or '.join(map(str, dtypes))}"
+            )
+    if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
+        raise ValueError(
+            f"adamw: decays were given as {decays_B.dtype} {tuple(decays_B.shape)}; {shape[0]} "
+            f"numbers take uint8 [{blocks}]"
+        )
+    if (origins_B is None) != (state == torch.float32):
+        raise ValueError(
+            f"adamw: origins were {'not ' if origins_B is None else ''}given with moments in "
+            f"{state}; bf16 ones, and those alone, take int64 [{blocks}]"
+        )
+
+
+def adamw_reference(
+    param_N: torch.Tensor,
+    grad_N: torch.Tensor,
+    avg_N: torch.Tensor,
+    avg_sq_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+    settings: Settings,
+    origins_B: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`adamw` leaves in ``param_N``, ``avg_N``, ``avg_sq_N``, which stay as they are."""
+    clip, decay, size, root, skipped, step = rates_S.unbind()
+    g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))
+    g_N = g_N * clip
+    m_N = settings.beta1 * m_N + (1 - settings.beta1) * g_N
+    v_N = settings.beta2 * v_N + (1 - settings.beta2) * g_N * g_N
+    decays_N = (decay * decays_B).repeat_interleave(BLOCK)[: param_N.numel()]
+    p_N = param_N - decays_N * param_N
+    p_N = p_N - size * m_N / (v_N.sqrt() * root + settings.eps)
+    if avg_N.dtype == torch.bfloat16:
+        assert origins_B is not None  # checked
+        bits_N = _philox_reference(origins_B, step, settings.seed)[: param_N.numel()]
+        m_N, v_N = _round_reference(m_N, bits_N & 0xFFFF), _round_reference(v_N, bits_N >> 16)
+    is_kept = skipped != 0
+    pairs = ((param_N, p_N), (avg_N, m_N), (avg_sq_N, v_N))
+    param_N, avg_N, avg_sq_N = (torch.where(is_kept, old, new) for old, new in pairs)
+    return param_N, avg_N, avg_sq_N
+
+
+def _round_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16 by 16 random bits."""
+    bits_N = x_N.view(torch.int32) + noise_N.to(torch.int32)
+    return (bits_N & -65536).view(torch.float32).bfloat16()
+
+
+def _philox_reference(origins_B: torch.Tensor, step: torch.Tensor, seed: int) -> torch.Tensor:
+    """32 random bits (int64) for each number of the blocks."""
+    mask = 0xFFFFFFFF
+    groups = origins_B[:, None] // 4 + torch.arange(BLOCK // 4, device=origins_B.device)
+    c0, c1 = groups & mask, (groups >> 32) & mask
+    c2, c3 = step.long().expand_as(groups), torch.zeros_like(groups)
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(10):
+        # Products wrap in int64, which leaves the bits of unsigned ones.
+        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = ((product2 >> 32) & mask) ^ c1 ^ k0, ((product0 >> 32) & mask) ^ c3 ^ k1
+        c1, c3 = product2 & mask, product0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return torch.stack([c0, c1, c2, c3], dim=-1).flatten()
+
+
+@torch.library.custom_op("moetrain::adamw", mutates_args=("param_N", "avg_N", "avg_sq_N", "out_N"))
+def _adamw(
+    param_N: torch.Tensor,
+    grad_N: torch.Tensor,
+    avg_N: torch.Tensor,
+    avg_sq_N: torch.Tensor,
+    rates_S: torch.Tensor,
+    decays_B: torch.Tensor,
+    origins_B: torch.Tensor | None,
+    out_N: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    seed: int,
+) -> None:
+    """``out_N``: of no elements where nobody wants it."""
+    size = param_N.numel()
+    if not size:
+        return
+    written = (param_N, grad_N, avg_N, avg_sq_N, out_N if out_N.numel() else None)
+    tensors = (*written, rates_S, decays_B, origins_B)
+    betas = (beta1, 1 - beta1, beta2, 1 - beta2)
+    grid = (triton.cdiv(size, BLOCK),)
+    _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=WARPS)
+
+
+@_adamw.register_fake
+def _(*arguments) -> None:
+    return None
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _adamw_kernel(
+    param,
+    grad,
+    avg,
+    avg_sq,
+    out,
+    rates,
+    decays,
+    origins,
+    size,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    seed,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    p = tl.load(param + at, mask, 0.0)
+    if tl.load(rates + 4) == 0.0:
+        g = tl.load(grad + at, mask, 0.0).to(tl.float32) * tl.load(rates)
+        m = beta1 * tl.load(avg + at, mask, 0.0).to(tl.float32) + rest1 * g
+        v = beta2 * tl.load(avg_sq + at, mask, 0.0).to(tl.float32) + rest2 * g * g
+        p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
+        # As torch rounds them; the plain ones are approximate.
+        p -= tl.div_rn(tl.load(rates + 2) * m, tl.sqrt_rn(v) * tl.load(rates + 3) + eps)
+        tl.store(param + at, p, mask)
+        if origins is not None:
+            step = tl.load(rates + 5).to(tl.int32)
+            bits = _philox(tl.load(origins + block), step, seed, BLOCK)
+            m, v = _round(m, bits & 0xFFFF), _round(v, (bits >> 16) & 0xFFFF)
+        tl.store(avg + at, m.to(avg.dtype.element_ty), mask)
+        tl.store(avg_sq + at, v.to(avg_sq.dtype.element_ty), mask)
+    if out is not None:
+        tl.store(out + at, p.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _round(x, noise):
+    """fp32 to numbers that bf16 has, by 16 random bits."""
+    bits = x.to(tl.int32, bitcast=True) + noise
+    return (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _philox(origin, step, seed, BLOCK: tl.constexpr):
+    """32 random bits (int32) for each of a block's numbers."""
+    group = (origin >> 2) + tl.arange(0, BLOCK // 4)
+    low, high = group.to(tl.int32), (group >> 32).to(tl.int32)
+    zero = low * 0
+    r0, r1, r2, r3 = tl.philox(seed, low, high, zero + step, zero)
+    bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))  # r0, r1, r2, r3, r0, ...
+    return bits.to(tl.int32, bitcast=True)
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    size, device = case["N"], generator.device
+    blocks = -(-size // BLOCK)
+    settings = Settings(0.9, 0.95, 1e-8, seed=case.get("seed", 1))
+    scalars = (torch.full((), x, device=device) for x in (3, 0.7, case.get("skipped", 0)))
+    origins_B = (case.get("first", 0) + BLOCK * torch.arange(blocks, device=device)).long()
+    return {
+        "param_N": normal(generator, size),
+        "grad_N": normal(generator, size).to(case.get("gradients", torch.float32)),
+        "avg_N": normal(generator, size).to(dtype),
+        "avg_sq_N": uniform(generator, size).to(dtype),
+        "rates_S": adamw_rates(*scalars, 1e-2, 0.1, settings),
+        "decays_B": (torch.arange(blocks, device=device) % 2).to(torch.uint8),
+        "settings": settings,
+        "origins_B": None if dtype == torch.float32 else origins_B,
+        "out_dtype": dtype,
+    }
+
+
+def _fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them."""
+    inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
+    out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
+    adamw(**inputs, out_N=out_N, backend="triton")
+    return inputs["param_N"], inputs["avg_N"], inputs["avg_sq_N"], out_N
+
+
+def _reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """As :func:`_fast`, of what is as wide as its inputs."""
+    found = adamw_reference(**inputs)
+    return *found, found[0]
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    gradient = case.get("gradients", torch.float32).itemsize
+    return Cost(bytes=case["N"] * (4 * 2 + gradient + 2 * 4 + 2)), Cost()
+
+
+SPECS = (
+    KernelSpec(
+        name="adamw",
+        fast=_fast,
+        reference=_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"N": 3000},
+            {"N": 1},
+            {"N": 2 * BLOCK, "skipped": 1},
+            {"N": BLOCK + 7, "seed": 2**40 + 5, "first": 2**36 + 4},
+            {"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},
+            {"N": 0},
+        ),
+        benches=(),  # timed in place, by scripts/bench_optimizer.py
+        # Moments are rounded to bf16 there, and so is the copy.
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
+        cost=_cost,
+        ops=(_adamw,),
+        bad_inputs={
+            r"grad was given as torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
+            r"avg_sq was given as torch.bfloat16": lambda i: (
+                i | {"avg_sq_N": i["avg_sq_N"].bfloat16()}
+            ),
+            r"numbers take uint8 \[3\]": lambda i: i | {"decays_B": i["decays_B"][:2]},
+            r"origins were given with moments in torch.float32": lambda i: (
+                i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
+            ),
+        },
+    ),
+)

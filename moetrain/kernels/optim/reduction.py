@@ -1,0 +1,285 @@
+"""FP32-accumulated reduction: the local half of a reduce-scatter that sends bf16.
+
+    out = chunk_0 + chunk_1 + ... + chunk_{R-1}        (+ out, when accumulating)
+
+Each rank sends its bf16 contribution once (an all-to-all), and the receiver adds the R chunks in
+rank order in fp32: no partial sum is ever rounded to bf16, unlike in a ring, and the result does
+not depend on timing. Worked example: chunks [[1], [2]], out [10] accumulating: [13].
+
+While the sums are there, their squares are added up too, block by block, so that the norm of a
+gradient is a sum of few numbers, in a fixed order, and nobody reads the gradient for it.
+
+What is stored may be bf16 (``optim.gradient_dtype``): the sum is rounded once, to nearest, and the
+squares are those of what is stored. Worked example: chunks [[1], [2^-9]], out [2^-8] in bf16,
+accumulating: 1 + 3 * 2^-9, of which 1 + 2^-7 is stored.
+
+It leaves out the collective, which is ``parallel``'s, and gradients: it runs inside a backward.
+
+Legend: R chunks (ranks), N elements a chunk, B blocks of :data:`BLOCK` elements.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's launch settings and unrolled ranges are not typed.)
+
+import torch
+import torch.nn.functional as F
+
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+from moetrain.kernels.triton import tl, triton
+
+# Launch settings, measured on one H200.
+BLOCK, WARPS = 1024, 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ADDED_TO = DTYPES[:2]
+"""What a sum may be added to."""
+
+
+def sum_chunks(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None = None,
+    accumulate: bool = False,
+    backend: Backend = "auto",
+    squares_B: torch.Tensor | None = None,
+    own_N: torch.Tensor | None = None,
+    own: int = -1,
+) -> torch.Tensor:
+    """The fp32 sum over R, in ``out_N`` (None: a new tensor), which is returned.
+
+    Args:
+        chunks_RN: bf16, fp16 or fp32, contiguous, R at least 1. Fast where N is a multiple of 16:
+            the rows of others are not aligned for 16-byte loads.
+        out_N: contiguous, written in place; fp32, or what the sum is rounded to (the cast of one
+            chunk, at the speed of memory).
+        accumulate: add, in fp32, what ``out_N`` (fp32 or bf16) holds instead of overwriting it.
+        squares_B: fp32, contiguous: gets each block's sum of squares of what ``out_N`` is then.
+        own_N, own: the chunk ``own``, contiguous, which is read from here, not from ``chunks_RN``:
+            a rank's own did not travel.
+
+    Raises:
+        ValueError: shapes, dtypes or strides other than these, or ``accumulate`` without ``out_N``.
+    """
+    if chunks_RN.dim() != 2 or not chunks_RN.shape[0] or not chunks_RN.is_contiguous():
+        raise ValueError(
+            f"sum_chunks: chunks were given as {tuple(chunks_RN.shape)} with strides "
+            f"{chunks_RN.stride()}; it takes a contiguous [R, N] with R at least 1"
+        )
+    if out_N is None:
+        if accumulate:
+            raise ValueError("sum_chunks: accumulate was given without out_N; it takes both")
+        out_N = chunks_RN.new_empty(chunks_RN.shape[1], dtype=torch.float32)
+    fits = out_N.shape == chunks_RN.shape[1:] and out_N.is_contiguous()
+    if not fits or out_N.dtype not in (ADDED_TO if accumulate else DTYPES):
+        raise ValueError(
+            f"sum_chunks: out was given as {out_N.dtype} {tuple(out_N.shape)} with strides "
+            f"{out_N.stride()}; with chunks of {tuple(chunks_RN.shape)} it takes a contiguous "
+            f"[{chunks_RN.shape[1]}] of {'float32 or bfloat16' if accumulate else 'a float dtype'}"
+        )
+    if squares_B is not None:
+        blocks = (num_blocks(out_N.numel()),)
+        if squares_B.shape != blocks or squares_B.dtype != torch.float32:
+            raise ValueError(
+                f"sum_chunks: squares were given as {squares_B.dtype} {tuple(squares_B.shape)}; "
+                f"{out_N.numel()} elements take float32 {list(blocks)}"
+            )
+    if own_N is not None:
+        fits = own_N.shape == out_N.shape and own_N.is_contiguous()
+        if not fits or own_N.dtype != chunks_RN.dtype or not 0 <= own < chunks_RN.shape[0]:
+            raise ValueError(
+                f"sum_chunks: chunk {own} was given as {own_N.dtype} {tuple(own_N.shape)} with "
+                f"strides {own_N.stride()}; it is one of {chunks_RN.dtype} "
+                f"{tuple(chunks_RN.shape)}, contiguous"
+            )
+    if use_fast(backend, chunks_RN):
+        # torch 2.11 takes nothing but tensors where an op writes.
+        none = out_N.new_empty(0, dtype=torch.float32)
+        squares_B = none if squares_B is None else squares_B
+        _sum_chunks(out_N, chunks_RN, accumulate, squares_B, own_N, own)
+        return out_N
+    out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own))
+    if squares_B is not None:
+        squares_B.copy_(block_squares(out_N))
+    return out_N
+
+
+def num_blocks(size: int) -> int:
+    """Of :data:`BLOCK` elements, the last with fewer."""
+    return -(-size // BLOCK)
+
+
+def block_squares(x_N: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each block, in fp32 or wider, in plain torch."""
+    padding = num_blocks(x_N.numel()) * BLOCK - x_N.numel()
+    wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
+    return F.pad(wide_N, (0, padding)).view(-1, BLOCK).square().sum(1)
+
+
+def sum_chunks_reference(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None = None,
+    accumulate: bool = False,
+    own_N: torch.Tensor | None = None,
+    own: int = -1,
+) -> torch.Tensor:
+    """:func:`sum_chunks` in plain torch; leaves ``out_N`` as it is."""
+    wide = torch.promote_types(chunks_RN.dtype, torch.float32)
+    sum_N = torch.zeros(chunks_RN.shape[1], dtype=wide, device=chunks_RN.device)
+    for i, chunk_N in enumerate(chunks_RN):
+        sum_N = sum_N + (chunk_N if own_N is None or i != own else own_N)
+    return sum_N + out_N if accumulate and out_N is not None else sum_N
+
+
+@torch.library.custom_op("moetrain::sum_chunks", mutates_args=("out_N", "squares_B"))
+def _sum_chunks(
+    out_N: torch.Tensor,
+    chunks_RN: torch.Tensor,
+    accumulate: bool,
+    squares_B: torch.Tensor,
+    own_N: torch.Tensor | None,
+    own: int,
+) -> None:
+    """``squares_B``: of no elements where nobody wants them."""
+    chunks, size = chunks_RN.shape
+    grid = (num_blocks(size),)
+    tensors = (out_N, chunks_RN, squares_B if squares_B.numel() else None, own_N)
+    own = -1 if own_N is None else own
+    _sum_kernel[grid](*tensors, size, chunks, own, accumulate, BLOCK, num_warps=WARPS)
+
+
+@_sum_chunks.register_fake
+def _(*arguments) -> None:
+    return None
+
+
+@triton.jit
+def _sum_kernel(
+    out,
+    chunks,
+    squares,
+    own,
+    size,
+    CHUNKS: tl.constexpr,
+    OWN: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    chunk = chunks + at
+    total = tl.zeros([BLOCK], tl.float32)
+    # Unrolled, so that the loads of several chunks are in flight together.
+    for i in tl.static_range(CHUNKS):
+        if i == OWN:
+            total += tl.load(own + at, mask, 0.0).to(tl.float32)
+        else:
+            total += tl.load(chunk, mask, 0.0).to(tl.float32)
+        chunk += size
+    if ACCUMULATE:
+        total += tl.load(out + at, mask, 0.0).to(tl.float32)
+    stored = total.to(out.dtype.element_ty)
+    tl.store(out + at, stored, mask)
+    if squares is not None:
+        total = stored.to(tl.float32)
+        tl.store(squares + tl.program_id(0), tl.sum(total * total, 0))
+
+
+def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    chunks, size, accumulate = case["R"], case["N"], case.get("accumulate", False)
+    out_dtype = case.get("out", torch.float32)
+    return {
+        "chunks_RN": normal(generator, chunks, size).to(dtype),
+        "out_N": normal(generator, size).to(out_dtype) if accumulate or "out" in case else None,
+        "accumulate": accumulate,
+        "squares_B": normal(generator, num_blocks(size)) if case.get("squares") else None,
+        "own_N": normal(generator, size).to(dtype) if "own" in case else None,
+        "own": case.get("own", -1),
+    }
+
+
+def _fast(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None,
+    accumulate: bool,
+    squares_B: torch.Tensor | None,
+    own_N: torch.Tensor | None,
+    own: int,
+) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them."""
+    out_N, squares_B = (None if x is None else x.clone() for x in (out_N, squares_B))
+    out_N = sum_chunks(chunks_RN, out_N, accumulate, "triton", squares_B, own_N, own)
+    return (out_N,) if squares_B is None else (out_N, squares_B)
+
+
+def _reference(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None,
+    accumulate: bool,
+    squares_B: torch.Tensor | None,
+    own_N: torch.Tensor | None,
+    own: int,
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`_fast`, as wide as the inputs."""
+    sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own)
+    return (sum_N,) if squares_B is None else (sum_N, block_squares(sum_N))
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    out = case.get("out", torch.float32).itemsize
+    return Cost(
+        bytes=case["N"] * (2 * case["R"] + out * (1 + case.get("accumulate", False)))
+    ), Cost()
+
+
+_TARGET = {"forward_fraction": 0.85}
+_BENCH_SIZE = 32 << 20  # elements: 64 MiB of bf16 a chunk
+_NARROW = {"out": torch.bfloat16}
+
+SPECS = (
+    KernelSpec(
+        name="sum_chunks",
+        fast=_fast,
+        reference=_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"R": 4, "N": 100, "squares": True},
+            {"R": 1, "N": 1},
+            {"R": 3, "N": 1100, "own": 2, "squares": True},
+            {"R": 4, "N": 17, "own": 0, "accumulate": True},
+            {"R": 8, "N": 2049, "accumulate": True, "squares": True},
+            {"R": 64, "N": 7},
+            {"R": 2, "N": 0},
+        ),
+        benches=tuple(Bench({"R": r, "N": _BENCH_SIZE}, _TARGET) for r in (2, 4, 8)),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},
+        cost=_cost,
+        ops=(_sum_chunks,),
+        bad_inputs={
+            r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
+            "without out_N": lambda i: i | {"accumulate": True},
+            r"out was given as torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
+            "chunk 4 was given": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
+            "chunk 0 was given": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
+            r"elements take float32 \[1\]": lambda i: i | {"squares_B": torch.zeros(2)},
+        },
+    ),
+    KernelSpec(
+        name="sum_chunks_to_bf16",
+        fast=_fast,
+        reference=_reference,
+        make_inputs=_make_inputs,
+        cases=(
+            {"R": 4, "N": 100, "accumulate": True, "squares": True, **_NARROW},
+            {"R": 3, "N": 1100, "own": 2, "squares": True, **_NARROW},
+            {"R": 1, "N": 2049, "accumulate": True, **_NARROW},
+            {"R": 2, "N": 0, **_NARROW},
+        ),
+        benches=tuple(Bench({"R": r, "N": _BENCH_SIZE, **_NARROW}) for r in (1, 4)),
+        # A rounding, of squares twice that; Triton's interpreter even cuts off.
+        tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
+        cost=_cost,
+        ops=(_sum_chunks,),
+        bad_inputs={
+            "of float32 or bfloat16": lambda i: i | {"out_N": i["out_N"].half()},
+        },
+    ),
+)

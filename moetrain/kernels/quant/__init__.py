@@ -1,0 +1,1 @@
+"""FP8 and MXFP8: quantisation and the products that read it."""

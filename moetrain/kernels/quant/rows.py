@@ -1,0 +1,449 @@
+"""Quantisation: rows in e4m3, each with a scale of its own, in the order a product reads them.
+
+    scale = 2^k, the least with |x| <= 448 scale in all of the row      values = round(x / scale)
+
+The scale is a power of two. Then dividing by it is exact, a value times its scale is exact in bf16,
+and quantising what was quantised changes nothing: whoever quantises a row, wherever, gets the same
+bits, and a row that travelled in e4m3 need not be told from one that did not. A mantissa has the
+same 3 bits under any scale, so all that it costs is up to one of 15 binades. A row of zeros has
+zeros, under some scale.
+
+A product in e4m3 reads both its operands along the inner width, so a weight [N, M] is quantised by
+its rows for the forward (``x @ w^T``) and by its columns, transposed, for the input's gradient
+(``g @ w``). A weight is read twice for that, once in each pass, and nothing of it is kept between.
+
+Worked example: the row [3, -1, 0.3] has the scale 2^-7 (448 / 128 = 3.5 holds 3, half of it does
+not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands for [3, -1, 0.3125].
+
+Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# (Triton's launch settings and unrolled ranges are not typed.)
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from moetrain.kernels.backend import Backend, require_contiguous, use_fast
+from moetrain.kernels.experts.indices import INDEX_BENCH
+from moetrain.kernels.experts.permutation import CASES, token_inputs, used_rows
+from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+from moetrain.kernels.triton import INTERPRETED, tl, triton
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+MULTIPLE = 16
+"""Widths of products in e4m3 are multiples of this: rows are read through vectors of 16 bytes."""
+TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # of what is transposed at once
+
+
+class Quantised(NamedTuple):
+    """What ``values * scales[..., None]`` stands for."""
+
+    values: torch.Tensor
+    """[..., M] e4m3."""
+    scales: torch.Tensor
+    """[...] fp32, powers of two."""
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """What it stands for; exact in bf16 and wider.
+
+        Not a cast, which may be to the dtype that is there: compiled by torch 2.11, what has
+        another name in an autograd function's forward gets no gradient.
+        """
+        return self.values.to(dtype) * self.scales[..., None].to(dtype)
+
+
+def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
+    """``x`` [..., M], by rows.
+
+    Raises:
+        ValueError: ``x_XM`` is not contiguous.
+    """
+    if not use_fast(backend, x_XM):
+        return quantise_rows_reference(x_XM)
+    require_contiguous("quantise_rows", x_XM)
+    values, scales = _quantise_rows(x_XM.flatten(0, -2))
+    return Quantised(values.view_as(x_XM), scales.view(x_XM.shape[:-1]))
+
+
+def quantise_rows_reference(x_XM: torch.Tensor) -> Quantised:
+    """:func:`quantise_rows` in plain torch."""
+    amax_X = x_XM.detach().abs().amax(-1).float()
+    # The exponent's field of the power of two from which on a row is too large for scale 1 / 256.
+    field_X = ((amax_X.view(torch.int32) + 0x1FFFFF) >> 23).clamp(min=9)
+    scales_X, inverse_X = ((x << 23).view(torch.float32) for x in (field_X - 8, 262 - field_X))
+    values_XM = x_XM.detach().float() * inverse_X[..., None]
+    return Quantised(values_XM.clamp(-LARGEST, LARGEST).to(E4M3), scales_X)
+
+
+def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantised:
+    """The columns of ``w`` [E, N, M] as rows: values [E, M, N], scales [E, M].
+
+    Raises:
+        ValueError: ``w_ENM`` is not contiguous.
+    """
+    if not use_fast(backend, w_ENM):
+        return quantise_columns_reference(w_ENM)
+    require_contiguous("quantise_columns", w_ENM)
+    return Quantised(*_quantise_columns(w_ENM))
+
+
+def quantise_columns_reference(w_ENM: torch.Tensor) -> Quantised:
+    """:func:`quantise_columns` in plain torch."""
+    return quantise_rows_reference(w_ENM.transpose(1, 2).contiguous())
+
+
+def dequantise(
+    quantised_RM: Quantised, dtype: torch.dtype, backend: Backend = "auto"
+) -> torch.Tensor:
+    """What rows ``quantised_RM`` [R, M] stand for, in ``dtype``; exact in bf16 and wider.
+
+    Raises:
+        ValueError: another number of scales than of rows.
+    """
+    values_RM, scales_R = quantised_RM
+    if scales_R.shape != values_RM.shape[:1]:
+        raise ValueError(
+            f"dequantise: was given values {tuple(values_RM.shape)} and scales "
+            f"{tuple(scales_R.shape)}; it takes [R, M] and [R]"
+        )
+    if not use_fast(backend, values_RM):
+        return quantised_RM.to(dtype)
+    # As bytes: torch's checks of ops compute with what these are given.
+    return _dequantise(values_RM.contiguous().view(torch.uint8), scales_R.contiguous(), dtype)
+
+
+def quantise_to_rows(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    num_rows: int,
+    *,
+    narrow: bool = True,
+    wide: bool = False,
+) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
+    """:func:`moetrain.kernels.experts.permutation.permute` with rows in e4m3: a token is quantised
+    once.
+
+    The rows (with ``narrow``), their weights, and (with ``wide``) what the rows stand for, in
+    ``x``'s dtype; what is not wanted is empty. For ops on their fast path: inputs are contiguous.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
+        raise ValueError(
+            f"quantise_to_rows: was given x {tuple(x_TD.shape)}, weights {tuple(weights_TK.shape)} "
+            f"and maps of {tuple(slot_row_TK.shape)}; it takes [T, D], [T, K] and [T, K]"
+        )
+    values_RD, scales_R, weights_R, x_RD = _quantise_to_rows(
+        x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide
+    )
+    return Quantised(values_RD, scales_R), weights_R, x_RD
+
+
+@torch.library.custom_op("moetrain::quantise_rows", mutates_args=())
+def _quantise_rows(x_RM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values_RM, scales_R = _quantise_rows_fake(x_RM)
+    _launch_rows(x_RM, None, values_RM, scales_R)
+    return values_RM, scales_R
+
+
+@_quantise_rows.register_fake
+def _quantise_rows_fake(x_RM):
+    return torch.empty_like(x_RM, dtype=E4M3), x_RM.new_empty(x_RM.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("moetrain::quantise_columns", mutates_args=())
+def _quantise_columns(w_ENM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values_EMN, scales_EM = _quantise_columns_fake(w_ENM)
+    experts, n, m = w_ENM.shape
+    grid = (triton.cdiv(m, TILE["BM"]), experts)
+    is_whole = n <= TILE["BN"]
+    _columns_kernel[grid](
+        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **TILE
+    )
+    return values_EMN, scales_EM
+
+
+@_quantise_columns.register_fake
+def _quantise_columns_fake(w_ENM):
+    experts, n, m = w_ENM.shape
+    return (
+        w_ENM.new_empty(experts, m, n, dtype=E4M3),
+        w_ENM.new_empty(experts, m, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("moetrain::dequantise", mutates_args=())
+def _dequantise(bytes_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    (rows, width), x_RM = bytes_RM.shape, torch.empty_like(bytes_RM, dtype=dtype)
+    if rows:
+        values_RM = bytes_RM.view(E4M3)
+        _wide_kernel[(rows,)](values_RM, scales_R, x_RM, width, **row_launch(width))
+    return x_RM
+
+
+@_dequantise.register_fake
+def _(bytes_RM, scales_R, dtype):
+    return torch.empty_like(bytes_RM, dtype=dtype)
+
+
+@torch.library.custom_op("moetrain::quantise_to_rows", mutates_args=())
+def _quantise_to_rows(
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor,
+    slot_row_TK: torch.Tensor,
+    num_rows: int,
+    narrow: bool,
+    wide: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide)
+    values_RD, scales_R, weights_R, x_RD = found
+    _launch_rows(
+        x_TD, slot_row_TK, values_RD if narrow else None, scales_R, x_RD if wide else None,
+        weights_TK, weights_R,
+    )  # fmt: skip
+    return found
+
+
+@_quantise_to_rows.register_fake
+def _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide):
+    width = x_TD.shape[1]
+    return (
+        x_TD.new_empty(num_rows if narrow else 0, width, dtype=E4M3),
+        x_TD.new_empty(num_rows, dtype=torch.float32),
+        weights_TK.new_empty(num_rows),
+        x_TD.new_empty(num_rows if wide else 0, width),
+    )
+
+
+def row_launch(width: int) -> dict[str, int]:
+    """Launch settings of a kernel whose programs take a whole row each."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(16, max(2, block // 512))}
+
+
+def _launch_rows(
+    x_TD: torch.Tensor,
+    slot_row_TK: torch.Tensor | None,
+    values_RD: torch.Tensor | None,
+    scales_R: torch.Tensor,
+    x_RD: torch.Tensor | None = None,
+    weights_TK: torch.Tensor | None = None,
+    weights_R: torch.Tensor | None = None,
+) -> None:
+    """Quantise each token to its rows; None for these: token t is row t."""
+    tokens, width = x_TD.shape
+    slots = 1 if slot_row_TK is None else slot_row_TK.shape[1]
+    if tokens:
+        _rows_kernel[(tokens,)](
+            x_TD, slot_row_TK, values_RD, scales_R, x_RD, weights_TK, weights_R, width,
+            SLOTS=slots, BY_HAND=INTERPRETED, **row_launch(width),
+        )  # fmt: skip
+
+
+@triton.jit
+def scale_of(amax):
+    """The scale of rows whose largest numbers are ``amax``, and what to multiply them by.
+
+    Both powers of two are made of the bits of their exponents. 0x1FFFFF is what 1.75, the mantissa
+    of 448, lacks of the next power; from field 9 on neither is subnormal.
+    """
+    field = tl.maximum((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23, 9)
+    scale = ((field - 8) << 23).to(tl.float32, bitcast=True)
+    return scale, ((262 - field) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_e4m3(x, BY_HAND: tl.constexpr):
+    """Rounded to nearest even. ``BY_HAND``, as Triton's interpreter loses a carry there."""
+    if BY_HAND:
+        # Adding 3/2 of 2^23 steps rounds to a step: 1/8 of the power of two, or of 2^-6 below it.
+        field = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 121)
+        large = (((field + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+        x = (x + large) - large
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _rows_kernel(
+    x, slot_row, values, scales, rows, weights, row_weights, width,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    given = tl.load(x + token * width + column, column < width, other=0.0).to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.abs(given), axis=0))
+    narrow = to_e4m3(given * inverse, BY_HAND)
+    if slot_row is None:
+        tl.store(values + token * width + column, narrow, column < width)
+        tl.store(scales + token, scale)
+    else:
+        for k in tl.static_range(SLOTS):
+            row = tl.load(slot_row + token * SLOTS + k).to(tl.int64)
+            # An absent row has no columns.
+            mask = column < tl.where(row >= 0, width, 0)
+            if values is not None:
+                tl.store(values + row * width + column, narrow, mask)
+            if rows is not None:
+                tl.store(rows + row * width + column, narrow.to(tl.float32) * scale, mask)
+            if row >= 0:
+                tl.store(scales + row, scale)
+                tl.store(row_weights + row, tl.load(weights + token * SLOTS + k))
+
+
+@triton.jit
+def _wide_kernel(values, scales, x, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    narrow = tl.load(values + row * width + column, column < width)
+    wide = narrow.to(tl.float32) * tl.load(scales + row)
+    tl.store(x + row * width + column, wide, column < width)
+
+
+@triton.jit
+def _columns_kernel(
+    w, values, scales, N, M,
+    BN: tl.constexpr, BM: tl.constexpr, IS_WHOLE: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    w += expert * N * M
+    values += expert * M * N
+    if IS_WHOLE:
+        x = _load_tile(w, 0, m, N, M, BN)
+        scale, inverse = scale_of(tl.max(tl.abs(x), axis=0))
+        _store_tile(values, x * inverse[None, :], 0, m, N, M, BN, BY_HAND)
+    else:
+        amax = tl.zeros([BM], tl.float32)
+        for start in range(0, N, BN):
+            amax = tl.maximum(amax, tl.max(tl.abs(_load_tile(w, start, m, N, M, BN)), axis=0))
+        scale, inverse = scale_of(amax)
+        # Again, from the cache: few enough programs run at once for their columns to be there.
+        for start in range(0, N, BN):
+            x = _load_tile(w, start, m, N, M, BN)
+            _store_tile(values, x * inverse[None, :], start, m, N, M, BN, BY_HAND)
+    tl.store(scales + expert * M + m, scale, m < M)
+
+
+@triton.jit
+def _load_tile(w, start, m, N, M, BN: tl.constexpr):
+    n = start + tl.arange(0, BN)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    return tl.load(w + n[:, None] * M + m[None, :], mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_tile(values, x, start, m, N, M, BN: tl.constexpr, BY_HAND: tl.constexpr):
+    n = start + tl.arange(0, BN)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(values + m[:, None] * N + n[None, :], tl.trans(to_e4m3(x, BY_HAND)), mask)
+
+
+def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x_RM = normal(generator, case["R"], case["M"])
+    x_RM[0] = 0.0
+    x_RM *= torch.logspace(-9, 9, case["R"], device=x_RM.device)[:, None]
+    return {"x_XM": x_RM.to(dtype)}
+
+
+def _dequantise_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x_RM = _rows_inputs(case, dtype, generator)["x_XM"]
+    return {"quantised_RM": quantise_rows_reference(x_RM), "dtype": dtype}
+
+
+def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    return {"w_ENM": normal(generator, case["E"], case["N"], case["M"]).to(dtype)}
+
+
+def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
+    rows = indices.row_slot_R.shape[0]
+    quantised, weights_R, x_RD = quantise_to_rows(
+        x_TD, weights_TK, indices.slot_row_TK, rows, wide=True
+    )
+    return *quantised, weights_R, x_RD
+
+
+def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
+    slot_R = indices.row_slot_R.clamp(min=0)
+    token_R = slot_R // indices.slot_row_TK.shape[1]
+    quantised = quantise_rows_reference(x_TD)
+    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
+    return *(x[token_R] for x in quantised), weights_R, x_RD
+
+
+_EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
+
+SPECS = (
+    KernelSpec(
+        name="quantise_rows",
+        fast=partial(quantise_rows, backend="triton"),
+        reference=quantise_rows_reference,
+        make_inputs=_rows_inputs,
+        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        benches=(
+            Bench({"R": 20480, "M": 2048}, {"forward_fraction": 0.7}),
+            Bench({"R": 128 * 1536, "M": 2048}, {"forward_fraction": 0.7}),
+            Bench({"R": 128 * 2048, "M": 768}, {"forward_fraction": 0.7}),
+        ),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
+        ops=(_quantise_rows,),
+        bad_inputs={"takes a contiguous": lambda i: {"x_XM": i["x_XM"].T}},
+    ),
+    KernelSpec(
+        name="quantise_columns",
+        fast=partial(quantise_columns, backend="triton"),
+        reference=quantise_columns_reference,
+        make_inputs=_columns_inputs,
+        cases=(
+            {"E": 2, "N": 48, "M": 80},
+            {"E": 1, "N": 1, "M": 3},
+            {"E": 3, "N": 600, "M": 17},
+        ),
+        benches=(
+            Bench({"E": 128, "N": 1536, "M": 2048}, {"forward_fraction": 0.6}),
+            Bench({"E": 128, "N": 2048, "M": 768}, {"forward_fraction": 0.6}),
+        ),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["E"] * case["N"] * case["M"]), Cost()),
+        ops=(_quantise_columns,),
+        bad_inputs={"takes a contiguous": lambda i: {"w_ENM": i["w_ENM"].transpose(1, 2)}},
+    ),
+    KernelSpec(
+        name="dequantise",
+        fast=partial(dequantise, backend="triton"),
+        reference=partial(dequantise, backend="reference"),
+        make_inputs=_dequantise_inputs,
+        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
+        ops=(_dequantise,),
+        bad_inputs={
+            r"scales \(36,\)": lambda i: (
+                i | {"quantised_RM": Quantised(i["quantised_RM"][0], i["quantised_RM"][1][1:])}
+            )
+        },
+    ),
+    KernelSpec(
+        name="quantise_to_rows",
+        fast=_to_rows,
+        reference=_to_rows_reference,
+        make_inputs=token_inputs,
+        cases=CASES,
+        benches=(Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.7}),),
+        tolerance=_EXACT,
+        cost=lambda case: (
+            Cost(bytes=case["T"] * case["D"] * (2 + 3 * case["K"]) + 12 * case["T"] * case["K"]),
+            Cost(),
+        ),
+        select=used_rows,
+        ops=(_quantise_to_rows,),
+        bad_inputs={r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]}},
+    ),
+)

@@ -1,0 +1,188 @@
+"""Products of few rows: as fast as their weights can be read, and with the bits of many rows' ones.
+
+In generation a step has a row a sequence, and a product's time is that of reading its weights.
+These kernels sum over the inner width in ascending order whatever the number of rows, as cuBLAS and
+the grouped product do for many rows on Hopper: a row has the same bits here and there (measured;
+cuBLAS itself splits that sum where rows are few and long). No autograd: what trains takes the
+library's products.
+
+:func:`linears` is several products of the same rows; :func:`expert_mlp_few` is the expert MLP of
+:mod:`moetrain.kernels.experts.mlp`, with SwiGLU in the first product's epilogue. The rows of one
+expert are read by all of its programs, its weights by one each, whose cache serves the later row
+tiles.
+
+Legend: R rows, D inner width, N outer width, E experts, F expert width.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from collections.abc import Sequence
+
+import torch
+
+from moetrain.kernels.triton import INTERPRETED, TensorDescriptor, tl, triton
+
+MAX_ROWS = 128
+"""Rows up to which products are few rows'; with more cuBLAS does not split the sum either."""
+MAX_ROWS_PER_EXPERT = 64
+"""The same of experts, on the average."""
+_MOST_WEIGHTS = 3
+
+
+def serves(x: torch.Tensor) -> bool:
+    """Whether these kernels take ``x``: bf16 on CUDA, and nothing to differentiate or compile."""
+    is_fast = x.is_cuda and x.dtype == torch.bfloat16
+    return is_fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def serve_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
+    """Whether :func:`expert_mlp_few` is to take the rows of ``x``, of which that many are usual."""
+    experts, dim, width = w_down_EDF.shape
+    fits = dim % 32 == width % 32 == 0 and serves(x_TD)
+    return fits and typical_rows <= MAX_ROWS_PER_EXPERT * experts
+
+
+def fit(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether :func:`linears` takes ``weights``."""
+    aligned = all(w.is_contiguous() and w.shape[0] % 16 == w.shape[1] % 8 == 0 for w in weights)
+    return aligned and len(weights) <= _MOST_WEIGHTS
+
+
+def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``x @ w^T`` of up to three ``w`` [N, D], contiguous in ``x``'s dtype, in one launch.
+
+    The results are views [R, N] of one tensor; ``D`` is a multiple of 8 and every N of 16.
+    """
+    return side_by_side(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
+
+
+def side_by_side(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`linears`, as one tensor [R, sum of N]."""
+    (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
+    out_RN = x_RD.new_empty(R, sum(sizes))
+    # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
+    wide = sum(sizes) >= 4096 or R > 4096
+    rows = min(64 if wide else 32, max(16, triton.next_power_of_2(R)))
+    columns = next(n for n in (64 if wide else 32, 32, 16) if all(size % n == 0 for size in sizes))
+    depth = 128 if rows == 64 else 256
+    ends = [sum(sizes[: i + 1]) // columns for i in range(len(sizes))]
+    ends += [ends[-1]] * (_MOST_WEIGHTS - len(ends))
+    given = [*weights, *[weights[0]] * (_MOST_WEIGHTS - len(weights))]
+    if R:
+        _linears_kernel[(ends[-1], triton.cdiv(R, rows))](
+            TensorDescriptor.from_tensor(x_RD, [rows, depth]),
+            *(TensorDescriptor.from_tensor(w, [columns, depth]) for w in given),
+            out_RN, R, out_RN.shape[1], D, ends[0], ends[1],
+            BR=rows, BN=columns, BD=depth, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out_RN
+
+
+@triton.jit(do_not_specialize=["R"])
+def _linears_kernel(
+    x_desc, w0_desc, w1_desc, w2_desc, out_ptr, R, N, D, end0, end1,
+    BR: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile, first = tl.program_id(0), tl.program_id(1) * BR
+    total = tl.zeros((BR, BN), tl.float32)
+    if tile < end0:
+        for d in range(0, D, BD):
+            total = _dot(x_desc.load([first, d]), w0_desc.load([tile * BN, d]), total, WIDEN)
+    elif tile < end1:
+        for d in range(0, D, BD):
+            w = w1_desc.load([(tile - end0) * BN, d])
+            total = _dot(x_desc.load([first, d]), w, total, WIDEN)
+    else:
+        for d in range(0, D, BD):
+            w = w2_desc.load([(tile - end1) * BN, d])
+            total = _dot(x_desc.load([first, d]), w, total, WIDEN)
+    row = first + tl.arange(0, BR)
+    at = row.to(tl.int64)[:, None] * N + (tile * BN + tl.arange(0, BN))[None, :]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(row < R)[:, None])
+
+
+@triton.jit
+def _dot(x, w, total, WIDEN: tl.constexpr):
+    if WIDEN:  # Triton's interpreter would multiply bf16 as integers
+        x, w = x.to(tl.float32), w.to(tl.float32)
+    return tl.dot(x, w.T, total, input_precision="ieee")
+
+
+def expert_mlp_few(
+    x_RD: torch.Tensor,
+    offsets_E: torch.Tensor,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    weights_R: torch.Tensor,
+    typical_rows: int,
+) -> torch.Tensor:
+    """``y_RD`` as :func:`moetrain.kernels.experts.mlp.expert_rows`; contiguous inputs.
+
+    D and F are multiples of 32; tiles are for ``typical_rows``.
+    """
+    (R, D), (E, _, F) = x_RD.shape, w_down_EDF.shape
+    h_RF, y_RD = x_RD.new_empty(R, F), torch.empty_like(x_RD)
+    rows = min(64, max(16, triton.next_power_of_2(triton.cdiv(3 * typical_rows, 2 * E))))
+    columns = 128 if D % 128 == 0 else 32
+    if R:
+        _gate_up_kernel[(F // 32, E)](
+            TensorDescriptor.from_tensor(x_RD, [rows, 128]),
+            TensorDescriptor.from_tensor(w_gate_up_E2FD.flatten(0, 1), [32, 128]),
+            offsets_E, weights_R, h_RF, D,
+            F=F, BR=rows, BF=32, BD=128, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        _down_kernel[(D // columns, E)](
+            TensorDescriptor.from_tensor(h_RF, [rows, 128]),
+            TensorDescriptor.from_tensor(w_down_EDF.flatten(0, 1), [columns, 128]),
+            offsets_E, y_RD, D,
+            F=F, BR=rows, BN=columns, BF=128, WIDEN=INTERPRETED, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return y_RD
+
+
+@triton.jit
+def _rows_of(offsets_ptr):
+    e = tl.program_id(1)
+    start = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+    return e, start, tl.load(offsets_ptr + e)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_desc, w_desc, offsets_ptr, weights_ptr, h_ptr, D,
+    F: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    e, start, end = _rows_of(offsets_ptr)
+    f = tl.program_id(0) * BF
+    at = e * (2 * F) + f
+    dtype = h_ptr.dtype.element_ty
+    for first in range(start, end, BR):
+        gate, up = tl.zeros((BR, BF), tl.float32), tl.zeros((BR, BF), tl.float32)
+        for d in range(0, D, BD):
+            x = x_desc.load([first, d])
+            gate = _dot(x, w_desc.load([at, d]), gate, WIDEN)
+            up = _dot(x, w_desc.load([at + F, d]), up, WIDEN)
+        row = first + tl.arange(0, BR)
+        mask = row < end
+        w = tl.load(weights_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
+        # Rounded as the product itself is where SwiGLU reads it.
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        h = gate * tl.sigmoid(gate) * up * w
+        h_at = row.to(tl.int64)[:, None] * F + (f + tl.arange(0, BF))[None, :]
+        tl.store(h_ptr + h_at, h.to(dtype), mask=mask[:, None])
+
+
+@triton.jit
+def _down_kernel(
+    h_desc, w_desc, offsets_ptr, y_ptr, D,
+    F: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    e, start, end = _rows_of(offsets_ptr)
+    n = tl.program_id(0) * BN
+    for first in range(start, end, BR):
+        total = tl.zeros((BR, BN), tl.float32)
+        for f in range(0, F, BF):
+            total = _dot(h_desc.load([first, f]), w_desc.load([e * D + n, f]), total, WIDEN)
+        row = first + tl.arange(0, BR)
+        at = row.to(tl.int64)[:, None] * D + (n + tl.arange(0, BN))[None, :]
+        tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None])

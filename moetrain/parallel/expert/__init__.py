@@ -1,0 +1,1 @@
+"""Expert parallelism: every rank holds some experts, and tokens travel to them."""

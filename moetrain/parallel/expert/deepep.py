@@ -1,0 +1,274 @@
+"""DeepEP: tokens reach other ranks' experts straight from GPU to GPU, over NVLink.
+
+As by the all-to-all, a token travels once to each rank where it chose an expert, and the sum of its
+experts there travels back. But the package ``deep_ep`` does it in one kernel each way, which copies
+tokens as they lie into the other GPUs' memory: nothing is sorted by rank, packed or padded, and
+some of the GPU's SMs are taken, not all. Tokens arrive in the same order, by source rank and then
+in token order, so an expert sees the same rows.
+
+Two modes size what is received:
+
+    exact   The host waits once, in the forward, for the numbers of tokens and of rows; both are
+            unknown sizes to the compiler, and the backward reuses them without waiting.
+    static  Sizes come from the configuration and nothing waits. What is past the received tokens is
+            uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
+            rows may be too few; the dispatcher sees that on the device, where it counts the ids.
+
+Everything is an op that the compiler sees (:mod:`moetrain.parallel.expert.deepep_ops`), and no
+state of a call lives outside of its tensors.
+
+With ``kernels.precision`` fp8 tokens, and the gradients that go the same way, are sent in e4m3.
+
+Left out on purpose: several machines (RDMA), and the package's low-latency kernels.
+
+Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
+token, S tokens received, R rows of the local experts, D width.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from math import ceil
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moetrain.config import Config, ConfigError, Precision
+from moetrain.config.checks import DEEPEP
+from moetrain.models.architecture import Architecture
+from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert.deepep_ops import (
+    SendCounts,
+    connect,
+    deepep_combine,
+    deepep_dispatch,
+    load_deep_ep,
+)
+from moetrain.parallel.expert.expert import Received, Transport, count_local_experts
+from moetrain.parallel.processes import machine
+
+logger = logging.getLogger("moetrain")
+
+RANKS = (2, 4, 8)  # what the kernels within a machine are built for
+MAX_TOP_K = 32  # a lane of one warp each
+MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
+# Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
+HIDDEN_MULTIPLE, MAX_HIDDEN = {"bf16": 16, "fp8": 32}, 8176
+
+AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
+"""By ranks, where nothing runs beside the communication: about as many as it takes to reach what
+the links give (LOG.md)."""
+
+
+class StaticSizes(NamedTuple):
+    """How much the static mode reserves."""
+
+    max_tokens: int
+    """No rank dispatches more at once."""
+    rows: int
+    """For the local experts."""
+
+    @classmethod
+    def plan(
+        cls, max_tokens: int, *, capacity: float, num_experts: int, top_k: int, ranks: int
+    ) -> "StaticSizes":
+        """Rows for ``capacity`` times those of an evenly loaded rank, or for all there can be."""
+        most = ranks * max_tokens * min(top_k, num_experts // ranks)
+        return cls(max_tokens, min(most, ceil(capacity * max_tokens * top_k)))
+
+
+class DeepEP:
+    """A :class:`moetrain.parallel.expert.expert.Transport` over the ranks of ``group``, on one
+    machine.
+
+    Making it is collective, and so are ``dispatch``, ``combine`` and the backward of each: every
+    rank calls them, with any number of tokens, zero included. Ids of -1 are not sent.
+
+    ``static`` is None in the exact mode; :meth:`exactly` goes over to it, on all ranks alike.
+
+    Raises:
+        ValueError: experts that the ranks cannot share equally.
+        ConfigError: more SMs than this GPU has.
+        ImportError: there is no ``deep_ep``, see :func:`why_not`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        hidden_size: int,
+        *,
+        num_sms: Literal["auto"] | int = "auto",
+        static: StaticSizes | None = None,
+        precision: Precision = "bf16",
+    ) -> None:
+        count_local_experts(num_experts, group.size())
+        self.num_experts, self.num_ranks = num_experts, group.size()
+        self.group_name: str = group.group_name
+        self.num_sms = AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
+        self.static, self.precision = static, precision
+        if torch.cuda.is_available():
+            available = torch.cuda.get_device_properties().multi_processor_count
+            if num_sms == "auto":
+                self.num_sms = min(self.num_sms, available // 2 * 2)  # an H20 has 78
+            if self.num_sms > available:
+                raise ConfigError(
+                    "moe.deepep_num_sms", f"{self.num_sms}, and this GPU has {available}; use auto"
+                )
+        connect(group, hidden_size, self.num_sms)
+
+    def exact(self) -> "DeepEP":
+        """Another over the same connection, in the exact mode, that sends tokens as they are."""
+        other = copy(self)
+        other.static, other.precision = None, "bf16"
+        return other
+
+    def exactly(self) -> AbstractContextManager[None]:
+        """The exact mode meanwhile."""
+        return self.sized(None)
+
+    @contextmanager
+    def sized(self, static: StaticSizes | None) -> Iterator[None]:
+        """These sizes meanwhile; None: the exact mode."""
+        before, self.static = self.static, static
+        try:
+            yield
+        finally:
+            self.static = before
+
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> Received:
+        """What arrives here of all ranks' tokens; ids are those of all E experts.
+
+        Raises:
+            ValueError: more tokens than the static mode was planned for.
+        """
+        max_tokens, rows = self.static or (0, 0)
+        if self.static is not None and x_TD.shape[0] > max_tokens:
+            raise ValueError(
+                f"deepep: was given {x_TD.shape[0]} tokens; moe.dispatch_mode 'static' was planned "
+                f"for {max_tokens} a rank"
+            )
+        x_SD, ids_SK, weights_SK, rows_R0, *handle = deepep_dispatch(
+            x_TD.contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.contiguous(),
+            list(SendCounts.of(ids_TK, self.num_experts, self.num_ranks)),
+            self.group_name,
+            self.num_sms,
+            self.num_ranks * max_tokens,
+            rows,
+            self.precision == "fp8",
+        )
+        may_drop = self.static is not None
+        return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), may_drop)
+
+    def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``y_TD``: the sum over ranks of each token's rows, in fp32, rounded once."""
+        is_narrow = self.precision == "fp8"
+        how = self.group_name, self.num_sms, is_narrow
+        return deepep_combine(y_SD.contiguous(), list(handle), *how)
+
+
+def choose_transport(
+    config: Config,
+    arch: Architecture,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Transport:
+    """What ``moe.dispatcher`` asks for over ``group``, logged with the reason. Collective.
+
+    Raises:
+        ConfigError: the settings need DeepEP, and it cannot run here.
+    """
+    moe, train, kernels = config.moe, config.train, config.kernels
+    reason = "moe.dispatcher asks for it"
+    if moe.dispatcher != "alltoall":
+        reason = why_not(arch, group, device, dtype, kernels.precision)
+    if reason is not None:
+        config.fitting({DEEPEP: f"DeepEP cannot run: {reason}"})
+        logger.info("tokens reach other ranks by all-to-all: %s", reason)
+        return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
+    static = None
+    if moe.dispatch_mode == "static":
+        # Tensor parallel ranks share a micro-batch's tokens.
+        max_tokens = ceil(train.micro_batch_size * config.data.seq_len / config.parallel.tp)
+        static = StaticSizes.plan(
+            max_tokens,
+            capacity=moe.static_capacity,
+            num_experts=arch.num_experts,
+            top_k=arch.num_experts_per_token,
+            ranks=group.size(),
+        )
+    transport = DeepEP(
+        arch.num_experts,
+        group,
+        arch.hidden_size,
+        num_sms=moe.deepep_num_sms,
+        static=static,
+        precision=kernels.precision,
+    )
+    logger.info(
+        "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
+        transport.num_sms,
+        moe.dispatch_mode,
+        kernels.precision,
+    )
+    return transport
+
+
+def why_not(
+    arch: Architecture,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: Precision = "bf16",
+) -> str | None:
+    """Why DeepEP cannot run for ``arch`` over ``group``; None: it can. Collective.
+
+    Every rank of the group gets the same answer, whichever of them cannot.
+    """
+    mine = (machine(), why_not_here(arch, group.size(), device, dtype, precision))
+    ranks: list[tuple[str, str | None]] = [mine] * group.size()
+    dist.all_gather_object(ranks, mine, group=group)
+    hosts = {host for host, _ in ranks}
+    if len(hosts) > 1:
+        return f"its {group.size()} expert parallel ranks are on {len(hosts)} machines, not on one"
+    return next((reason for _, reason in ranks if reason), None)
+
+
+def why_not_here(
+    arch: Architecture,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: Precision = "bf16",
+) -> str | None:
+    """The part of :func:`why_not` that a rank knows by itself."""
+    local_experts, width = arch.num_experts // ranks, arch.hidden_size
+    top_k = arch.num_experts_per_token
+    if ranks not in RANKS:
+        return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
+    if device.type != "cuda":
+        return f"it takes CUDA devices, and this run is on {device.type}"
+    if dtype != torch.bfloat16:
+        return f"it takes bfloat16, and this run computes in {str(dtype).removeprefix('torch.')}"
+    multiple = HIDDEN_MULTIPLE[precision]
+    if width % multiple or width > MAX_HIDDEN:
+        return (
+            f"the model's hidden_size is {width}, and it takes multiples of {multiple} up to "
+            f"{MAX_HIDDEN}"
+        )
+    if top_k > MAX_TOP_K:
+        return f"the model sends a token to {top_k} experts, and it takes up to {MAX_TOP_K}"
+    if local_experts > MAX_LOCAL_EXPERTS:
+        return f"a rank has {local_experts} experts, and it takes up to {MAX_LOCAL_EXPERTS}"
+    try:
+        load_deep_ep()
+    except ImportError as error:
+        return str(error)
+    return None

@@ -1,0 +1,344 @@
+"""DeepEP's calls as ops that the compiler sees, and the package behind them.
+
+The call's handle is six plain tensors, results of the dispatch that combining and the two backwards
+take; nothing else survives a call::
+
+    rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
+    source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
+
+Tokens are sent in e4m3, with a scale each, where ``is_narrow``: in the forward of dispatch, and in
+the backward of combine, which sends gradients the same way. What arrives is at once what it stands
+for; experts in e4m3 make the same bits of it again.
+
+What shapes depend on is an argument of the ops: the compiler's caches do not see globals. The one
+global is a resource, the communication buffers by group and size, made before training.
+
+Both generations of the package ``deep_ep`` have the interface used here, ``Buffer``, with the same
+results; 2.x calls it legacy, and insists on the NCCL that it was built with.
+
+Legend: W expert parallel ranks, E experts, T tokens here, K experts a token, S tokens received,
+R rows of the local experts, D width, C = num_sms / 2 channels.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moetrain.kernels.annotate import annotate
+from moetrain.kernels.quant.rows import Quantised, dequantise, quantise_rows
+from moetrain.kernels.saving import worth_saving
+
+INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
+
+
+def load_deep_ep() -> ModuleType:
+    """The package ``deep_ep``.
+
+    Raises:
+        ImportError: it is missing or broken, with what to do.
+    """
+    if importlib.util.find_spec("deep_ep") is None:
+        raise ImportError(f"the package deep_ep is not installed; {INSTALL}")
+    try:
+        for library in _libraries_of_other_wheels():
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("deep_ep")
+    # 2.x asserts that torch loaded the NCCL it was built with.
+    except (ImportError, OSError, AssertionError) as error:
+        raise ImportError(f"the package deep_ep does not load ({error}); {INSTALL}") from error
+
+
+def _libraries_of_other_wheels() -> Iterator[Path]:
+    """What the package links to without saying where it lies."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for pattern in ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*"):
+            yield from sorted(Path(folder).glob(pattern))
+
+
+SEND_TOKENS, RECEIVE_TOKENS = {2: (24, 16), 4: (16, 16)}, 256
+"""Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
+that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
+slower at 24 SMs and 7 to 15% at 48 (LOG.md)."""
+
+
+class Connection(NamedTuple):
+    """A buffer that a group's ranks map into each other, and how kernels over it are launched."""
+
+    group: dist.ProcessGroup
+    buffer: Any
+    ids_dtype: torch.dtype
+    dispatch_config: Any
+    combine_config: Any
+
+
+_CONNECTIONS: dict[tuple[str, int, int], Connection] = {}
+
+
+def connect(group: dist.ProcessGroup, hidden_size: int, num_sms: int) -> None:
+    """Make the connection for these sizes, unless there is one. Collective.
+
+    Raises:
+        ImportError: see :func:`load_deep_ep`.
+    """
+    key = (group.group_name, hidden_size, num_sms)
+    if key in _CONNECTIONS and _CONNECTIONS[key].group is group:
+        return
+    package = load_deep_ep()
+    ranks = group.size()
+    if ranks in SEND_TOKENS:
+        configs = [package.Config(num_sms, n, RECEIVE_TOKENS) for n in SEND_TOKENS[ranks]]
+    else:
+        # The package makes configurations for the number of SMs that is set on the class.
+        buffers = package.Buffer
+        buffers.set_num_sms(num_sms)
+        configs = buffers.get_dispatch_config(ranks), buffers.get_combine_config(ranks)
+    width = hidden_size * torch.bfloat16.itemsize
+    size = max(config.get_nvl_buffer_size_hint(width, ranks) for config in configs)
+    # Destroyed by us or not at all: the destructor waits for ranks that may have died.
+    buffer = package.Buffer(group, size, num_rdma_bytes=0, explicitly_destroy=True)
+    _CONNECTIONS[key] = Connection(group, buffer, package.topk_idx_t, *configs)
+
+
+def disconnect() -> None:
+    """Free every buffer. Collective; to be called before the process groups end."""
+    while _CONNECTIONS:
+        _CONNECTIONS.popitem()[1].buffer.destroy()
+
+
+@contextmanager
+def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connection]:
+    """The connection, for calls of the package."""
+    # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
+    # another stream: it allocates results after its stream has waited for ours.
+    torch_setting: Any = torch.utils.deterministic
+    fill, torch_setting.fill_uninitialized_memory = torch_setting.fill_uninitialized_memory, False
+    try:
+        yield _CONNECTIONS[group, hidden_size, num_sms]
+    finally:
+        torch_setting.fill_uninitialized_memory = fill
+
+
+class SendCounts(NamedTuple):
+    """Where tokens go."""
+
+    tokens_W: torch.Tensor
+    """int32: tokens for each rank."""
+    slots_E: torch.Tensor
+    """int32: slots that chose each expert."""
+    is_sent_TW: torch.Tensor
+    """bool: whether a token goes to a rank."""
+
+    @classmethod
+    def of(cls, ids_TK: torch.Tensor, num_experts: int, num_ranks: int) -> "SendCounts":
+        """For ids of all E experts (-1: none); compiled, a seventh of the package's own time."""
+        rank_TK = ids_TK // (num_experts // num_ranks)  # rounds down: -1 stays -1
+        ranks_W, experts_E = (
+            torch.arange(n, device=ids_TK.device, dtype=ids_TK.dtype)
+            for n in (num_ranks, num_experts)
+        )
+        is_sent_TW = (rank_TK[:, :, None] == ranks_W).any(1)
+        return cls(
+            is_sent_TW.sum(0, dtype=torch.int32),
+            (ids_TK[:, :, None] == experts_E).sum((0, 1), dtype=torch.int32),
+            is_sent_TW,
+        )
+
+
+@torch.library.custom_op("moetrain::deepep_dispatch", mutates_args=())
+def deepep_dispatch(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    send: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+    worst_tokens: int,
+    worst_rows: int,
+    is_narrow: bool,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]:
+    """What arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
+
+    ``worst_tokens`` of 0 is the exact mode; else it is S and ``worst_rows`` is R. ``rows_R0`` holds
+    nothing: its shape is how R comes out of an op.
+    """
+    tokens_W, slots_E, is_sent_TW = send
+    with annotate("deepep send", x_TD), connection(group, x_TD.shape[1], num_sms) as found:
+        x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
+            _narrowed(x_TD, is_narrow),
+            topk_idx=ids_TK.to(found.ids_dtype),
+            topk_weights=weights_TK,
+            num_tokens_per_rank=tokens_W,
+            num_tokens_per_expert=slots_E,
+            is_token_in_rank=is_sent_TW,
+            num_worst_tokens=worst_tokens,
+            config=found.dispatch_config,
+        )
+    rows_R0 = x_TD.new_empty(worst_rows if worst_tokens else sum(counts), 0)
+    rank_WW, channel_WC, recv_WC, source_S, is_sent_TW, send_head_TW = handle
+    handle = rank_WW, channel_WC, recv_WC, source_S, is_sent_TW.clone(), send_head_TW
+    x_SD = _widened(x_SD, x_TD.dtype)
+    return x_SD, ids_SK.int(), weights_SK, rows_R0, *handle  # none of them an argument
+
+
+def _narrowed(x_TD: torch.Tensor, is_narrow: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """As the package takes it: e4m3 with any number of scales a token, here one."""
+    if not is_narrow:
+        return x_TD
+    values_TD, scales_T = quantise_rows(x_TD)
+    return values_TD, scales_T[:, None]
+
+
+def _widened(x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(x_SD, torch.Tensor):
+        return x_SD
+    values_SD, scales_S1 = x_SD
+    return dequantise(Quantised(values_SD, scales_S1[:, 0]), dtype)
+
+
+@deepep_dispatch.register_fake
+def _(x_TD, ids_TK, weights_TK, send, group, num_sms, worst_tokens, worst_rows, is_narrow):
+    (tokens, width), top_k, ranks = x_TD.shape, ids_TK.shape[1], send[0].shape[0]
+    integers, channels = partial(x_TD.new_empty, dtype=torch.int32), num_sms // 2
+    received, rows = worst_tokens, worst_rows
+    if not worst_tokens:
+        received, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    return (
+        x_TD.new_empty(received, width),
+        x_TD.new_empty(received, top_k, dtype=torch.int32),
+        weights_TK.new_empty(received, top_k),
+        x_TD.new_empty(rows, 0),
+        integers(ranks, ranks),
+        integers(ranks, channels),
+        integers(ranks, channels),
+        integers(received),
+        x_TD.new_empty(tokens, ranks, dtype=torch.bool),
+        integers(tokens, ranks),
+    )
+
+
+@torch.library.custom_op("moetrain::deepep_dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    d_x_SD: torch.Tensor,
+    d_weights_SK: torch.Tensor,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``d_x_TD`` and ``d_weights_TK``; slots of other ranks' experts must hold zeros."""
+    return _sum_at_source(d_x_SD, d_weights_SK, handle, group, num_sms)
+
+
+@_dispatch_backward.register_fake
+def _(d_x_SD, d_weights_SK, handle, group, num_sms):
+    tokens = handle[-1].shape[0]
+    return tuple(x.new_empty(tokens, x.shape[1]) for x in (d_x_SD, d_weights_SK))
+
+
+@torch.library.custom_op("moetrain::deepep_combine", mutates_args=())
+def deepep_combine(
+    y_SD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
+) -> torch.Tensor:
+    """``y_TD``; ``is_narrow`` is for its backward."""
+    return _sum_at_source(y_SD, None, handle, group, num_sms)[0]
+
+
+@deepep_combine.register_fake
+def _(y_SD, handle, group, num_sms, is_narrow):
+    return y_SD.new_empty(handle[-1].shape[0], y_SD.shape[1])
+
+
+@torch.library.custom_op("moetrain::deepep_combine_backward", mutates_args=())
+def _combine_backward(
+    d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
+) -> torch.Tensor:
+    sent, how = _narrowed(d_y_TD, is_narrow), {"handle": tuple(handle)}
+    with annotate("deepep send", d_y_TD), connection(group, d_y_TD.shape[1], num_sms) as found:
+        d_y_SD = found.buffer.dispatch(sent, **how, config=found.dispatch_config)[0]
+    return _widened(d_y_SD, d_y_TD.dtype)
+
+
+@_combine_backward.register_fake
+def _(d_y_TD, handle, group, num_sms, is_narrow):
+    return d_y_TD.new_empty(handle[3].shape[0], d_y_TD.shape[1])
+
+
+def _sum_at_source(
+    x_SD: torch.Tensor,
+    weights_SK: torch.Tensor | None,
+    handle: Sequence[torch.Tensor],
+    group: str,
+    num_sms: int,
+) -> tuple[torch.Tensor, Any]:
+    *others, send_head_TW = handle
+    # The package rewrites send_head in place: autograd still has it.
+    handle = (*others, send_head_TW.clone())
+    with annotate("deepep sum", x_SD), connection(group, x_SD.shape[1], num_sms) as found:
+        config = found.combine_config
+        return found.buffer.combine(x_SD, handle, topk_weights=weights_SK, config=config)[:2]
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[4:])
+    _, ids_TK, _, _, ctx.group, ctx.num_sms, *_ = inputs
+    ctx.top_k = ids_TK.shape[1]
+    ctx.set_materialize_grads(False)  # eight of the results are integers
+
+
+def _differentiate_dispatch(
+    ctx: Any, d_x_SD: torch.Tensor, d_ids: None, d_weights_SK: torch.Tensor | None, *_: None
+):
+    if d_weights_SK is None:
+        d_weights_SK = d_x_SD.new_zeros(d_x_SD.shape[0], ctx.top_k, dtype=torch.float32)
+    d_x_TD, d_weights_TK = _dispatch_backward(
+        d_x_SD.contiguous(),
+        d_weights_SK.contiguous(),
+        list(ctx.saved_tensors),
+        ctx.group,
+        ctx.num_sms,
+    )
+    return d_x_TD, None, d_weights_TK, [None] * len(SendCounts._fields), *[None] * 5
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, handle, *ctx.how = inputs
+    ctx.save_for_backward(*handle)
+
+
+def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor):
+    handle = list(ctx.saved_tensors)
+    d_y_SD = _combine_backward(d_y_TD.contiguous(), handle, *ctx.how)
+    return d_y_SD, [None] * len(handle), None, None, None
+
+
+deepep_dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
+deepep_combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
+
+# As in moetrain.parallel.expert.alltoall: a rank without tokens must still call.
+for _name in ("dispatch", "dispatch_backward", "combine", "combine_backward"):
+    torch.fx.has_side_effect(getattr(torch.ops.moetrain, f"deepep_{_name}").default)
+worth_saving(
+    "dispatch",
+    torch.ops.moetrain.deepep_dispatch.default,
+    torch.ops.moetrain.deepep_combine.default,
+)

@@ -1,0 +1,1 @@
+"""FSDP: sharded parameters, gathered in the compute dtype where they are used."""

@@ -1,0 +1,496 @@
+"""Parameters that travel together: one flat shard a rank, its gradient, and where it is gathered.
+
+A :class:`Bucket` is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.peers`):
+its members lie end to end in one flat shard, each padded to the same length on every rank. A
+:class:`GatherBuffer` is memory at a fixed address that buckets gather into, for a time or for good.
+
+Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
+from moetrain.models.rules import Rule
+from moetrain.parallel.collectives import (
+    PendingReduce,
+    ReduceMode,
+    all_gather_start,
+    reduce_scatter_start,
+)
+from moetrain.parallel.fsdp.float8 import Float8Shard
+from moetrain.parallel.fsdp.peers import Copied, Peers
+from moetrain.parallel.layout import Layout, Sliced
+from moetrain.parallel.offload.arena import Arena, aligned
+from moetrain.parallel.offload.host import HostShard
+
+Gathering = dist.Work | Copied
+Reducing = PendingReduce | Copied
+"""What is under way: :meth:`wait` and :meth:`finish` let the current stream go on afterwards."""
+
+
+class GatherBuffer:
+    """Memory that holds the gathered parameters of one owner at a time, at one address."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.size = 0
+        self.owner: object | None = None
+        """What is unsharded there now."""
+        self.tenant: object | None = None
+        """Whose values lie there, in use or not; None: nobody's."""
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, size: int) -> None:
+        """Be large enough for ``size`` bytes, before the first use."""
+        self.size = max(self.size, size)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, as bytes; allocated at the first use."""
+        if self._memory is None:
+            self._memory = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        elif not self.memory_in_use():
+            self._memory.untyped_storage().resize_(self.size)
+        return self._memory
+
+    def memory_in_use(self) -> int:
+        """Bytes that are allocated now."""
+        return 0 if self._memory is None else self._memory.untyped_storage().size()
+
+    def free(self) -> None:
+        """Give the memory back until the next use; tensors in it stay, and have no values."""
+        self.tenant = None
+        if self._memory is not None:
+            self._memory.untyped_storage().resize_(0)
+
+
+@dataclass
+class Member:
+    """One parameter of a bucket, as one rank sees it."""
+
+    module: nn.Module
+    name: str
+    """Under which ``module`` holds it."""
+    parameter: nn.Parameter
+    """The DTensor that ``named_parameters`` shows."""
+    local: torch.Tensor
+    """This rank's piece: a view into the bucket's shard, wherever that lies. The optimizer's
+    parameter."""
+    layout: Layout
+    rule: Rule
+    start: int
+    """Where its padded shard lies in the bucket, in numbers; ``layout.padded_numel`` long."""
+    share: float
+    """Of the value, what a rank uses: 1, or 1/tp where tensor parallel ranks' uses are added up."""
+    float8: Float8Shard | None = None
+    """Of which :attr:`local` is codes; None: it is the values."""
+
+    def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
+        """Of what is as long as the bucket's shard, what lies where this member's piece does."""
+        shape = self.layout.local_shape
+        return flat_N[self.start :][: shape.numel()].view(shape)
+
+    def read(self) -> torch.Tensor:
+        """This rank's piece as values: :attr:`local`, or a copy."""
+        return self.local if self.float8 is None else self.float8.read(self.start, self.local.shape)
+
+    def write(self, place: tuple[int | slice, ...], tensor: Sliced) -> None:
+        """Copy what is here of ``parameter[place] = tensor``, of which only that is read."""
+        if (overlap := self.layout.overlap(place)) is None:
+            return
+        here, there = overlap
+        if self.float8 is None:
+            self.local[here].copy_(tensor[there])
+        else:
+            self.float8.write(self.start, self.local.shape, here, tensor[there])
+
+
+class Twin(NamedTuple):
+    """Another rank with a copy of the same shard."""
+
+    group: dist.ProcessGroup
+    rank: int
+    """In the group."""
+
+    def exchange(self, x_N: torch.Tensor) -> torch.Tensor:
+        """What the twin gives for ``x_N``; both call it."""
+        theirs_N = torch.empty_like(x_N)
+        pairs = ((dist.isend, x_N), (dist.irecv, theirs_N))
+        ops = [dist.P2POp(op, x, group=self.group, group_peer=self.rank) for op, x in pairs]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return theirs_N
+
+
+@dataclass
+class Bucket:
+    """Members that the same ranks gather in the same dtype."""
+
+    members: list[Member]
+    shard_N: torch.Tensor
+    dtype: torch.dtype
+    """What it is gathered in."""
+    gradients: Arena
+    """Where its gradient lies, ..."""
+    gradient_dtype: torch.dtype
+    """... and in what: sums, which are made in fp32, are rounded to it as they are stored."""
+    host: HostShard | None = None
+    """Of which :attr:`shard_N` is the master; None: the shard is on the device."""
+    float8: Float8Shard | None = None
+    """Of which :attr:`shard_N` is the codes, and which is gathered; None: the shard is values."""
+    gradient_N: torch.Tensor | None = None
+    """This step's; None: there is none yet, or never."""
+    squares_B: torch.Tensor | None = None
+    """fp32, of that gradient: each block's sum of squares, as its last reduction left them."""
+    has_gradient: bool = False
+    unreduced_WN: torch.Tensor | None = None
+    """fp32: gradients of earlier micro-batches that are still to travel."""
+    twin: Twin | None = None
+    """The pipeline rank with the same shard, whose gradient is of another use of it; None: none."""
+    peers: Peers | None = None
+    """The group's ranks, if they copy from one another; None: it travels by collectives."""
+    peers_start: int = 0
+    """Where in what they share the shard lies."""
+    _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Where the shard lies as it is gathered, if that is another dtype, or for peers to read."""
+    _version: int | None = None
+    """Of the shard, when it was last written there; None: something else may lie there since."""
+    _rows: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gather it."""
+        return self.members[0].layout.group
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Ranks that hold this very shard, over which its gradient is still to be summed."""
+        return self.members[0].layout.replicas
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its members have gradients."""
+        return self.members[0].rule.trainable
+
+    @property
+    def source_N(self) -> torch.Tensor:
+        """What the device has of the shard, whose values :meth:`start_gather` sees to."""
+        return self.shard_N if self.host is None else self.host.copy_N
+
+    @property
+    def is_never_sharded(self) -> bool:
+        """Whether what is used is what the device has."""
+        return self.group.size() == 1 and self.dtype == self.source_N.dtype
+
+    @property
+    def needs_copies(self) -> bool:
+        """Whether members must be copied out of what a gather gives, rank by rank."""
+        return self.float8 is not None or (len(self.members) > 1 and self.group.size() > 1)
+
+    # ---- the shard as it is gathered -----------------------------------------------------------
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the shard is gathered in another dtype than what the device has."""
+        return self.dtype != self.source_N.dtype
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether what lies in :attr:`cast_N`, or what a host's shard has on the device, is the
+        shard as it is now.
+
+        Every change in place counts, through whatever view of the shard, or a member's DTensor.
+        """
+        return self._version == self._changes()
+
+    def _changes(self) -> int:
+        """Of the shard so far: autograd counts them, for all views of a tensor together."""
+        members = sum(member.parameter._version for member in self.members)
+        return self.shard_N._version + members
+
+    @property
+    def cast_N(self) -> torch.Tensor:
+        """Memory for the shard in the dtype it is gathered in, once it is laid out: where a gather
+        would bring it, so that it need not bring it; or what it is to be copied out from."""
+        if self.needs_copies and not self._cast_N.numel():
+            self._cast_N = torch.empty_like(self.shard_N, dtype=self.dtype)
+        return self._cast_N
+
+    def mark_fresh(self) -> None:
+        """Say that :attr:`cast_N`, or the copy of a host's shard, was written."""
+        self._version = self._changes()
+
+    @property
+    def update_N(self) -> torch.Tensor | None:
+        """Where peers read what an update changes, if the update is to write it; None: they do not,
+        or as it is in the master."""
+        is_there = self.peers is not None and self._cast_N.numel() > 0
+        return self._cast_N if is_there and self.is_cast else None
+
+    def share(self) -> None:
+        """Let peers, who share memory and do not read it meanwhile, read the shard as it is now."""
+        assert self.peers is not None
+        if not self._cast_N.numel():
+            self._cast_N = self.peers.own(self.peers_start, self.shard_N.numel(), self.dtype)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.is_fresh:
+            return
+        if self.is_cast:
+            # Torch's own cast takes 1.5 times as long.
+            sum_chunks(self.shard_N.detach()[None], out_N=self.cast_N)
+        else:
+            self._cast_N.copy_(self.shard_N)
+        self.mark_fresh()
+
+    @property
+    def _lies_apart(self) -> bool:
+        """Whether :attr:`cast_N` is no part of where members lie gathered."""
+        return self.needs_copies or self.peers is not None
+
+    def leave(self) -> None:
+        """Where members lie gathered something else may lie from now on; no host's copy does."""
+        if self.host is None and not self._lies_apart:
+            self._version = None
+
+    def release(self) -> None:
+        """Give the memory of :attr:`cast_N` back, where it has some of its own."""
+        if self.host is None and self._lies_apart:
+            self._cast_N, self._version = torch.empty(0), None
+
+    # ---- gathering -----------------------------------------------------------------------------
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of what a gather writes."""
+        if self.float8 is not None:
+            return aligned(self.group.size() * self.float8.bytes.numel())
+        return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of what is gathered to be copied out."""
+        return self.gathered_bytes if self.needs_copies and self.group.size() > 1 else 0
+
+    @property
+    def region_bytes(self) -> int:
+        """Of where the members lie gathered, in the end."""
+        if self.is_never_sharded:
+            return 0
+        if not self.needs_copies:
+            return self.gathered_bytes
+        numels = [member.layout.gathered_shape.numel() for member in self.members]
+        return sum(aligned(numel * self.dtype.itemsize) for numel in numels)
+
+    def lay_out(self, memory: torch.Tensor) -> None:
+        """Let members lie gathered in ``memory``, of ``region_bytes``."""
+        whole_N = self.source_N.detach() if self.is_never_sharded else memory.view(self.dtype)
+        self._gathered_N, self._rows, start = whole_N, [], 0
+        for member in self.members:
+            shape = member.layout.gathered_shape
+            first = start if self.needs_copies else member.start
+            self._rows.append(whole_N[first : first + shape.numel()].view(shape))
+            start += aligned(shape.numel() * self.dtype.itemsize) // self.dtype.itemsize
+        if self.is_cast and not self._lies_apart:
+            numbers = self.shard_N.numel()
+            # As in start_gather: what writes here changes nothing that autograd saved.
+            self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
+
+    def start_gather(self, staging: torch.Tensor) -> Gathering | None:
+        """Begin to gather, where members lie or, if they are to be copied out, to ``staging``."""
+        if self.host is not None:
+            self.host.wait()
+            if not self.is_fresh:
+                self.host.copy_N.copy_(self.shard_N)
+                self.mark_fresh()
+        if self.is_never_sharded:
+            return None
+        if self.float8 is not None:
+            return self.float8.start_gather(self.group, staging)
+        target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
+        # Through .data, which has a version counter of its own: autograd would else take the next
+        # gather for a change of what it saved.
+        target_N = target_N[: self.group.size() * self.shard_N.numel()].data
+        target_WN = target_N.view(self.group.size(), -1)
+        if self.peers is not None:
+            if not self.is_fresh:
+                raise RuntimeError("parameters changed within FSDP.work(), while peers read them")
+            return self.peers.gather(self.peers_start, target_WN)
+        if self.is_cast:
+            self._refresh()
+        if self.group.size() == 1:
+            return None
+        sent_N = self.cast_N if self.is_cast else self.source_N
+        return all_gather_start(sent_N, self.group, target_WN)[1]
+
+    def copy_out(self, staging: torch.Tensor) -> None:
+        """Copy members from ``staging`` to where they lie, if they are to be copied."""
+        if not self.needs_copies:
+            return
+        if self.float8 is not None:
+            bytes_W = self.float8.gathered(self.group.size(), staging)
+            for member, row in zip(self.members, self._rows, strict=True):
+                padded = member.layout.padded_numel
+                self.float8.widen(row.data.view(-1), bytes_W, member.start, padded)
+            return
+        ranks = self.group.size()
+        numbers = ranks * self.shard_N.numel()
+        staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)
+        for member, row in zip(self.members, self._rows, strict=True):
+            padded = member.layout.padded_numel
+            part_WN = staged_WN[:, member.start : member.start + padded]
+            target = row.data.view(-1)
+            if padded * ranks == row.numel():
+                target.view(ranks, -1).copy_(part_WN)
+            else:  # the last ranks have less
+                target.copy_(part_WN.reshape(-1)[: row.numel()])
+
+    def rows(self) -> list[torch.Tensor]:
+        """The gathered parameters, in the order of members; new tensors, for autograd to mark."""
+        return [
+            row.view(row.shape) if member.share == 1 else row * member.share
+            for member, row in zip(self.members, self._rows, strict=True)
+        ]
+
+    # ---- reducing ------------------------------------------------------------------------------
+
+    def start_reduce(
+        self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode, *, now: bool
+    ) -> Reducing | None:
+        """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
+
+        Every rank must call this, even without gradients (None counts as 0): others wait for it.
+
+        ``now``: else they are added up in fp32 here, until a later call or :meth:`flush` sends all.
+        """
+        chunks_WN = self._chunks(gradients)
+        if self.unreduced_WN is not None:
+            chunks_WN = self.unreduced_WN.add_(chunks_WN)
+        if not now and self.group.size() > 1:
+            self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
+            return None
+        self.unreduced_WN = None
+        return self._send(chunks_WN, mode)
+
+    def flush(self, mode: ReduceMode) -> Reducing | None:
+        """Begin to sum what :meth:`start_reduce` has kept back."""
+        chunks_WN, self.unreduced_WN = self.unreduced_WN, None
+        return None if chunks_WN is None else self._send(chunks_WN, mode)
+
+    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Reducing | None:
+        if mode != "fp32":
+            chunks_WN = chunks_WN.to(self.dtype)
+        if self.gradient_N is None:
+            self.gradient_N = self._new_gradient()
+            if self.host is not None and self.host.has_gradient:
+                self.host.give_back(self.gradient_N)
+        if self.squares_B is None:
+            blocks = num_blocks(self.shard_N.numel())
+            self.squares_B = self.gradient_N.new_empty(blocks, dtype=torch.float32)
+        into: Any = {"out_N": self.gradient_N, "squares_B": self.squares_B}
+        into["accumulate"], self.has_gradient = self.has_gradient, True
+        if self.peers is not None and mode == "fp32_accum":
+            return self.peers.reduce(chunks_WN, **into)
+        pending = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
+        if self.group.size() > 1:
+            return pending
+        pending.finish()  # nothing is under way, and what it holds is large
+        return None
+
+    def _new_gradient(self) -> torch.Tensor:
+        # What goes down to the host is here for a short time.
+        new = self.gradients.empty if self.host is None else self.gradients.loose
+        return new(self.shard_N.numel(), self.gradient_dtype)
+
+    @property
+    def is_reduced_at_once(self) -> bool:
+        """Whether a reduction over the group leaves nothing to be added to its gradient."""
+        return self.replicas is None and self.twin is None
+
+    def give_gradient(self) -> None:
+        """Let the host, if the shard is there, have the gradient, and its memory be free."""
+        if self.host is not None and self.gradient_N is not None:
+            self.host.take(self.gradient_N)
+            self.gradient_N = None
+
+    def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
+        ranks = self.group.size()
+        only, (first, *others) = gradients[0], self.members
+        is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
+        if not others and first.share == 1 and only is not None and is_even:
+            return only.contiguous().view(ranks, -1)
+        chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=self.dtype)
+        for member, gradient in zip(self.members, gradients, strict=True):
+            if gradient is None:
+                continue
+            if member.share != 1:
+                gradient = gradient * member.share
+            flat, padded = gradient.reshape(-1), member.layout.padded_numel
+            whole, rest = divmod(flat.numel(), padded)
+            target_WN = chunks_WN[:, member.start : member.start + padded]
+            target_WN[:whole] = flat[: whole * padded].view(whole, -1)
+            if rest:
+                target_WN[whole, :rest] = flat[whole * padded :]
+        return chunks_WN
+
+    def complete_gradient(self) -> torch.Tensor:
+        """Complete this step's gradient.
+
+        Returns what adds up to this rank's share of its square: fp32, of any length.
+        """
+        has_left = self.host is not None and self.host.has_gradient and self.has_gradient
+        if has_left and self.squares_B is not None:
+            return self.squares_B  # it is complete
+        if self.gradient_N is None:
+            self.gradient_N = self._new_gradient()
+        if not self.has_gradient:  # nothing used these parameters in this step
+            self.gradient_N.zero_()
+        copies = 1 if self.is_reduced_at_once else self._add_copies(self.gradient_N)
+        if copies == 1 and self.has_gradient and self.squares_B is not None:
+            return self.squares_B
+        norm = torch.linalg.vector_norm(self.gradient_N, dtype=torch.float32)
+        return (norm.square() / copies)[None]
+
+    def _add_copies(self, gradient_N: torch.Tensor) -> int:
+        """Add gradients of this shard's copies to its own; returns how many have the sum now."""
+        wide_N, copies = gradient_N.float(), 1
+        if self.replicas is not None:
+            dist.all_reduce(wide_N, group=self.replicas)
+            copies *= self.replicas.size()
+        if self.twin is not None:
+            wide_N += self.twin.exchange(wide_N)
+            copies *= 2
+        gradient_N.copy_(wide_N)  # nothing where that is fp32: they are one
+        return copies
+
+    def show_gradient(self) -> None:
+        """Let every member have its piece of what is complete as its ``grad``; of a host's shard
+        the host has it."""
+        if self.host is not None:
+            self.give_gradient()
+            return
+        assert self.gradient_N is not None
+        for member in self.members:
+            member.local.grad = member.piece_of(self.gradient_N)
+            member.parameter.grad = member.layout.dtensor(member.local.grad)
+
+    def clear_gradient(self, *, free: bool) -> None:
+        """Forget this step's gradient; ``free``: and give its memory back."""
+        self.has_gradient, self.unreduced_WN = False, None
+        if self.host is not None:
+            self.host.has_gradient = False
+        if free or self.host is not None:
+            self.gradient_N = None
+        for member in self.members:
+            member.local.grad = member.parameter.grad = None

@@ -1,0 +1,96 @@
+"""A frozen shard in OCP's MXFP8: e4m3, and a scale for each 32 numbers (``lora.base_dtype``).
+
+What is not trained needs no more precision than its product has, and half the memory. QLoRA (arXiv
+2305.14314) stores 4 bits, by a table and with scales of scales; here it is a cast and a product.
+Codes and scales are what is gathered, half the bytes. They are widened into the memory where the
+parameters lie gathered, which blocks take turns at.
+
+A scale is a power of two, the least with which its group's largest number is in range. So widening
+rounds nothing, what is widened and written again has the same values, and in a group that is
+written in parts each number is rounded once, but for those below the smallest normal code.
+
+Groups are of neighbours in a rank's shard: the same on any layout that leaves every rank's part of
+a row a multiple of 32 numbers.
+
+Legend: N numbers of whole groups, G groups, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from moetrain.kernels.quant.mxfp8 import SCALED, quantise_groups, widen_groups
+from moetrain.kernels.quant.rows import E4M3
+from moetrain.parallel.collectives import all_gather_start
+from moetrain.parallel.offload.arena import Arena
+
+
+class Float8Shard:
+    """One rank's shard of one bucket, ``numel`` numbers that are used in ``dtype``."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, weights: Arena) -> None:
+        self.dtype = dtype
+        self._codes = -(-numel // SCALED) * SCALED
+        self.bytes = weights.empty(self._codes + self._codes // SCALED, torch.uint8).zero_()
+        """All that is gathered: codes, and behind them scales."""
+        self.codes_N = self.bytes[:numel].view(E4M3)
+
+    def _apart(self, bytes_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [W, N] and scales [W, G]."""
+        codes_WN, scales_WG = bytes_W[:, : self._codes], bytes_W[:, self._codes :]
+        return codes_WN.view(E4M3), scales_WG
+
+    # ---- for whoever reads and writes values ----------------------------------------------------
+
+    def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.bytes.device)
+        self.widen(out.view(-1), self.bytes[None], start, out.numel())
+        return out
+
+    @torch.no_grad()
+    def write(
+        self,
+        start: int,
+        shape: torch.Size,
+        place: tuple[int | slice, ...],
+        values: torch.Tensor,
+    ) -> None:
+        """``tensor[place] = values``, as nearly as can be; the tensor begins at ``start``."""
+        rows, *columns = place
+        first, last = (rows, rows + 1) if isinstance(rows, int) else (rows.start, rows.stop)
+        # The groups that hold these rows; they begin and end within the tensor's own.
+        size = math.prod(shape[1:])
+        begin, numel = start + first * size, (last - first) * size
+        outer = begin // SCALED * SCALED
+        end = -(-(begin + numel) // SCALED) * SCALED
+        wide_N = self.read(outer, torch.Size([end - outer]), torch.float32)
+        part = wide_N[begin - outer :][:numel].view(last - first, *shape[1:])
+        part[0 if isinstance(rows, int) else slice(None), *columns].copy_(values)
+        codes_WN, scales_WG = self._apart(self.bytes[None])
+        codes_N, scales_G = quantise_groups(wide_N)
+        codes_WN[0, outer:end].copy_(codes_N)
+        scales_WG[0, outer // SCALED : end // SCALED].copy_(scales_G)
+
+    # ---- gathering -----------------------------------------------------------------------------
+
+    def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> dist.Work | None:
+        """Begin to bring every rank's codes and scales to ``staging``."""
+        if group.size() == 1:
+            return None
+        return all_gather_start(self.bytes, group, self.gathered(group.size(), staging))[1]
+
+    def gathered(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
+        """Where they lie then: [W, bytes]."""
+        if ranks == 1:
+            return self.bytes[None]
+        return staging[: ranks * self.bytes.numel()].view(ranks, -1)
+
+    def widen(self, out_N: torch.Tensor, bytes_W: torch.Tensor, start: int, numel: int) -> None:
+        """Write ``numel`` numbers from ``start`` on of each rank's ``bytes_W``, one rank's behind
+        the other's, to ``out_N``; the last ranks may have less."""
+        codes_WN, scales_WG = self._apart(bytes_W)
+        widen_groups(codes_WN, scales_WG, out_N, start, numel)

@@ -1,0 +1,499 @@
+"""Our own FSDP: sharded parameters, unsharded in the compute dtype where they are used.
+
+Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
+tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A :class:`Unit` is a block, or
+the embedding, or the head: the parameters that are gathered together. Its life cycle is explicit:
+
+    unshard   its full parameters lie in its region of memory, gathered there if they do not yet
+    reshard   they no longer do: its region is another unit's, or free
+    reduce    gradients of full parameters are summed in fp32 into this rank's gradient
+
+All of it happens within :meth:`FSDP.work`, during which parameters do not change: however many
+micro-batches are in flight, and in whatever order their forwards and backwards come, a unit that is
+unsharded need not be gathered again. Around a block its modules hold full tensors instead of their
+DTensors; one autograd function hands them out, and its backward reduces their gradients.
+
+    forward   unshard(i + 1) starts before block i computes
+    backward  unshard(i - 1) starts before block i's backward, and the reduction of block i runs
+              while block i - 1 computes
+
+The gather lies outside the compiled block. Inside, the compiler would see it but could not start it
+before the block begins; outside, it runs a block ahead, and the compiled block only sees plain
+tensors, so no hook breaks its graph.
+
+Full parameters lie at fixed addresses. Every unit has a region of its own, in which they stay until
+the work is over; with experts sharded over expert parallel ranks they are small (38 MB a layer for
+Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: what one block needs is gathered
+into one while its neighbour computes with the other, in the forward and again in the backward. What
+autograd saved are tensors in a region, which has the right values whenever they are read.
+
+What is gathered is in the compute dtype. Where a unit has a region of its own, or peers read it
+(:mod:`moetrain.parallel.fsdp.copy_engines`), the optimizer writes that value beside its fp32 one
+(:meth:`FSDP.updates`), to where the gather would bring it or take it from, and nothing is cast
+until somebody else changes the parameters.
+
+Left out on purpose: gradients of different units in one collective; parameters that change shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from moetrain.kernels.annotate import annotate
+from moetrain.parallel.collectives import ReduceMode
+from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Gathering, Member, Reducing
+from moetrain.parallel.fsdp.copy_engines import CopyEngines
+from moetrain.parallel.layout import Sliced
+from moetrain.parallel.offload.arena import Arena
+
+
+class Unit:
+    """Parameters that are unsharded together.
+
+    ``region`` is where they then lie, and ``staging`` where what must be copied there is gathered;
+    both may be shared with other units.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buckets: list[Bucket],
+        region: GatherBuffer,
+        staging: GatherBuffer,
+        *,
+        takes_turns: bool,
+    ) -> None:
+        self.index, self.buckets = index, buckets
+        self.region, self.staging, self.takes_turns = region, staging, takes_turns
+        self.works: list[Gathering | None] | None = None
+        """The gathers under way; None: there are none."""
+        self.graphs = 0
+        """Forwards whose backwards are still to come."""
+        self._is_laid_out = False
+        size = sum(bucket.region_bytes for bucket in buckets)
+        region.reserve(size)
+        self.label = f"unit {index}, {size / 2**20:.1f} MiB"
+        """In traces."""
+        staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
+
+    @property
+    def members(self) -> Iterator[Member]:
+        """Every parameter, bucket by bucket."""
+        for bucket in self.buckets:
+            yield from bucket.members
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the host was given some of it to update since the last gather; it may be done."""
+        return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether every one of its parameters is."""
+        return all(bucket.is_trained for bucket in self.buckets)
+
+    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
+    def move_in(self) -> None:
+        """Let what is written for its buckets lie in its region from now on, and nobody else's."""
+        memory = self.region.memory
+        if not self._is_laid_out:
+            sizes = [bucket.region_bytes for bucket in self.buckets]
+            for bucket, part in zip(self.buckets, _parts(memory, sizes), strict=True):
+                bucket.lay_out(part)
+            self._is_laid_out = True
+        if self.region.tenant is not self:
+            self.region.tenant = self
+            for bucket in self.buckets:
+                bucket.leave()
+
+    @torch.inference_mode(False)
+    def start_gather(self) -> None:
+        """Begin to gather every bucket."""
+        self.move_in()
+        self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
+
+    def finish_gather(self) -> None:
+        """Wait for the gathers, and let every member lie in its place."""
+        works, self.works = self.works or [], None
+        for work in works:
+            if work is not None:
+                work.wait()
+        for bucket, part in self._staged():
+            bucket.copy_out(part)
+
+    def _staged(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        sizes = [bucket.staging_bytes for bucket in self.buckets]
+        return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Full parameters, in the order of members; not differentiable."""
+        return [row for bucket in self.buckets for row in bucket.rows()]
+
+    def swap_in(self, full: Sequence[torch.Tensor]) -> None:
+        """Let the modules hold ``full`` in place of their DTensors."""
+        for member, tensor in zip(self.members, full, strict=True):
+            member.module._parameters[member.name] = tensor  # pyright: ignore
+
+    def swap_out(self) -> None:
+        """Give the modules their DTensors back."""
+        for member in self.members:
+            member.module._parameters[member.name] = member.parameter
+
+
+def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The first of ``memory``, cut to ``sizes``."""
+    return memory[: sum(sizes)].split(list(sizes))
+
+
+class FSDP:
+    """The units of one model in forward order, and what is under way between them.
+
+    Args:
+        mode: how gradients are summed over ranks.
+        reshard: how many of the first blocks take turns in two regions, instead of having one each.
+        is_alone: whether this is the only rank. Memory then counts for more than fixed addresses:
+            what is unsharded goes with its last use, gradients come with their first.
+        reduce_last: whether gradients of several micro-batches are added up unsharded, in fp32, and
+            travel with the last; else each micro-batch's travel by themselves.
+    """
+
+    def __init__(
+        self,
+        mode: ReduceMode,
+        device: torch.device,
+        *,
+        is_alone: bool,
+        reshard: int,
+        reduce_last: bool,
+    ) -> None:
+        self.mode: ReduceMode = mode
+        self.device, self.is_alone = device, is_alone
+        self.reshards, self.reduce_last = reshard, reduce_last
+        self.weights = Arena("weights", device)
+        # Alone, gradients come with their first use and go with the step.
+        self.gradients = Arena("gradients", device, fixed=not is_alone)
+        self.units: list[Unit] = []
+        self.members: dict[str, Member] = {}
+        """Every parameter, by its name in the model."""
+        self._unit_of: dict[nn.Module, Unit] = {}
+        self._turns = (GatherBuffer(device), GatherBuffer(device))
+        self._staging = (GatherBuffer(device), GatherBuffer(device))
+        self.engines = CopyEngines(device)
+        self._reducing: list[Reducing] = []
+        self._reduced: list[Bucket] = []
+        """Those whose gradient goes to the host once the reductions under way are finished."""
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._is_working = self._is_last = False
+        self._num_works = 0
+        self.splits = False
+        """Whether every parameter has a node of its own in autograd's graph, to be asked for."""
+
+    def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
+        """Append the unit of ``modules``; units are added in the order their forwards run."""
+        index = len(self.units)
+        takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
+        region = self._turns[index % 2] if takes_turns else GatherBuffer(self.device)
+        staging = self._staging[index % 2]
+        unit = Unit(index, buckets, region, staging, takes_turns=takes_turns)
+        self.units.append(unit)
+        self._unit_of.update(dict.fromkeys(modules, unit))
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket of the model."""
+        for unit in self.units:
+            yield from unit.buckets
+
+    # ---- the life cycle ------------------------------------------------------------------------
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Forwards and backwards of one step, or of one evaluation, in any order.
+
+        Meanwhile parameters must not change. Afterwards every reduction is done, every module holds
+        its DTensors again, and nothing is unsharded. May be entered again within itself. A backward
+        belongs into the work of its forward.
+        """
+        if self._is_working:
+            yield
+            return
+        self.weights.need()
+        self._is_working = True
+        try:
+            self.engines.begin()
+            yield
+            self.finish_reductions()
+            self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
+            self.finish_reductions()
+        finally:
+            self.engines.end()
+            self._is_working, self._is_last = False, False
+            self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
+            self._num_works += 1
+            for unit in self.units:
+                unit.graphs = 0
+                unit.swap_out()
+                self.reshard(unit)
+
+    def release(self) -> None:
+        """Give back the memory of full parameters, until the next :meth:`work`."""
+        self.check_idle()
+        for unit in self.units:
+            unit.region.free()
+            unit.staging.free()
+            for bucket in unit.buckets:
+                bucket.release()
+        self.engines.release()
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
+        if self._is_working:
+            raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
+
+    def start_unshard(self, unit: Unit) -> None:
+        """Begin to gather ``unit``, unless it is unsharded or on the way."""
+        if not self._is_working:
+            raise RuntimeError(
+                "sharded parameters were asked for outside of FSDP.work(); call the model "
+                "within `with engine.work():`"
+            )
+        if unit.region.owner is unit:
+            return
+        if isinstance(unit.region.owner, Unit):
+            self.reshard(unit.region.owner)
+        if isinstance(unit.staging.owner, Unit):  # gathered ahead, and not used yet
+            self._finish_gather(unit.staging.owner)
+        unit.region.owner = unit.staging.owner = unit
+        with annotate(f"fsdp_gather {unit.label}"):
+            unit.start_gather()
+
+    def unshard(self, unit: Unit) -> None:
+        """Let ``unit``'s full parameters lie in its region when what is queued next runs."""
+        self.start_unshard(unit)
+        self._finish_gather(unit)
+
+    def _finish_gather(self, unit: Unit) -> None:
+        if unit.works is not None:
+            unit.finish_gather()
+            unit.staging.owner = None
+
+    def reshard(self, unit: Unit) -> None:
+        """Let the region of ``unit`` be another's, or be filled anew."""
+        if unit.region.owner is unit:
+            self._finish_gather(unit)
+            unit.region.owner = None
+
+    def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begin the unit's reductions, then finish those of the unit before it."""
+        with annotate(f"fsdp_reduce {unit.label}"):
+            self._start_reductions(unit, gradients)
+        unit.graphs -= 1
+        if self._is_last and not unit.graphs:
+            self._reduced = [bucket for bucket in unit.buckets if bucket.is_reduced_at_once]
+        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
+            self.reshard(unit)
+            unit.region.free()
+
+    def _start_reductions(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+        started, rest = [], list(gradients)
+        for bucket in unit.buckets:
+            mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
+            if bucket.is_trained:
+                now = self._is_last or not self.reduce_last
+                started.append(bucket.start_reduce(mine, self.mode, now=now))
+        self.finish_reductions()
+        self._reducing = _under_way(started)
+
+    def finish_reductions(self) -> None:
+        """Wait, on the device, for those under way."""
+        for pending in self._reducing:
+            pending.finish()
+        for bucket in self._reduced:
+            bucket.give_gradient()
+        self._reducing, self._reduced = [], []
+
+    # ---- the model's seam: moetrain.models.transformer.Sharding --------------------------------
+
+    def run(self, call: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
+        """``call(block, *inputs)`` with the block's full parameters."""
+        unit = self._unit_of[block]
+        full = self._hand_out(unit)
+        ahead = self.units[unit.index + 1 : unit.index + 2]
+        # The host's update is waited for: the device gets this block's work before. Not only where
+        # it is not done yet: the block's own collectives must come in one order on all ranks.
+        late = [following for following in ahead if following.awaits_update]
+        for following in ahead[len(late) :]:
+            self.start_unshard(following)
+        unit.swap_in(full)
+        try:
+            outputs = call(block, *inputs)
+        finally:
+            unit.swap_out()
+        for following in late:
+            self.start_unshard(following)
+        if not self.reshards or not torch.is_grad_enabled():
+            return outputs
+        leaves, spec = pytree.tree_flatten(outputs)
+        at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        wrapped = _BeforeBackward.apply(self, unit, *(leaves[i] for i in at))
+        for i, leaf in zip(at, wrapped, strict=True):
+            leaves[i] = leaf
+        return pytree.tree_unflatten(leaves, spec)
+
+    def open(self, module: nn.Module) -> None:
+        """Let the unit of ``module`` hold full parameters until the work is over."""
+        unit = self._unit_of[module]
+        unit.swap_in(self._hand_out(unit))
+
+    def _hand_out(self, unit: Unit) -> list[torch.Tensor]:
+        """Full parameters of ``unit``, differentiable where they are trained."""
+        self.unshard(unit)
+        unit.graphs += torch.is_grad_enabled()
+        full = list(UnshardFunction.apply(self._anchor, self, unit))
+        return [x.view_as(x) for x in full] if self.splits else full
+
+    def backward(
+        self,
+        outputs: torch.Tensor | Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] | None = None,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Their backward; ``gradients`` may be left out of 0-d ones.
+
+        Outputs with gradients that nothing trained led to are passed over: so may be those of a
+        first stage. ``is_last``: no other backward follows in this work.
+        """
+        self._is_last = is_last
+        if gradients is not None:
+            pairs = zip(outputs, gradients, strict=True)
+            wanted = [(y, gradient) for y, gradient in pairs if y.requires_grad]
+            if not wanted:
+                return
+            outputs, gradients = zip(*wanted, strict=True)
+        torch.autograd.backward(outputs, gradients)
+
+    def give(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, is_last: bool) -> None:
+        """:meth:`reduce` what a backward outside of :meth:`backward` has found."""
+        self._is_last = is_last
+        self.reduce(unit, gradients)
+
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
+        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
+        self.settle()  # an update under way would overwrite it, or be sent half of it
+        if (member := self.members.get(name)) is not None:
+            member.write(place, tensor)
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def gradient_norm(self) -> torch.Tensor:
+        """After the step's work: complete every member's gradient.
+
+        Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
+        """
+        self.check_idle()
+        trained = [bucket for bucket in self.buckets if bucket.is_trained]
+        squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
+        squares += [bucket.complete_gradient() for bucket in trained]
+        total = torch.cat(squares).sum(dtype=torch.float64)
+        if not self.is_alone:
+            dist.all_reduce(total)
+        for bucket in trained:  # the host takes longer for it than the device for the sum
+            bucket.show_gradient()
+        return total.sqrt().float()
+
+    def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+        """Every bucket that the device trains, to be updated before the next is asked for.
+
+        With it comes where the new values are to be written too, in the dtype they are gathered in:
+        then no gather casts them. None: they are gathered as they are, or take turns with others'.
+        A gradient whose memory is not kept goes with its update.
+        """
+        self.check_idle()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if not bucket.is_trained or bucket.host is not None:
+                    continue
+                place_N = bucket.update_N
+                if bucket.peers is None and bucket.is_cast and not unit.takes_turns:
+                    unit.move_in()
+                    place_N = bucket.cast_N
+                yield bucket, place_N
+                if place_N is not None:
+                    bucket.mark_fresh()
+                if self.is_alone:
+                    bucket.clear_gradient(free=True)
+
+    def settle(self) -> None:
+        """Wait until every master weight holds the last step's update, before it is read.
+
+        Raises OffloadedError if the weights are in host memory."""
+        self.weights.need()
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.wait()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was added to the step's gradients yet."""
+        return any(bucket.has_gradient for bucket in self.buckets)
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        for bucket in self.buckets:
+            bucket.clear_gradient(free=self.is_alone)
+
+
+def _under_way(pending: Iterable[Reducing | None]) -> list[Reducing]:
+    return [one for one in pending if one is not None]
+
+
+class UnshardFunction(torch.autograd.Function):
+    """Hands out a unit's full parameters; its backward reduces their gradients into the shards.
+
+    The shards' gradients do not flow through autograd: they are summed in fp32 into buffers that
+    outlive the graph, while the next block's backward runs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, fsdp: FSDP, unit: Unit) -> tuple[torch.Tensor, ...]:
+        ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
+        ctx.set_materialize_grads(False)
+        rows = unit.rows()
+        pairs = zip(rows, unit.members, strict=True)
+        ctx.mark_non_differentiable(*(row for row, member in pairs if not member.rule.trainable))
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        if ctx.work != ctx.fsdp._num_works:  # nobody would finish its reductions
+            raise RuntimeError("a backward came after the FSDP.work() of its forward")
+        ctx.fsdp.reduce(ctx.unit, gradients)
+        return None, None, None
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """An identity around a block's outputs: its backward runs once all their gradients are there,
+    before anything of the block's own, and unshards the block again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fsdp: FSDP, unit: Unit, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.fsdp, ctx.unit = fsdp, unit
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.fsdp.unshard(ctx.unit)
+        if ctx.unit.index > 0:
+            ctx.fsdp.start_unshard(ctx.fsdp.units[ctx.unit.index - 1])
+        return None, None, *gradients

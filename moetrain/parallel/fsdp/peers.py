@@ -1,0 +1,292 @@
+"""Ranks of one machine that read and write one another's memory, instead of by collectives.
+
+Copy engines move bytes between GPUs while every SM computes, and nobody waits for a peer to send.
+The ranks of an FSDP group share one piece of memory each:
+
+    | a shard, as it is gathered | another | ... | inbox: [W, N] of the reduction under way |
+
+A gather reads the peers' shards; a reduction writes row r of a rank's gradients into row ``rank``
+of r's inbox, which r adds up by the kernel that adds up what an all-to-all brings, in rank order:
+the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
+at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
+
+What keeps them apart are barriers, on the device: no host waits, and no SM either (see
+:mod:`moetrain.parallel.fsdp.stream_memory`). Shards are written by an update, after the gradients'
+norm was summed over all ranks, and between the two barriers of :meth:`Peers.open` and
+:meth:`Peers.barrier`; they are read only after the second. A barrier is in two parts, to arrive and
+to wait for who has not: a reduction arrives at one when it has added up, which the next waits for
+before it writes, and at another when it has written, which it waits for before it adds up.
+
+On CPUs it is the same with memory that processes map, and with copies that are done at once.
+
+Left out on purpose: several machines, multicast, and sums on the way (a bf16 ring's).
+
+Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory
+
+from moetrain.kernels.annotate import annotate
+from moetrain.kernels.optim.reduction import sum_chunks
+from moetrain.parallel.fsdp.mapped import count_bytes
+from moetrain.parallel.fsdp.stream_memory import wait_for_word, write_word
+from moetrain.parallel.offload.arena import aligned
+
+_SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
+
+
+class PeerMemory(Protocol):
+    """As many bytes of every rank of a group, which all of them read and write."""
+
+    parts: list[torch.Tensor]
+    """uint8, by rank."""
+
+    def arrive(self, barrier: int) -> None:
+        """Tell all ranks when the current stream has come here."""
+        ...
+
+    def wait(self, barrier: int) -> None:
+        """Let the current stream go on when all ranks have arrived as often as this one."""
+        ...
+
+
+class DeviceMemory:
+    """:class:`PeerMemory` of GPUs. Making it is collective, and waits for the host."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
+        me, ranks = group.rank(), group.size()
+        start = aligned(size)
+        whole = start + len(_BARRIERS) * ranks * torch.int32.itemsize
+        torch.cuda.empty_cache()
+        try:
+            # Not symmetric_memory.empty, which in newer versions keeps what was freed.
+            own = _SymmetricMemory.empty_strided_p2p((whole,), (1,), torch.uint8, device)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(
+                    f"{whole / 2**30:.2f} GiB for peers: {error}"
+                ) from None
+            raise
+        own[start:].zero_()
+        torch.cuda.synchronize(device)  # words are zero before a peer can write them
+        handle: Any = _symmetric_memory.rendezvous(own, group)
+        parts = [handle.get_buffer(r, (whole,), torch.uint8) for r in range(ranks)]
+        self.parts = [part[:size] for part in parts]
+        # Of each rank, by barrier and by who writes it: how often that one has arrived.
+        words = [part[start:].view(torch.int32).view(len(_BARRIERS), ranks, 1) for part in parts]
+        others = [rank for rank in range(ranks) if rank != me]
+        self._theirs = [[words[rank][barrier, me] for rank in others] for barrier in _BARRIERS]
+        self._mine = [[words[me][barrier, rank] for rank in others] for barrier in _BARRIERS]
+        self._counts = [0 for _ in _BARRIERS]
+        """By barrier, how often this rank has arrived."""
+        self._own, self._handle = own, handle  # which parts do not keep
+        count_bytes(device, whole)
+        weakref.finalize(self, count_bytes, device, -whole).atexit = False
+
+    def arrive(self, barrier: int) -> None:
+        self._counts[barrier] += 1
+        for word in self._theirs[barrier]:
+            write_word(word, self._counts[barrier])
+
+    def wait(self, barrier: int) -> None:
+        for word in self._mine[barrier]:
+            wait_for_word(word, self._counts[barrier])
+
+
+class MappedMemory:
+    """:class:`PeerMemory` of processes on CPUs. Making it is collective."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+        self.group, ranks = group, group.size()
+        file = os.memfd_create("moetrain") if group.rank() == 0 else None
+        name = [f"/proc/{os.getpid()}/fd/{file}"]  # in no folder, so that nothing is ever left
+        if file is not None:
+            os.ftruncate(file, ranks * size)
+        dist.broadcast_object_list(name, group=group, group_src=0)
+        whole = torch.from_file(name[0], shared=True, size=ranks * size, dtype=torch.uint8)
+        self.parts = list(whole.split(size))
+        dist.barrier(group)
+        if file is not None:
+            os.close(file)
+
+    def arrive(self, barrier: int) -> None:
+        """Nothing: who waits does so for ranks to come as far."""
+
+    def wait(self, barrier: int) -> None:
+        dist.barrier(self.group)
+
+
+class Copied(NamedTuple):
+    """Copies under way, or done."""
+
+    lanes: tuple[Lane, ...]
+    done: tuple[torch.cuda.Event, ...]
+    """None of them: they are done."""
+    kept: tuple[torch.Tensor, ...] = ()
+    """What they read: its memory must not be another's before."""
+
+    @classmethod
+    def by(cls, *lanes: Lane, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
+        """What ``lanes`` have been given so far."""
+        streams = [lane.stream for lane in lanes if lane.stream is not None]
+        done = tuple(torch.cuda.Event() for _ in streams)
+        for stream, event in zip(streams, done, strict=True):
+            event.record(stream)
+        return cls(lanes, done, kept)
+
+    def wait(self) -> None:
+        """Let the current stream go on when they are done."""
+        for event in self.done:
+            torch.cuda.current_stream(self.lanes[0].device).wait_event(event)
+
+    finish = wait
+
+
+class Lane:
+    """A stream of copies; on a CPU none, and copies are done at once."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        on_cuda = device.type == "cuda"
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=priority) if on_cuda else None
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Meanwhile it gets the work, behind all that the current stream has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+class Lanes(NamedTuple):
+    """One rank's, whichever group copies are for."""
+
+    pull: Lane
+    own: Lane
+    """What does not leave the device: it may be SMs that copy it, and those are taken. Nothing else
+    is to wait for that."""
+    push: Lane
+
+    @classmethod
+    def of(cls, device: torch.device) -> Lanes:
+        """Those of ``device``. What has to be computed comes before others' work: it is short, and
+        peers wait for it."""
+        return cls(Lane(device), Lane(device, priority=-1), Lane(device, priority=-1))
+
+
+class Peers:
+    """What the ranks of one group share, and copy."""
+
+    def __init__(self, group: dist.ProcessGroup, lanes: Lanes) -> None:
+        self.group, self.lanes = group, lanes
+        self._inbox_start = self._inbox_size = 0
+        self._memory: PeerMemory | None = None
+        self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        me, ranks = group.rank(), group.size()
+        self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
+
+    def reserve(self, size: int) -> int:
+        """The place of ``size`` bytes for a shard, on every rank; before the first :meth:`open`."""
+        start = self._inbox_start
+        self._inbox_start += aligned(size)
+        return start
+
+    def reserve_inbox(self, size: int) -> None:
+        """Be large enough for a reduction of ``size`` bytes, before the first :meth:`open`."""
+        self._inbox_size = max(self._inbox_size, aligned(size))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's memory, once it is there."""
+        return self._inbox_start + self._inbox_size
+
+    def open(self) -> None:
+        """Wait, on the device, until no rank reads any shard; the first time, make the memory.
+        Collective."""
+        if self._memory is None:
+            device = self.lanes.pull.device
+            if device.type == "cuda":
+                self._memory = DeviceMemory(self.num_bytes, self.group, device)
+            else:
+                self._memory = MappedMemory(self.num_bytes, self.group)
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Wait, on the device, until every rank's shards are what others are to read."""
+        assert self._memory is not None  # opened
+        self._memory.arrive(_SHARDS)
+        self._memory.wait(_SHARDS)
+
+    def release(self) -> None:
+        """Give the memory back until the next :meth:`open`. Collective, and waits on the host: it
+        is free when no rank maps it any more, and whoever comes next may need it at once."""
+        if self._memory is not None:
+            self._memory = None
+            self._found.clear()
+            dist.barrier(self.group)
+
+    def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's ``numel`` numbers at the place ``start``."""
+        return self._parts(start, numel, dtype)[self.group.rank()]
+
+    def _parts(self, start: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's. Kept: a step would make thousands of views."""
+        key = (start, numel, dtype)
+        if key not in self._found:
+            assert self._memory is not None  # opened
+            end = start + numel * dtype.itemsize
+            self._found[key] = [part[start:end].view(dtype) for part in self._memory.parts]
+        return self._found[key]
+
+    def gather(self, start: int, out_WN: torch.Tensor) -> Copied:
+        """Begin to copy every rank's shard at the place ``start`` to ``out_WN``, in rank order."""
+        parts, (pull, own, _) = self._parts(start, out_WN.shape[1], out_WN.dtype), self.lanes
+        *others, me = self._order
+        with annotate("copy_engines"):
+            with pull.behind():
+                for rank in others:
+                    out_WN[rank].copy_(parts[rank], non_blocking=True)
+            with own.behind():
+                out_WN[me].copy_(parts[me], non_blocking=True)
+        return Copied.by(pull, own)
+
+    def reduce(
+        self,
+        chunks_WN: torch.Tensor,
+        *,
+        out_N: torch.Tensor,
+        accumulate: bool,
+        squares_B: torch.Tensor | None,
+    ) -> Copied:
+        """Begin what :func:`~moetrain.parallel.collectives.reduce_scatter_start` does in the mode
+        fp32_accum; all ranks begin theirs in the same order."""
+        memory, push = self._memory, self.lanes.push
+        assert memory is not None  # opened
+        (ranks, numel), (*others, me) = chunks_WN.shape, self._order
+        inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)
+        with push.behind():
+            with annotate("copy_engines"):
+                memory.wait(_SUMMED)
+                for rank in others:
+                    target_N = inboxes[rank][me * numel :][:numel]
+                    target_N.copy_(chunks_WN[rank], non_blocking=True)
+                memory.arrive(_WRITTEN)
+                memory.wait(_WRITTEN)
+            inbox_WN = inboxes[me].view(ranks, numel)
+            own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
+            sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
+            memory.arrive(_SUMMED)
+        return Copied.by(push, kept=(chunks_WN,))

@@ -1,0 +1,1 @@
+"""State and activations that wait in host memory."""

@@ -1,0 +1,395 @@
+"""What a block keeps for its backward waits in pinned host memory, and comes back a block ahead.
+
+It is done around a block's call by autograd's hooks on what is saved, so it sees what a compiled
+block saves as well, and nothing in a model knows of it. Storages travel, each once, however many
+tensors look into it:
+
+    forward   a large storage of block i is copied down beside the compute that follows; its memory
+              is free when a later block begins, which waits for the copy
+    backward  before block i's, the storages of block i - 1 begin to come back
+
+What is not the block's own is left alone: its parameters, and what all blocks share. So are small
+tensors, and a stage's last blocks, which are needed again before a copy would be done.
+
+How much travels is ``activation.offload``: a share of the bytes, or, with ``auto``, what the link
+carries while blocks compute. Then nothing waits: what travels in one block takes no longer than its
+backward, and memory is freed when the link has had the time, not before.
+
+Results have the same bits as without it. A tensor that is changed in place before it has left is an
+error, as in autograd, which does not look where there are hooks.
+
+Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
+two blocks save, which then travel twice. torchtune and Megatron offload activations too; here they
+go by storage, as many as the link has time for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from moetrain.config.hardware import BLOCK, HOST_LINK
+from moetrain.models.layers import Context
+from moetrain.models.parts import Part
+from moetrain.models.transformer import CallBlock, Transformer
+from moetrain.parallel.offload.pinned import HostMemory
+
+PAGE = 2**24
+"""Bytes of a copy: long enough for the link's full rate, short enough to waste little."""
+PAGES = 16
+"""How many are pinned at once."""
+SMALLEST = 2**23
+"""Bytes of a storage that is worth a page."""
+BYTES_PER_FLOP = HOST_LINK / BLOCK
+"""What the link carries, and what is computed at most in a block, in the same time. On GPUs that
+are older links are slower too, but computing is so by more."""
+
+Offload = float | Literal["auto"]
+
+
+def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
+    """What the link carries in a forward of a block of ``parts`` over ``tokens`` of a rank's own,
+    in rows of ``seq_len``."""
+    products = sum(part.products_per_token(seq_len) for part in parts)
+    return 2 * products * tokens * BYTES_PER_FLOP
+
+
+class HostPages:
+    """Pinned pages, and the two streams that fill and read them.
+
+    On a CPU copies are made at once: streams and events are None.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_cuda = device, device.type == "cuda"
+        self.num_pages = 0
+        """In all; it grows to the most that were in use at once."""
+        self.bytes_down = self.bytes_up = 0
+        """Copied so far."""
+        self.free: list[tuple[torch.Tensor, Any]] = []
+        """Pages, and what must have passed before they are written to."""
+        self._chunks: list[HostMemory] = []
+        self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory."""
+        return self.num_pages * PAGE
+
+    def take(self, size: int) -> list[tuple[torch.Tensor, Any]]:
+        """Pages for ``size`` bytes."""
+        number = -(-size // PAGE)
+        while len(self.free) < number:
+            self._chunks.append(HostMemory(self.device, "activation.offload", "set it lower, or 0"))
+            chunk = self._chunks[-1].reserve(PAGES * PAGE)
+            self.free += [(page, None) for page in chunk.split(PAGE)]
+            self.num_pages += PAGES
+        taken, self.free = self.free[-number:], self.free[:-number]
+        return taken
+
+    def current(self) -> Any:
+        """The stream that computes."""
+        return torch.cuda.current_stream(self.device) if self.on_cuda else None
+
+    def copy_down(self, source: torch.Tensor, size: int) -> tuple[list[torch.Tensor], Any]:
+        """Pages that hold what ``source`` (bytes) has now, and the event from which on they do."""
+        taken = self.take(size)
+        pages = [page for page, _ in taken]
+        pairs = list(zip(pages, source.split(PAGE), strict=True))
+        self.bytes_down += size
+        waits = [event for _, event in taken]
+        return pages, self._copy(self._down, waits, [(page[: len(x)], x) for page, x in pairs])
+
+    def copy_up(self, pages: Sequence[torch.Tensor], after: Any, target: torch.Tensor) -> Any:
+        """Let ``target``, of the current stream, have what ``pages`` hold since ``after``; from the
+        event on that this gives."""
+        pairs = zip(target.split(PAGE), pages, strict=True)
+        self.bytes_up += len(target)
+        return self._copy(self._up, [after], [(x, page[: len(x)]) for x, page in pairs])
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream | None,
+        waits: Iterable[Any],
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Any:
+        if stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for event in dict.fromkeys(waits):
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+class HostCopy:
+    """A storage of which the host has a copy. It goes, and gives its pages back, with the last
+    tensor that was saved in it."""
+
+    here: torch.Tensor | None = None
+    """On the device, as bytes; None: given up."""
+    pages: Sequence[torch.Tensor] = ()
+
+    def __init__(self, host: HostPages, storage: torch.UntypedStorage) -> None:
+        self.host, self.size = host, storage.nbytes()
+        self.saved: list[tuple[torch.Tensor, int]] = []
+        """What autograd saved, and its version; until that memory is given up."""
+        self.here = _bytes_of(storage)
+        self.stream = host.current()
+        """The one that ``here`` is to be used on, and its memory goes back to."""
+        self.pages, self.last = host.copy_down(self.here, self.size)
+        """And the last copy, down or up."""
+
+    def offload(self) -> None:
+        """Give up the memory on the device: what its stream runs from now on may use it."""
+        for tensor, version in self.saved:
+            check_version(tensor, version)
+        self.saved = []
+        if self.stream is not None:
+            self.stream.wait_event(self.last)
+        self.here = None
+
+    def reload(self) -> None:
+        """Begin to be on the device again, if it is not."""
+        if self.here is None:
+            self.here = torch.empty(self.size, dtype=torch.uint8, device=self.host.device)
+            self.stream = self.host.current()
+            self.last = self.host.copy_up(self.pages, self.last, self.here)
+
+    def storage(self) -> torch.UntypedStorage:
+        """It, as what is queued next on this stream may read it."""
+        self.reload()
+        assert self.here is not None
+        for tensor, version in self.saved:
+            check_version(tensor, version)
+        if (stream := self.host.current()) is not None:
+            stream.wait_event(self.last)
+        return self.here.untyped_storage()
+
+    def __del__(self) -> None:
+        if self.here is not None and self.stream is not None:
+            self.stream.wait_event(self.last)  # it may go while a copy is under way
+        self.host.free += [(page, self.last) for page in self.pages]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise RuntimeError if ``tensor`` was changed after it was saved."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that is needed for a gradient has been "
+            f"changed in place: it is at version {tensor._version}, and was saved at {version}"
+        )
+
+
+class Kept(NamedTuple):
+    """What autograd saves of a tensor that stays."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def get(self) -> torch.Tensor:
+        check_version(self.tensor, self.version)
+        return self.tensor
+
+
+class Sent(NamedTuple):
+    """What autograd saves of a tensor that does not."""
+
+    copy: HostCopy
+    dtype: torch.dtype
+    place: tuple[Any, ...]
+    """Where in the storage: offset, shape, strides."""
+
+    def get(self) -> torch.Tensor:
+        storage = self.copy.storage()
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.place)
+
+
+class Stash:
+    """What one call of a block has saved."""
+
+    def __init__(self, foreign: frozenset[int], send: Callable[[Any], HostCopy | None]) -> None:
+        self._foreign, self._send = foreign, send
+        self._found: dict[int, HostCopy | None] = {}
+        """By address; only while the block runs, as a graph alone decides how long things live."""
+        self.copies: list[ref[HostCopy]] = []
+
+    def pack(self, x: torch.Tensor) -> Kept | Sent:
+        """For autograd, which is saving ``x``."""
+        saved = x.detach()  # the graph that saves what a node of it gives would else hold itself
+        copy = self._copy_of(saved)
+        if copy is None:
+            return Kept(saved, x._version)
+        copy.saved.append((saved, x._version))
+        return Sent(copy, x.dtype, (x.storage_offset(), x.shape, x.stride()))
+
+    def _copy_of(self, x: torch.Tensor) -> HostCopy | None:
+        if type(x) is not torch.Tensor or x.layout != torch.strided:  # one that is under way, say
+            return None
+        storage = x.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._foreign or storage.nbytes() < SMALLEST:
+            return None
+        if address not in self._found:
+            self._found[address] = copy = self._send(storage)
+            if copy is not None:
+                self.copies.append(ref(copy))
+        return self._found[address]
+
+    def close(self) -> None:
+        """The block has run."""
+        self._found = {}
+
+    def reload(self) -> None:
+        """Begin to have on the device all that is still needed, what was saved last first."""
+        for at in reversed(self.copies):
+            if (copy := at()) is not None:
+                copy.reload()
+
+
+class ActivationOffload:
+    """Calls blocks in the place of ``call``, and lets part of what they save travel.
+
+    Args:
+        call: how a block is called.
+        numbers: the number of every block in the model, by its module.
+        stay: the blocks of which nothing travels.
+        offload: the share of the bytes of large storages that travels, or ``auto``.
+        allowance: what the link carries in the forward of block ``i`` with ``x``; for ``auto``.
+    """
+
+    def __init__(
+        self,
+        call: CallBlock,
+        numbers: Mapping[nn.Module, int],
+        stay: frozenset[int],
+        offload: Offload,
+        allowance: Callable[[int, torch.Tensor], float],
+        device: torch.device,
+    ) -> None:
+        self.call, self.numbers, self.stay = call, numbers, stay
+        self.share = None if offload == "auto" else offload
+        self.allowance = allowance
+        self.host = HostPages(device)
+        self._next = -1
+        """The block that goes on with the micro-batch of the last one."""
+        self._before: Stash | None = None
+        """Of the last block."""
+        self._clock = self._busy_until = 0.0
+        """Blocks begun; and when, in blocks, the link will have done what it was given."""
+        self._per_block = math.inf
+        """What the link carries in one; without ``auto`` nobody asks whether it does."""
+        self._leaving: deque[tuple[float, ref[HostCopy]]] = deque()
+        """What is on its way, and when, in blocks, it is to leave the device."""
+        self._seen = self._sent = self._allowed = self._room = 0.0
+        """Bytes of large storages, of those that travel, and that ``auto`` lets travel, since the
+        first block of a micro-batch; and that still may of this block."""
+
+    def __call__(self, block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
+        if not torch.is_grad_enabled():
+            return self.call(block, x_BSD, context)
+        number = self.numbers[block]
+        before = self._begin(number, x_BSD)
+        self._before = stash = Stash(_not_its_own(block, context), self._send)
+        if number in self.stay:
+            outputs = self.call(block, x_BSD, context)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(stash.pack, _unpack):
+                outputs = self.call(block, x_BSD, context)
+        stash.close()
+
+        def reload(_: Any) -> None:
+            for one in (stash, before):
+                if one is not None:
+                    one.reload()
+
+        if (node := outputs[0].grad_fn) is not None:
+            node.register_prehook(reload)  # which autograd calls on the forward's stream
+        return outputs
+
+    def _begin(self, number: int, x_BSD: torch.Tensor) -> Stash | None:
+        """What a block's call is to be told of the one before it."""
+        before = self._before if number == self._next else None
+        if before is None:
+            self._seen = self._sent = self._allowed = 0.0
+        self._next = number + 1
+        self._clock += 1
+        if self.share is None:
+            self._per_block = self.allowance(number, x_BSD)
+        self._allowed += self._per_block
+        self._room = 2 * self._per_block  # its backward has twice the products
+        while self._leaving and self._leaving[0][0] <= self._clock:
+            if (copy := self._leaving.popleft()[1]()) is not None:
+                copy.offload()
+        return before
+
+    def _send(self, storage: torch.UntypedStorage) -> HostCopy | None:
+        """It on its way, unless that would be too much."""
+        size = storage.nbytes()
+        self._seen += size
+        limit = self._allowed if self.share is None else self.share * self._seen
+        if self._sent + size > limit or size > self._room:
+            return None
+        self._sent += size
+        self._room -= size
+        # A compiled block saves all at its end; then there is the next one to copy beside.
+        self._busy_until = max(self._busy_until, self._clock + 1) + size / self._per_block
+        copy = HostCopy(self.host, storage)
+        self._leaving.append((max(self._busy_until, self._clock + 2), ref(copy)))
+        return copy
+
+
+def _unpack(saved: Kept | Sent) -> torch.Tensor:
+    return saved.get()
+
+
+def _not_its_own(block: nn.Module, context: Context) -> frozenset[int]:
+    """Addresses of storages that outlive a call of ``block`` anyway."""
+    tensors = [*block.parameters(), *block.buffers(), *pytree.tree_leaves(context)]
+    return frozenset(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor))
+
+
+def stays(ranges: Sequence[range]) -> frozenset[int]:
+    """The blocks of which nothing travels, in stages of these blocks: each one's last, and of the
+    last stage, whose backward follows its forward, the one before it too."""
+    ends = [blocks.stop - 1 for blocks in ranges]
+    return frozenset((*ends, ends[-1] - 1))
+
+
+def offload_activations(
+    model: Transformer,
+    offload: Offload,
+    ranges: Sequence[range],
+    seq_len: int,
+    device: torch.device,
+) -> ActivationOffload:
+    """Let the blocks of ``model`` keep less on ``device``; after :func:`set_recomputation`.
+
+    ``ranges``: the blocks of every stage; ``seq_len``: of the rows that ``auto`` counts with.
+    """
+    layers = model.arch.layers()
+
+    def allowance(number: int, x_BSD: torch.Tensor) -> float:
+        return link_bytes(layers[number], seq_len, x_BSD.numel() / x_BSD.shape[-1])
+
+    numbers = {block: number for number, block in enumerate(model.layers)}
+    stay = stays(ranges)
+    done = ActivationOffload(model.call_block, numbers, stay, offload, allowance, device)
+    model.call_block = done
+    return done

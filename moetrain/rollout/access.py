@@ -1,0 +1,306 @@
+"""Who reaches an HTTP server: one way for :mod:`moetrain.serve` and :mod:`moetrain.jobs`.
+
+What listens to other machines serves who has a bearer token, by default. What listens to this one
+alone asks for none; but a page in a browser here can have a name of its own mean this machine (DNS
+rebinding), and would be of the same origin as the server. So without a token a request to a
+loopback address must name such an address as its host.
+
+Connections are bounded, since each takes a file of the process, and anybody who can connect makes
+them. A client that keeps the server waiting, for a request or for its reader, is closed: after a
+minute, or as the one that was waited for longest when there are too many.
+
+Left out on purpose: TLS, which a proxy before the server has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import os
+import resource
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
+
+from moetrain.config import ConfigError
+from moetrain.config.sources import shortened
+
+if TYPE_CHECKING:
+    import uvicorn  # which is in an extra
+
+CONNECTIONS = 1024
+"""At once, or half as many as this process may have files open."""
+IDLE_SECONDS = 60.0
+"""For which a client may keep the server waiting: for a request, the rest of one, or its reader."""
+SLOWEST = 16 << 10
+"""Bytes, sent or read, that earn a client another second: rates below are not waited for."""
+PIECE = 64 << 10
+"""Bytes of an answer that are handed to the connection at once, so that what is read of it shows:
+asyncio's mark above which a writer waits until a quarter is left."""
+
+ErrorBody = Callable[[int, str], object]
+"""The JSON that tells a client of a status and a problem."""
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Any, Any, Send], Awaitable[None]]
+"""Of ASGI: ``app(scope, receive, send)``."""
+Auth = Literal["auto", "token", "none"]
+
+
+@dataclass(frozen=True)
+class Access:
+    """An address, and who is served there, as settings say."""
+
+    host: str
+    port: int
+    auth: Auth
+    """token: whoever sends the token; none: everybody; auto: none where :attr:`host` is a loopback
+    address, else token."""
+    token_file: str | None
+    """That holds the token; None: :attr:`own_file`, which is made if there is none."""
+    own_file: Path
+    section: str = ""
+    """Of the settings' names, with a dot."""
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict each other, or what is not installed."""
+        if not 0 <= self.port <= 65535:
+            raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
+        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+        if missing:
+            problem = f"{self.port} needs {' and '.join(missing)}, not installed here"
+            raise self._error("port", f"{problem}; pip install 'moetrain[serve]'")
+        if self.is_open and self.token_file is not None:
+            problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
+            if self.auth == "auto":
+                problem += f", which asks for no token at {self.section}host {self.host!r}"
+            raise self._error(
+                "token_file", f"{problem}; unset one, or set {self.section}auth token"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody who can connect is served."""
+        return self.auth == "none" or (self.auth == "auto" and is_loopback(self.host))
+
+    def token(self) -> str | None:
+        """What who is served must send; None: nothing.
+
+        Raises:
+            ConfigError: the file that holds it cannot be read, or holds nothing.
+        """
+        if self.is_open:
+            return None
+        path = Path(self.token_file or self.own_file)
+        try:
+            if self.token_file is None and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write_secret(path, secrets.token_urlsafe(32))
+            token = path.read_text("utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise self._error(
+                "token_file", f"{shortened(str(path))} cannot be read: {error}"
+            ) from None
+        if not token:
+            raise self._error("token_file", f"{shortened(str(path))} holds no token")
+        print(f"the bearer token is in {path}", flush=True)
+        return token
+
+    def server(self, app: App, error_body: ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
+        """A server of ``app`` for who may come in, and what it is to run with; it listens already.
+
+        Args:
+            error_body: what is told to others, and of requests that are no HTTP or have no end.
+
+        Raises:
+            ConfigError: as :meth:`token`; the address is none, or cannot be listened at.
+        """
+        import uvicorn
+
+        token = self.token()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
+        settings: dict[str, Any] = {"log_level": "error", "ws": "none"}
+        settings["http"] = _bounded(error_body, most)
+        settings["backlog"] = most // 4  # which asyncio accepts before anything else happens
+        settings["timeout_graceful_shutdown"] = 2  # seconds; then what is being served ends
+        listener = self._listen()
+        return uvicorn.Server(
+            uvicorn.Config(self._guarded(app, token, error_body), **settings)
+        ), listener
+
+    def _guarded(self, app: App, token: str | None, error_body: ErrorBody) -> App:
+        """``app`` for who sends ``token``, or, if that is None, for whom the address is meant."""
+        is_local = token is None and is_loopback(self.host)
+
+        async def handle(scope: Any, receive: Any, send: Any) -> None:
+            headers = dict(scope.get("headers", ()))
+            host = headers.get(b"host", b"").decode("latin-1")
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+            elif token is not None and not _shows(headers, token):
+                problem = "no bearer token, or another than the server's"
+                await _answer(send, 401, error_body(401, problem))
+            elif is_local and not _names_this_machine(host):
+                problem = f"host {shortened(host)} is not {self.host}, which alone is served here"
+                remedy = f"use that, or start the server with {self.section}auth token"
+                await _answer(send, 403, error_body(403, f"{problem}; {remedy}"))
+            else:
+                await app(scope, receive, _in_pieces(send))
+
+        return handle
+
+    def _listen(self) -> socket.socket:
+        try:
+            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
+        except (OSError, UnicodeError) as error:
+            raise self._error("host", f"{self.host!r} is no address: {error}") from None
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=1024)
+        except OSError as error:
+            problem = f"at {self.host} cannot be listened at: {error.strerror}; choose another"
+            raise self._error("port", f"{self.port} {problem}") from None
+
+    def _error(self, name: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self.section}{name}", problem)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_this_machine(address: str) -> bool:
+    """Whether ``HOST[:PORT]`` does, in a way that no name server has a say in."""
+    try:
+        return is_loopback(urlsplit(f"//{address}").hostname or "")
+    except ValueError:
+        return False
+
+
+def _write_secret(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+    temporary.replace(path)
+
+
+def _shows(headers: dict[bytes, bytes], token: str) -> bool:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
+
+
+async def _answer(send: Send, status: int, body: object) -> None:
+    data = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
+
+
+def _in_pieces(send: Send) -> Send:
+    """``send``, to which the body of an answer comes in pieces."""
+
+    async def pieces(message: dict[str, Any]) -> None:
+        body = message.get("body", b"")
+        last = max(0, len(body) - 1) // PIECE * PIECE
+        for start in range(0, last, PIECE):
+            await send({**message, "body": body[start : start + PIECE], "more_body": True})
+        await send({**message, "body": body[last:]} if last else message)
+
+    return pieces
+
+
+def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
+    """HTTP of at most ``most`` connections, none of which is waited for too long."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        waited = 0.0
+        """Seconds for which the client has kept the server waiting, less those that it earned."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            super().connection_made(transport)
+            self._watch()
+            if len(self.connections) > most:
+                here = cast("set[Bounded]", self.connections)
+                slowest = max(here, key=lambda one: (one.waited, one is self))
+                self.connections.discard(slowest)
+                slowest.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.timer.cancel()
+
+        def data_received(self, data: bytes) -> None:
+            if self.cycle is None or not self.cycle.response_complete:
+                self._earn(len(data))
+            super().data_received(data)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._earn(PIECE * 3 // 4)
+
+        def on_response_complete(self) -> None:
+            self.waited = 0.0
+            super().on_response_complete()
+
+        def eof_received(self) -> None:
+            if self._is_in_request():
+                self._refuse(400, "the request has no end")
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "the request is no HTTP/1.1")
+
+        def _earn(self, num_bytes: int) -> None:
+            self.waited = max(0.0, self.waited - num_bytes / SLOWEST)
+
+        def _watch(self) -> None:
+            self.timer = self.loop.call_later(IDLE_SECONDS / 60, self._look)
+
+        def _look(self) -> None:
+            cycle = self.cycle
+            is_served = cycle is not None and not cycle.more_body and not cycle.response_complete
+            is_waiting = not is_served or self.flow.write_paused
+            self.waited = self.waited + IDLE_SECONDS / 60 if is_waiting else 0.0
+            if self.waited < IDLE_SECONDS:
+                self._watch()
+            elif self._is_in_request() and not self.transport.is_closing():
+                self._refuse(408, f"the rest of the request did not come in {IDLE_SECONDS:.0f} s")
+                self._watch()
+            else:
+                self.transport.abort()
+
+        def _is_between(self) -> bool:
+            """Whether no request has been seen whole up to its body that is not over."""
+            cycle = self.cycle
+            return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+        def _is_in_request(self) -> bool:
+            """Whether a request has begun, and neither ended nor been answered."""
+            if self._is_between():
+                return bool(self.conn.trailing_data[0])
+            return self.cycle.more_body and not self.cycle.response_started
+
+        def _refuse(self, status: int, problem: str) -> None:
+            """Answer what the application does not see whole, unless it has, and close."""
+            if self._is_between() or not self.cycle.response_started:
+                body = json.dumps(error_body(status, problem)).encode()
+                line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+                headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                self.transport.write(f"{line}{headers}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
+
+    return Bounded

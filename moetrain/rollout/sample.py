@@ -1,0 +1,141 @@
+"""The sample at the end of a run: a text that the generator continues with the trained model.
+
+:class:`Trainer` is the training loop with it, and what the library's ``moetrain.Trainer`` and
+``python -m moetrain.train`` mean. The loop itself (:mod:`moetrain.train.trainer`) knows nothing of
+generation, which stands on the same ground as it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from moetrain.config import TrainSection
+from moetrain.data.build import Data
+from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.pages import PAGE_SIZE
+from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
+from moetrain.train import trainer
+from moetrain.train.engine import Engine
+from moetrain.train.metrics import MetricsLog
+
+PROMPT_TOKENS = 16  # of a held-out row, given to the sample
+TEMPERATURE = 0.7
+SPARE = 3 * 2**30
+"""Bytes on a GPU beside the generator's weights: a sequence's cache, two units that travel."""
+
+
+class SampleError(ValueError):
+    """No text can be sampled; the message says why."""
+
+
+class Trainer(trainer.Trainer):
+    """One training run. ``Trainer(config).fit()`` is all there is to call."""
+
+    def finish(self) -> None:
+        """What a run leaves behind beside its checkpoint: what the loop does, and a sample."""
+        super().finish()
+        if self.config.train.sample_tokens and self.config.data.source != "synthetic":
+            write_sample(self.engine, self.data, self.folder / "sample.txt", self.log)
+
+
+def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
+    """``train.sample_prompt`` or the start of a held-out row, continued by the model. Collective.
+
+    Into ``file``, by the main rank. Where it cannot be made (the prompt is empty or no text, the
+    model's logits are not finite, there is no memory for it or no generation for the model), the
+    log says why.
+    """
+    try:
+        text = data.tokenizer.decode(_sample(engine, data))
+    except SampleError as error:  # the run did what it was for
+        log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
+        return
+    if engine.world.is_main:
+        file.write_text(text, "utf-8")
+        log.say("sample:\n" + text)
+
+
+def prompt_ids(data: Data, text: str | None) -> list[int]:
+    """The tokens that a sample continues: of ``text``, else of the first held-out row."""
+    if text is None:
+        return (data.eval or data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
+    try:
+        return data.tokenizer.encode_prompt(text)
+    except ValueError as error:
+        raise SampleError(str(error)) from None
+
+
+def _sample(engine: Engine, data: Data) -> list[int]:
+    """The prompt and what follows. What may fail does so on every rank, or after all have met."""
+    train, seq_len = engine.config.train, engine.config.data.seq_len
+    ids = prompt_ids(data, train.sample_prompt)
+    if not ids:
+        raise SampleError("the prompt has no tokens")
+    _check_memory(engine)
+    model, experts = replica(engine)
+    num_pages = -(-seq_len // PAGE_SIZE)
+    try:
+        generator = Generator(model, data.tokenizer, num_pages=num_pages, experts=experts)
+    except ValueError as error:
+        raise SampleError(str(error)) from None
+    WeightUpdate(engine, generator)()
+    window = min(seq_len, generator.longest)
+    return _continued(generator, ids, train, window, data.tokenizer.eos_id)
+
+
+def _check_memory(engine: Engine) -> None:
+    """Raise :class:`SampleError` on every rank if one has no room for the generator."""
+    engine.fsdp.release()
+    needed = replica_bytes(engine) + SPARE
+    free = _free_bytes(engine.world.device)
+    lacking = torch.tensor([float(free < needed)], device=engine.world.device)
+    lacking = engine.world.sum_all(lacking)
+    if lacking.item() > 0:
+        raise SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Of a GPU; a CPU's are not counted."""
+    if device.type != "cuda":
+        return math.inf
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _continued(
+    generator: Generator, prompt: Sequence[int], train: TrainSection, window: int, eos_id: int
+) -> list[int]:
+    """``prompt`` and up to ``train.sample_tokens`` more; it ends before ``eos_id``.
+
+    The model sees ``window`` tokens at most: once they are full, it goes on from their last half.
+    Every rank asks for the same.
+    """
+    ids, end = list(prompt), len(prompt) + train.sample_tokens
+
+    def request() -> Request:
+        seen = ids if len(ids) < window else ids[-(window // 2) :]
+        params = SamplingParams(
+            max_tokens=min(end - len(ids), window - len(seen)),
+            temperature=TEMPERATURE,
+            # Each window has draws of its own.
+            seed=(train.seed + len(ids) - len(prompt)) % 2**63,
+            stop_ids=(eos_id,),
+        )
+        return Request("sample", tuple(seen), params)
+
+    is_finite = True
+    for completion in generator.stream([request()]):
+        reason = completion.finish_reason
+        if reason is None:
+            continue
+        is_finite = all(map(math.isfinite, completion.logprobs))
+        ids += completion.tokens[:-1] if reason == "stop" else completion.tokens
+        if is_finite and reason == "length" and len(ids) < end:
+            generator.submit(request())
+    if not is_finite:
+        raise SampleError("the model's logits are not finite")
+    return ids

@@ -1,0 +1,1 @@
+"""Training: the engine, its objectives, and the loop of pretraining and fine-tuning."""

@@ -1,0 +1,338 @@
+"""What the user sees and keeps: terminal lines or a progress bar, metrics.jsonl, TensorBoard, plot.
+
+Every number of a logged step is one flat mapping of names to floats; each output draws from it.
+``None`` stands for "not known here" (MFU on a CPU) and for a value that is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moetrain.config import Config, LogSection
+from moetrain.config.hardware import GPUS, kind_of
+from moetrain.models.architecture import Architecture
+from moetrain.models.moe import RoutingStats
+from moetrain.parallel.fsdp.mapped import peak_bytes
+
+LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
+UNHEALTHY_LOGS = 20
+"""Logged steps in a row in which a layer's routing has to be unhealthy before it is said: the first
+steps of a run are uneven, and so is a single small batch."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    kind = kind_of(torch.cuda.get_device_name(device))
+    return None if kind is None else GPUS[kind].peak_flops
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far: the run's own on CUDA, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return peak_bytes(device) / 2**30
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rss / 2**30 if sys.platform == "darwin" else rss / 2**20
+
+
+class Throughput:
+    """Wall time and tokens of training alone: evaluation and checkpoints stop the clock."""
+
+    def __init__(self, flops_per_token: float, device: torch.device) -> None:
+        self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
+        self.device = device
+        self._started: float | None = None
+        self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
+
+    def start(self) -> None:
+        """Let the clock run."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Halt the clock, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._started is not None:
+            self._seconds += time.perf_counter() - self._started
+            self._started = None
+
+    def count(self, tokens: int) -> None:
+        """Add one step of ``tokens`` on this device."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def count_blocked(self, seconds: float) -> None:
+        """Add time in which a checkpoint kept training from going on."""
+        self._blocked += seconds
+
+    def take(self) -> dict[str, float | None]:
+        """Rates since the last call, per device."""
+        seconds = max(self._seconds, 1e-9)
+        rate = self._tokens / seconds
+        flops = rate * self.flops_per_token
+        row = {
+            "tokens_per_second_per_device": rate,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self.peak if self.peak else None,
+            "memory_gib": peak_memory_gib(self.device),
+            "step_seconds": seconds / max(self._steps, 1),
+        }
+        if self._blocked:
+            row["checkpoint_blocked_seconds"] = self._blocked
+        self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
+        return row
+
+
+class MetricsLog:
+    """Writes each logged step to metrics.jsonl, TensorBoard and the terminal.
+
+    ``resume_step``: lines after it are dropped from an existing metrics.jsonl, since the resumed
+    run writes them again.
+    """
+
+    def __init__(
+        self, folder: Path, config: LogSection, total_steps: int, resume_step: int = 0
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
+        # Not in place: a disk that is full, or a kill, would take lines that are long written.
+        new = folder / ".metrics.jsonl"
+        try:
+            new.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+            new.replace(self.path)
+        finally:
+            new.unlink(missing_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if config.progress and self.console.is_terminal:
+            bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = bar.add_task("", total=total_steps, completed=resume_step)
+            bar.start()
+            self._bar = bar
+
+    def log(self, step: int, row: Mapping[str, float | None]) -> None:
+        """Record one line; ``row`` holds floats by name."""
+        clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
+        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in clean.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+        text = _describe(clean)
+        if self._bar is None:
+            self.console.print(f"step {step}  {text}")
+        elif "loss" in clean:
+            self._bar.update(self._task, completed=step, description=text)
+        else:
+            self._bar.print(f"step {step}  {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line of prose, above the progress bar if there is one."""
+        self.console.print(text, markup=False)
+
+    def end_progress(self) -> None:
+        """The bar stays where it is; what is logged or said from here on comes below it."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        """Flush and release everything."""
+        self.end_progress()
+        if self._board is not None:
+            self._board.close()
+        self._file.close()
+
+
+class SilentLog(MetricsLog):
+    """The log of a rank that speaks through another's."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _do_nothing(self, *args: Any, **settings: Any) -> None:
+        pass
+
+    log = say = end_progress = close = _do_nothing
+
+
+def opening_lines(
+    config: Config, arch: Architecture, hardware: str, trained_on: str, step: int, total_steps: int
+) -> list[str]:
+    """What is about to run, on what, from ``step`` on."""
+    length = "train.steps" if config.train.epochs is None else "train.epochs"
+    lines = [
+        f"moetrain: {arch.family}, {arch.num_params():,} parameters "
+        f"({arch.num_active_params():,} active a token) on {hardware}; "
+        f"{trained_on}; output in {config.output_dir}",
+        f"settings:\n{config.describe()}",
+        f"{total_steps:,} steps, by {length}",
+    ]
+    if step >= total_steps:
+        lines.append(
+            f"already trained to step {step}, nothing is left to do: raise {length} to go on, set "
+            "checkpoint.resume never to start again, or choose another output_dir"
+        )
+    return lines
+
+
+def _describe(row: Mapping[str, float | None]) -> str:
+    """The few numbers a person watches."""
+    forms = {
+        "loss": ("loss", "{:.4f}"),
+        "eval_loss": ("held-out loss", "{:.4f}"),
+        "reward": ("reward", "{:.3f}"),
+        "eval_reward": ("held-out reward", "{:.3f}"),
+        "eval_solved": ("solved", "{:.1%}"),
+        "entropy": ("entropy", "{:.3f}"),
+        "grad_norm": ("norm", "{:.3f}"),
+        "lr": ("lr", "{:.2e}"),
+        "tokens_per_second_per_device": ("tok/s", "{:,.0f}"),
+        "mfu": ("mfu", "{:.1%}"),
+        "memory_gib": ("GiB", "{:.2f}"),
+        "step_seconds": ("s/step", "{:.3f}"),
+        "skipped_steps": ("skipped", "{:.0f}"),
+    }
+    shown = []
+    for name, (label, form) in forms.items():
+        value = row.get(name, ...)
+        if value is None and name in ("loss", "grad_norm"):
+            shown.append(f"{label} not finite")
+        elif isinstance(value, float | int) and not (name == "skipped_steps" and not value):
+            shown.append(f"{label} {form.format(value)}")
+    return "  ".join(shown)
+
+
+def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, float]:
+    """Expert load (the fullest over the mean), router entropy (nats) and experts without a token.
+
+    Of all layers the worst load, and for groups of neighbouring ones the means of both.
+
+    Args:
+        routing: of a whole global batch.
+        layers: the model's numbers of the MoE layers.
+    """
+    counts_LE = routing.counts_LE.float()
+    load_L = counts_LE.amax(1) / counts_LE.mean(1)
+    entropy_L = routing.entropy_sum_L / routing.num_tokens
+    row = {
+        "expert_load_max": load_L.max().item(),
+        "experts_without_tokens": (counts_LE == 0).sum().item(),
+    }
+    for group in torch.arange(len(layers)).tensor_split(min(LAYER_GROUPS, len(layers))):
+        first, last = int(group[0]), int(group[-1])
+        is_one = first == last
+        label = f"layer_{layers[first]}" if is_one else f"layers_{layers[first]}-{layers[last]}"
+        row[f"expert_load_max/{label}"] = load_L[first : last + 1].mean().item()
+        row[f"router_entropy/{label}"] = entropy_L[first : last + 1].mean().item()
+    return row
+
+
+class RoutingWatch:
+    """Finds, once in a run each, that experts of a layer have died and that one takes most tokens.
+
+    Dead is an expert that no token of :data:`UNHEALTHY_LOGS` logged steps in a row chose; one takes
+    most tokens if more than half of them choose it, and more than twice as many as its share.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        """``layers``: the model's numbers of the MoE layers."""
+        self.layers = layers
+        self._seen: dict[str, torch.Tensor] = {}
+        self._said: set[str] = set()
+
+    def update(self, routing: RoutingStats) -> list[str]:
+        """Take in one logged step of a whole global batch; returns what is new to say.
+
+        Waits for the device.
+        """
+        counts_LE, tokens = routing.counts_LE.cpu(), int(routing.num_tokens)
+        mean = counts_LE.float().mean()
+        crowded_LE = (counts_LE > tokens / 2) & (counts_LE > 2 * mean)
+        found = []
+        for what, is_so_LE in (("dead", counts_LE == 0), ("crowded", crowded_LE)):
+            # Logged steps in a row, for each expert.
+            self._seen[what] = (self._seen.get(what, 0) + is_so_LE.int()) * is_so_LE
+            lasting_LE = self._seen[what] >= UNHEALTHY_LOGS
+            if what not in self._said and lasting_LE.any():
+                self._said.add(what)
+                found.append(self._describe(what, lasting_LE))
+        return found
+
+    def _describe(self, what: str, lasting_LE: torch.Tensor) -> str:
+        layers = [n for n, any_E in zip(self.layers, lasting_LE.any(1), strict=True) if any_E]
+        number, of = int(lasting_LE.sum()), lasting_LE.numel()
+        state = {
+            "dead": f"{number} of {of} experts got no token",
+            "crowded": f"{number} of {of} experts took most of their layer's tokens",
+        }[what]
+        return (
+            f"routing is uneven: {state} in {UNHEALTHY_LOGS} logged steps in a row (layers "
+            f"{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}); raise "
+            "moe.aux_loss_coef with moe.aux_loss_layers each, or set moe.bias_update_rate"
+        )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut short by a crash is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+LOSSES = (("loss", "training", ""), ("eval_loss", "held out", "o"))
+"""Curves: of what in the metrics, called what, with which marker."""
+
+
+def plot_losses(metrics: Path, picture: Path) -> None:
+    """Draw the training and held-out curves of ``metrics`` (a metrics.jsonl) into a PNG."""
+    plot_curves(metrics, picture, LOSSES, "loss (nats a token)")
+
+
+def plot_curves(
+    metrics: Path, picture: Path, curves: Sequence[tuple[str, str, str]], unit: str
+) -> None:
+    """Draw ``curves``, as :data:`LOSSES` are, over the steps of ``metrics``."""
+    from matplotlib.figure import Figure  # slow to import, needed once
+
+    rows = read_metrics(metrics)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, label, marker in curves:
+        points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(picture, dpi=130)

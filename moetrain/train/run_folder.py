@@ -1,0 +1,265 @@
+"""A run's output folder: that one run alone writes in it, and which of its checkpoints goes on.
+
+The checkpoints of a folder are one branch of training, the higher step the newer; the newest intact
+one is what ``auto`` goes on from. What would break that (steps after the one that was resumed, or
+another run's checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
+
+One process a run calls these, the main rank; but :func:`check_shared` is called by all.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from moetrain.checkpoint.folder import list_checkpoints, newest_in, remove_leftovers, step_of
+from moetrain.checkpoint.read import open_checkpoint
+from moetrain.config import ConfigError
+from moetrain.config.sources import shortened
+from moetrain.parallel.world import World
+
+logger = logging.getLogger("moetrain")
+
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+BEGUN = ".begun"
+"""Says that what lies in the folder is of the run that was last started there."""
+VISIBLE_SECONDS = 60.0
+"""Until a rank must see what another wrote: NFS keeps what it knows of a folder so long at most
+(acdirmax in nfs(5))."""
+VISIBLE_PAUSE = 0.05
+_MARK = ".rank-{}"
+"""What a rank writes to show that its machine has the folder."""
+_NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
+"""What ``flock`` answers on file systems without it."""
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Meanwhile this process alone writes to ``folder``, which is made if there is none.
+
+    What killed saves left there is removed first. The kernel ends the claim of a process that ends,
+    in whatever way. A folder that was made for a run whose settings or data turn out to be wrong
+    goes again.
+
+    Raises:
+        ConfigError: it is being written already, or cannot be.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except (OSError, ValueError) as error:  # a name with a NUL is the latter
+        raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
+    try:
+        if _lock(descriptor, folder):
+            remove_leftovers(folder / CHECKPOINTS)
+        try:
+            yield
+        except ConfigError:
+            _unmake(made)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _unmake(made: list[Path]) -> None:
+    """Remove the folders ``made``, innermost first, as far as nothing but a lock is in them."""
+    with suppress(OSError):  # something is
+        if made and [path.name for path in made[0].iterdir()] == [LOCK]:
+            (made[0] / LOCK).unlink()
+        for path in made:
+            path.rmdir()
+
+
+def _lock(descriptor: int, folder: Path) -> bool:
+    """Whether the file is locked now and says by whom; not: there are no locks here."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        raise ConfigError(
+            "output_dir",
+            f"{str(folder)!r} is being written by another run ({holder or 'just started'}); "
+            "wait for it, stop it, or choose another folder",
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning(
+            "%s is on a file system without locks (%s): nothing keeps a second run out of it",
+            folder,
+            error.strerror,
+        )
+        return False
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Check that every rank can write to one and the same ``folder``, which the main rank has made.
+
+    Every rank writes a small file of its own, which the main rank must see and read; all are
+    removed again. Collective: all ranks return, or all raise the same error.
+
+    Raises:
+        ConfigError: a rank cannot write there, or what it writes is not seen by the main rank, as
+            on machines that each have a disk of their own.
+    """
+    if world.rendezvous is None:
+        return
+    token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
+    mine = folder / _MARK.format(world.rank)
+    reports = world.rendezvous.gather(json.dumps([socket.gethostname(), _write_mark(mine, token)]))
+    problem = _not_shared(folder, token, [json.loads(report) for report in reports])
+    problem = world.broadcast(problem)
+    with suppress(OSError):
+        mine.unlink()
+    world.barrier()  # the folder may go again, and must be empty then
+    if problem:
+        raise ConfigError("output_dir", problem)
+
+
+def _write_mark(file: Path, token: str) -> str:
+    """Write ``token`` to ``file``; returns what is wrong, or nothing."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        try:
+            file.write_text(token)
+            return ""
+        except FileNotFoundError:  # the folder is new, or it is not there
+            if time.monotonic() > deadline:
+                return "there is no such folder"
+        except OSError as error:
+            return f"it cannot be written to ({error.strerror})"
+        time.sleep(VISIBLE_PAUSE)
+
+
+def _not_shared(folder: Path, token: str, reports: list[tuple[str, str]]) -> str:
+    """Of the main rank, given every rank's machine and problem: what is wrong, or nothing."""
+    problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    for rank in () if problems else range(len(reports)):
+        while not _holds(folder / _MARK.format(rank), token):
+            if time.monotonic() > deadline:
+                problems[rank] = f"what is written there is not seen on {reports[0][0]} (rank 0)"
+                break
+            time.sleep(VISIBLE_PAUSE)
+    if not problems:
+        return ""
+    rank, problem = next(iter(problems.items()))
+    others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return (
+        f"{shortened(str(folder))} is not one folder for all ranks: on {reports[rank][0]} (rank "
+        f"{rank}{others}) {problem}; choose one on a file system that all machines of the run share"
+    )
+
+
+def _holds(file: Path, token: str) -> bool:
+    try:
+        return file.read_text() == token
+    except (OSError, ValueError):  # it is not there yet, or only half
+        return False
+
+
+def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Path | None:
+    """The checkpoint that ``checkpoint.resume`` asks for; None: start afresh.
+
+    ``auto`` passes over damaged checkpoints, with a warning, to the newest that is intact; those of
+    step ``before`` and later are known to be damaged.
+
+    Raises:
+        ConfigError: a named folder is not an intact checkpoint, or none of ``folder``'s is.
+    """
+    root = folder / CHECKPOINTS
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return open_checkpoint(newest_in(Path(resume))).folder
+    damaged: list[str] = []
+    for newest in reversed(list_checkpoints(root)):
+        if before is not None and (step_of(newest) or 0) >= before:
+            damaged.append(f"{newest.name}, as said before")
+            continue
+        try:
+            open_checkpoint(newest)
+        except ConfigError as error:
+            damaged.append(error.problem)
+            continue
+        for problem in damaged if before is None else ():
+            logger.warning("a damaged checkpoint is passed over: %s", problem)
+        return newest
+    if damaged:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"every checkpoint in {str(root)!r} is damaged ({'; '.join(damaged)}); name another "
+            "one, or start afresh with never",
+        )
+    return None
+
+
+def resume_now(resume: str, folder: Path, restarts: int) -> str:
+    """What ``checkpoint.resume`` means after the launcher has started a run again ``restarts``
+    times: ``auto``, once the run it has first started has got as far as :func:`set_aside` and saved
+    something; before, it begins where it first did."""
+    mark = folder / BEGUN
+    if restarts and mark.exists():
+        return "auto" if list_checkpoints(folder / CHECKPOINTS) else resume
+    mark.unlink(missing_ok=True)
+    return resume
+
+
+def where_it_failed(saved: Path) -> str:
+    """What to say of ``saved``, the checkpoint of a failed run."""
+    good = list_checkpoints(saved.parent)[-1:]
+    return (
+        f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume with "
+        f"that path takes; auto goes on from {good[0].name if good else 'the start'}"
+    )
+
+
+def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
+    """Move out of the way what a run from checkpoint ``resumed`` at ``step`` does not continue.
+
+    None: a fresh run, in whose way are an earlier one's checkpoints and metrics; and so they are if
+    ``resumed`` lies elsewhere. Else the checkpoints of ``folder`` after ``step``, with a copy of
+    the metrics, whose later lines the run will drop.
+    """
+    root = folder / CHECKPOINTS
+    checkpoints = list_checkpoints(root)
+    if resumed is not None and resumed.resolve().parent == root.resolve():
+        later = [path for path in checkpoints if (step_of(path) or 0) > step]
+        if later:
+            old = _next_earlier(folder)
+            (old / CHECKPOINTS).mkdir()
+            if (folder / "metrics.jsonl").exists():
+                shutil.copy2(folder / "metrics.jsonl", old)
+            for path in later:
+                path.rename(old / CHECKPOINTS / path.name)
+            logger.info("checkpoints after step %d were moved to %s", step, old)
+    elif checkpoints:
+        old = _next_earlier(folder)
+        for name in (CHECKPOINTS, "metrics.jsonl", "tensorboard", "profile"):
+            if (folder / name).exists():
+                (folder / name).rename(old / name)
+        logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
+    (folder / BEGUN).touch()
+
+
+def _next_earlier(folder: Path) -> Path:
+    number = 1
+    while (old := folder / f"earlier-{number}").exists():
+        number += 1
+    old.mkdir()
+    return old
