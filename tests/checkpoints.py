@@ -1,11 +1,9 @@
-"""Small checkpoints for tests: written directly, edited, and as the first format had them."""
+"""Small checkpoints for tests: written directly, and edited."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
@@ -36,29 +34,17 @@ def save(root, step, value=0.0, **plan):
     return save_tensors(root, step, groups, **plan)
 
 
-def save_first_format(root, step, value=0.0, groups=None, state=None):
-    """The same, as versions without manifest wrote it."""
-    folder = Path(root) / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    groups = groups or {name: {"x": torch.full((3,), value)} for name in GROUPS}
-    for name, tensors in groups.items():
-        save_file(tensors, folder / f"{name}.safetensors")
-    state = {**(state or state_of(step)), "groups": list(groups)}
-    (folder / "state.json").write_text(json.dumps(state, indent=1), "utf-8")
-    return folder
-
-
 def tensors_of(folder):
     """Every tensor of a checkpoint, by group and name."""
     found = open_checkpoint(Path(folder))
     return {group: found.tensors(group) for group in found.groups}
 
 
-def rewrite(folder, edit, write=save_tensors):
+def rewrite(folder, edit):
     """Let ``edit`` change the tensors of a checkpoint, and write it as if it had been so."""
     folder = Path(folder)
     groups, state = tensors_of(folder), open_checkpoint(folder).state
     state = {name: value for name, value in state.items() if name != "format"}
     edit(groups)
     shutil.rmtree(folder)
-    write(folder.parent, state["step"], groups=groups, state=state)
+    save_tensors(folder.parent, state["step"], groups, state)

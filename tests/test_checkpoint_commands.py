@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import rewrite, save_first_format, tensors_of
+from checkpoints import rewrite, tensors_of
 from safetensors.torch import load_file
 
 from moetrain.cli.checkpoint import main
@@ -100,10 +100,7 @@ def test_diff(saved, tmp_path, capsys):
     assert rng.startswith("rng cpu: torch.uint8 [")
 
 
-@pytest.mark.parametrize("write", [None, save_first_format])
-def test_an_export_is_the_runs_own(write, saved, tmp_path):
-    if write:
-        rewrite(saved / "checkpoints" / "step-00000002", lambda groups: None, write)
+def test_an_export_is_the_runs_own(saved, tmp_path):
     assert main(["export-hf", str(saved), str(tmp_path / "hf")]) == 0
     assert files_of(tmp_path / "hf") == files_of(saved / "hf")
     assert main(["export-hf", str(saved), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0

@@ -9,8 +9,9 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import save, save_first_format, save_tensors, state_of, tensors_of
+from checkpoints import save, save_tensors, state_of, tensors_of
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from moetrain.checkpoint import format as checkpoint_format
 from moetrain.checkpoint import read as checkpoint_read
@@ -20,6 +21,7 @@ from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
 from moetrain.config import ConfigError
 from moetrain.parallel.layout import TensorSlice
+from moetrain.train.run_folder import find_checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float64]
 
@@ -30,7 +32,7 @@ class Friends:
     def __init__(self):
         self.reports, self.rank, self.folder = [], 0, ""
 
-    def share(self, text):
+    def broadcast(self, text):
         if text:
             self.folder = text
         return self.folder
@@ -138,19 +140,19 @@ def test_a_rank_reads_what_it_needs_alone(small_chunks, tmp_path, monkeypatch):
     assert sizes == []
 
 
-def test_the_first_format_is_read(tmp_path):
-    groups = {
-        "model": {"a": torch.rand(3, 5), "b": torch.tensor(2.0)},
-        "optim": {},
-        "rng": {"cpu": torch.arange(5, dtype=torch.uint8)},
-    }
-    folder = save_first_format(tmp_path, 3, groups=groups)
-    found = tensors_of(folder)
-    assert {g: set(x) for g, x in found.items()} == {g: set(x) for g, x in groups.items()}
-    for group, tensors in groups.items():
-        assert all(torch.equal(x, found[group][name]) for name, x in tensors.items())
-    box = (slice(1, 2), slice(2, 4))
-    assert torch.equal(open_checkpoint(folder).group("model")["a"][box], groups["model"]["a"][box])
+def test_the_first_format_is_refused_in_one_line(tmp_path):
+    root = tmp_path / "checkpoints"
+    folder = root / "step-00000003"
+    folder.mkdir(parents=True)
+    save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
+    (folder / "state.json").write_text(json.dumps(state_of(3)))
+    with pytest.raises(ConfigError, match=r"format 1.*reads 2 alone.*export") as caught:
+        open_checkpoint(folder)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert len(str(caught.value).splitlines()) == 1
+    save(root, 2)
+    with pytest.raises(ConfigError, match="format 1"):  # nor is it passed over for an older one
+        find_checkpoint("auto", tmp_path)
 
 
 def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
@@ -159,7 +161,7 @@ def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
     body = data[: -checkpoint_format._SEAL_BYTES]
     seal = f', "crc32": "{checkpoint_format.crc_of(body)}"}}\n'
     (folder / "manifest.json").write_bytes(body + seal.encode())
-    with pytest.raises(ConfigError, match=r"format 3.*up to 2.*export") as caught:
+    with pytest.raises(ConfigError, match=r"format 3.*reads 2 alone.*export") as caught:
         open_checkpoint(folder)
     assert not isinstance(caught.value, DamagedCheckpoint)
 

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import rewrite, save, save_first_format, tensors_of
+from checkpoints import save, tensors_of
 from command_lines import settled
 from distributed import fork_server, spawn
 from test_rl_run import config_of as rl_config
@@ -152,21 +151,6 @@ def test_milestones_are_kept_for_good(tmp_path, tiny_words):
         words = ["checkpoint.keep_every=5", f"checkpoint.interval={interval}"]
         with pytest.raises(ConfigError, match=r"checkpoint\.keep_every: 5 is no multiple"):
             Config.load(None, [*tiny_words, *words], environ={})
-
-
-def test_a_run_goes_on_from_a_checkpoint_of_the_first_format(tiny, tmp_path):
-    words = [*QUIET, "moe.bias_update_rate=0.1"]
-    Trainer(tiny(*words)).fit()
-    straight = losses(tmp_path / "out")
-    root = tmp_path / "out" / "checkpoints"
-    shutil.rmtree(root / "step-00000004")
-    rewrite(root / "step-00000003", lambda groups: None, save_first_format)
-    assert "model.safetensors" in names(root / "step-00000003")
-    trainer = Trainer(tiny(*words))
-    assert trainer.step == 3
-    trainer.fit()
-    assert losses(tmp_path / "out") == straight
-    assert "manifest.json" in names(root / "step-00000004")
 
 
 # ---- damage that only reading finds -------------------------------------------------------------

@@ -37,7 +37,7 @@ from moetrain.models.hf.files import DTYPES
 from moetrain.parallel.layout import TensorSlice
 
 FORMAT = 2
-"""1 was without manifest: whole tensors, in one file a group."""
+"""Version of the files. Version 1, which is no longer read, had whole tensors and no manifest."""
 MANIFEST, STATE = "manifest.json", "state.json"
 CHUNK = 4 << 20
 """Bytes under one checksum: little to read in vain where a piece is cut, and long for a disk."""
@@ -76,8 +76,8 @@ class FilePiece:
     offset: int
     starts: tuple[int, ...]
     stops: tuple[int, ...]
-    crcs: str | None
-    """Of each :data:`CHUNK`, 8 hexadecimal digits each; None: of an earlier version."""
+    crcs: str
+    """Checksums of the piece's chunks of :data:`CHUNK` bytes, 8 hexadecimal digits each."""
 
 
 @dataclass(frozen=True)
@@ -323,13 +323,13 @@ def read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
 
 
 def check_version(version: object, folder: Path) -> None:
-    """Raise ConfigError for a checkpoint that a later version has written."""
+    """Raise ConfigError for a checkpoint that another version of the format describes."""
     if version != FORMAT:
         raise ConfigError(
             "checkpoint.resume",
-            f"{str(folder)!r} is of format {version!r:.20}, and this version reads up to {FORMAT}; "
-            "go on with the version that wrote it, or export it there (checkpoint export-hf) and "
-            "begin from that as model.path",
+            f"{str(folder)!r} has checkpoint format {version!r:.20}, and this version reads "
+            f"{FORMAT} alone; continue with the version that wrote it, or export its weights there "
+            "(checkpoint.save_hf yes) and begin from the export as model.path",
         )
 
 
@@ -340,30 +340,3 @@ def _check_beginning(path: Path, known: FileSum) -> None:
             raise unreadable(path, f"it has {size} bytes, not {known.size}: cut short, or changed")
         if crc_of(file.read(known.head)) != known.crc:
             raise unreadable(path, "its beginning is not what was written (a checksum differs)")
-
-
-def header_entries(path: Path, group_of: str) -> dict[str, ManifestEntry]:
-    """The tensors of a safetensors file by its own header: whole, and without checksums.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError: it cannot be read.
-    """
-    with open_file(path) as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
-        size = os.fstat(file.fileno()).st_size
-        if length > size:
-            raise ValueError(f"no safetensors file: {size} bytes")
-        described = json.loads(file.read(length))
-    described.pop("__metadata__", None)
-    entries = {}
-    for name, known in described.items():
-        shape, (start, stop) = tuple(known["shape"]), known["data_offsets"]
-        zeros = (0,) * len(shape)
-        piece = FilePiece(path.name, 8 + length + start, zeros, shape, None)
-        entries[name] = ManifestEntry(DTYPES[known["dtype"]], shape, (piece,))
-        if stop - start != _numel(zeros, shape) * entries[name].dtype.itemsize:
-            raise ValueError(f"{group_of}'s {name!r} has {stop - start} bytes for shape {shape}")
-    end = max((known["data_offsets"][1] for known in described.values()), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"it has {size} bytes, not {8 + length + end}: cut short, or changed")
-    return entries

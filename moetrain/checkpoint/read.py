@@ -24,7 +24,6 @@ from moetrain.checkpoint.folder import step_of
 from moetrain.checkpoint.format import (
     CHUNK,
     CRC_DIGITS,
-    FORMAT,
     MANIFEST,
     STATE,
     Contents,
@@ -32,7 +31,7 @@ from moetrain.checkpoint.format import (
     ManifestEntry,
     check_version,
     crc_of,
-    header_entries,
+    open_file,
     read_manifest,
     unreadable,
 )
@@ -139,8 +138,6 @@ class StoredTensor:
             if not got:
                 raise unreadable(self.folder / piece.file, "it is cut short")
             done += got
-        if piece.crcs is None:
-            return
         if crc_of(view) != piece.crcs[index * CRC_DIGITS : (index + 1) * CRC_DIGITS]:
             where = f"{piece.offset + index * CHUNK} to {piece.offset + index * CHUNK + len(view)}"
             problem = f"bytes {where} are not what was written (a checksum differs)"
@@ -214,12 +211,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         ConfigError: it is not a checkpoint, or of another version.
         Damaged: it is damaged; the message names the file.
     """
-    if (folder / MANIFEST).is_file() or not (folder / STATE).is_file():
-        if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
-            _check_is_one(folder)
-        contents, state = read_manifest(folder)
-    else:
-        contents, state = _open_first_format(folder)
+    if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
+        raise _without_manifest(folder)
+    contents, state = read_manifest(folder)
     path = folder / STATE
     if not isinstance(state, dict):
         raise unreadable(path, f"it holds a {type(state).__name__}, not an object")
@@ -234,48 +228,37 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state, contents)
 
 
-def _check_is_one(folder: Path) -> None:
-    """Raise for a folder without manifest and state."""
+def _without_manifest(folder: Path) -> ConfigError:
+    """The error for a folder without a manifest: no checkpoint, an old one, or a damaged one."""
     names = os.listdir(folder) if folder.is_dir() else []
     has_weights = any(name.endswith(".safetensors") for name in names)
     if has_weights and CONFIG in names and step_of(folder) is None:
-        raise ConfigError(
+        return ConfigError(
             "checkpoint.resume",
             f"{str(folder)!r} is not a run's checkpoint but a Hugging Face one: give it as "
             "model.path, or make one of it (python -m moetrain.checkpoint import-hf)",
         )
+    if has_weights and STATE in names:
+        _refuse_first_format(folder)
     if has_weights or step_of(folder) is not None:
-        raise unreadable(folder / MANIFEST, "there is none")
+        return unreadable(folder / MANIFEST, "there is none")
     problem = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
-    raise ConfigError(
+    return ConfigError(
         "checkpoint.resume",
         f"{str(folder)!r} is not a checkpoint: {problem}; give a step-... folder, or the "
         "output_dir of a run that has saved one",
     )
 
 
-def _open_first_format(folder: Path) -> tuple[Contents, Any]:
-    """A checkpoint without manifest: whole tensors, ``<group>.safetensors``, no checksums."""
-    path = folder / STATE
+def _refuse_first_format(folder: Path) -> None:
+    """Raise ConfigError if ``state.json`` is of format 1: it names no format and is intact."""
     try:
-        state = json.loads(path.read_text("utf-8"))
-        if not isinstance(state, dict):
-            return Contents({}, {}), state
-        if "format" in state:
-            check_version(state["format"], folder)
-            raise unreadable(folder / MANIFEST, f"there is none, and format {FORMAT} has one")
-        named = state.get("groups", [])  # the first ones do not name theirs
-        if not isinstance(named, list) or not all(isinstance(group, str) for group in named):
-            raise unreadable(path, f"its 'groups' is {shortened(named)}, not a list of names")
-        groups = {}
-        for group in sorted({*(file.stem for file in folder.glob("*.safetensors")), *named}):
-            path = folder / f"{group}.safetensors"
-            groups[group] = header_entries(path, group)
-    except (OSError, KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise unreadable(path, error) from None
-    return Contents({}, groups), state
+        with open_file(folder / STATE) as file:
+            state = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return  # damaged, whatever wrote it
+    if isinstance(state, dict):
+        check_version(state.get("format", 1), folder)
 
 
 def is_intact(folder: Path) -> bool:

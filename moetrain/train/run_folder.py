@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moetrain.checkpoint.folder import list_checkpoints, newest_in, remove_leftovers, step_of
+from moetrain.checkpoint.format import DamagedCheckpoint
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
@@ -180,7 +181,8 @@ def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Pat
     step ``before`` and later are known to be damaged.
 
     Raises:
-        ConfigError: a named folder is not an intact checkpoint, or none of ``folder``'s is.
+        ConfigError: a named folder is not an intact checkpoint, none of ``folder``'s is, or the
+            newest that is not damaged has another version of the format.
     """
     root = folder / CHECKPOINTS
     if resume == "never":
@@ -194,7 +196,7 @@ def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Pat
             continue
         try:
             open_checkpoint(newest)
-        except ConfigError as error:
+        except DamagedCheckpoint as error:
             damaged.append(error.problem)
             continue
         for problem in damaged if before is None else ():
