@@ -131,14 +131,6 @@ def test_a_default_asks_for_nothing(tmp_path):
         Config.load(toml, environ={})
 
 
-def test_what_lies_under_a_jobs_file_is_not_the_files():
-    service = Config.load("debug", ["optim.min_lr_ratio=0.2"])
-    mine = service.under({"optim": {"schedule": "constant"}})
-    assert mine.optim.min_lr_ratio == 0.1
-    with pytest.raises(ConfigError, match=r"^optim\.min_lr_ratio: 0\.3 contradicts"):
-        service.under({"optim": {"schedule": "constant", "min_lr_ratio": 0.3}})
-
-
 def test_what_a_gpu_has_is_not_refused_for_one():
     config = Config.load("debug", ["kernels.attention=exact", "activation.offload=auto"])
     check_effects(config, torch.device("cuda"))

@@ -285,3 +285,30 @@ def test_a_port_that_is_taken_is_one_line(tmp_path, capsys):
         assert run([*WORDS, f"output_dir={tmp_path / 'out'}", f"jobs.port={port}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: jobs.port: {port} at 127.0.0.1 cannot be listened at")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--jobs.auth none --jobs.token_file x", "error: jobs.token_file: 'x' contradicts"),
+        ("--lora.rank 0", "error: lora.rank: 0, but jobs train adapters"),
+        ("--optim.offload_fraction 1", "error: optim.offload_fraction: 1.0, but jobs take turns"),
+        ("--jobs.max_jobs 0", "error: jobs.max_jobs: "),
+        ("--rl.policy clip", "error: rl.policy: set (command line), but python -m moetrain.jobs"),
+        ("--checkpoint.interval 3", "error: checkpoint.interval: set (command line), but"),
+        ("--optim.lr 1e-4", "error: optim.lr: set (command line), but python -m moetrain.jobs"),
+        ("--jobs.prot 3", "error: jobs.prot: unknown setting; did you mean --jobs.port?"),
+        ("--launch.nproc 2 --train.global_batch_size 8 --lora.rank 0", "error: lora.rank: 0, but"),
+    ],
+)
+def test_a_bad_setting_is_one_line(words, says, capsys, tmp_path):
+    assert run([*words.split(), "--train.device=cpu", f"--output_dir={tmp_path / 'out'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(says)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_needs_nothing(capsys, tmp_path):
+    assert run(["--dry_run", "--train.device=cpu", f"--output_dir={tmp_path / 'out'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["jobs"]["port"] == 8100
+    assert not (tmp_path / "out").exists()

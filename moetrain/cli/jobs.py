@@ -16,7 +16,10 @@ from moetrain.config.sections import CheckpointSection
 
 OF_GENERATION = ("max_sequences", "cache_tokens")
 FOREIGN = tuple(f"rl.{name}" for name in RlSection.model_fields if name not in OF_GENERATION)
-FOREIGN += ("data.eval", "train.eval_", "train.sample_", "train.gc_interval", "log.")
+FOREIGN += ("data.source", "data.path", "data.eval", "data.packing", "data.num_documents")
+FOREIGN += ("data.text_field", "data.chat_template", "train.steps", "train.epochs", "optim.lr")
+FOREIGN += ("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_")
+FOREIGN += ("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log.")
 FOREIGN += tuple(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes")
 JOBS = Program(
     "moetrain.jobs",

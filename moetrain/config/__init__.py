@@ -208,19 +208,10 @@ class Config(Section):
         filled._recipe = self._recipe
         return filled
 
-    def under(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
-        """A copy with what ``source`` sets on top; raises as :meth:`load`."""
-        mine = dict(leaves(self.model_dump(exclude_unset=True)))
-        layers = [Layer("", mine, is_users=False), read_source(source, _settings())]
-        values, origins = merge(layers, ALTERNATIVES)
-        config = self._of(values, {name: origin for name, origin in origins.items() if origin})
-        config.check()
-        return config.fitting()
-
     def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
         """Return a copy in which no setting is without effect (:mod:`moetrain.config.checks`).
 
-        What only a recipe proposes, or what lies under a job's file, goes back to its default.
+        What only a recipe proposes goes back to its default.
 
         Args:
             facts: those that are known, each with the reason why it does not hold; None: it does.

@@ -137,12 +137,6 @@ NEEDS: tuple[Need, ...] = (
     Need("launch.gpus", {"train.device": Other("cpu")}),
     Need("launch.gpu", {"train.device": Other("cpu")}),
     Need("rl.routing_replay", {EXPERTS: HELD}),
-    *(
-        Need(f"jobs.{key}", {"jobs.port": SET})
-        for key in ("host", "auth", "token_file", "max_jobs", "max_queued", "max_request_mib")
-    ),
-    Need("jobs.max_completions", {"jobs.port": SET}),
-    Need("jobs.max_saves", {"jobs.port": SET}),
 )
 
 

@@ -5,25 +5,20 @@ A file of its own, as :mod:`moetrain.config.rl` is. What a job is: :mod:`moetrai
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from moetrain.config.sections import Section, from_home, split_words
+from moetrain.config.sections import Section, from_home
 
 
 class JobsSection(Section):
-    """Job service (python -m moetrain.jobs): its door, its bounds, and jobs that are files."""
+    """Job service (python -m moetrain.jobs): its HTTP server and its limits."""
 
-    files: tuple[str, ...] = ()
-    """Jobs that run from start to end, with commas between: .toml or .json files with settings of
-    data, train and optim; a folder stands for all that it holds."""
     host: str = "127.0.0.1"
     """Address that the HTTP server listens on; by default from this machine alone."""
-    port: int | None = Field(default=8100, ge=1, le=65535)
-    """Port of the HTTP server. none: there is no server, and the process ends with the last of
-    jobs.files."""
+    port: int = Field(default=8100, ge=1, le=65535)
+    """Port of the HTTP server."""
     auth: Literal["auto", "token", "none"] = "auto"
     """Who is served. token: whoever sends the bearer token of jobs.token_file; none: everybody who
     can connect; auto: none where jobs.host is a loopback address, else token."""
@@ -43,13 +38,7 @@ class JobsSection(Section):
     """Jobs whose adapters and moments stay in host memory between their turns, 12 bytes a trained
     parameter each, and 16 in the middle of a step; others are read from the disk at each turn."""
     save_interval: int = Field(default=20, gt=0)
-    """Requests of a job, and steps of one that is a file, between its checkpoints. What came after
-    the last one is in its log of requests, and is computed again after a restart."""
+    """Requests of a job between two of its checkpoints. What came after the last one is in its log
+    of requests, and is computed again after a restart."""
 
     _from_home = field_validator("token_file")(from_home)
-    _split = field_validator("files", mode="before")(split_words)
-
-    @field_validator("files")
-    @classmethod
-    def _all_from_home(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(os.path.expanduser, value))

@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 
 from moetrain.checkpoint.folder import list_checkpoints, step_of
 from moetrain.jobs.durable import DamagedJob, read, write_durably
-from moetrain.jobs.journal import Journal, Log
+from moetrain.jobs.journal import Journal
 from moetrain.jobs.requests import BadRequest
 from moetrain.train.run_folder import CHECKPOINTS
 
 JOB = "job.json"
-Status = Literal["open", "cancelled", "finished", "failed"]
+Status = Literal["open", "cancelled", "failed"]
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Job:
 
     id: str
     folder: Path
-    log: Log
+    log: Journal
     seed: int | None = None
     """None: its file that says so is damaged."""
     status: Status = "open"
@@ -39,7 +39,7 @@ class Job:
     @property
     def label(self) -> str:
         """For the service's log, which is not to know the ids that clients keep secret."""
-        return self.id[:8] if isinstance(self.log, Journal) else self.id
+        return self.id[:8]
 
     @property
     def has_work(self) -> bool:
@@ -51,14 +51,12 @@ class Job:
 
         Raises:
             DamagedJob: a file is not what it should be, or missing.
-            ConfigError: it is a file's job, and was begun as another.
         """
         try:
-            if isinstance(self.log, Journal) or os.path.lexists(self.folder / JOB):
-                known = read(self.folder, JOB, seed=int, status=str, error=(str, NoneType))
-                if len(known) != 3 or known["status"] not in get_args(Status):
-                    raise DamagedJob(JOB, "it is not what this version of moetrain writes")
-                self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
+            known = read(self.folder, JOB, seed=int, status=str, error=(str, NoneType))
+            if len(known) != 3 or known["status"] not in get_args(Status):
+                raise DamagedJob(JOB, "it is not what this version of moetrain writes")
+            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
             (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             steps = map(step_of, list_checkpoints(self.folder / CHECKPOINTS))
             seen = max(filter(None, steps), default=0)

@@ -1,6 +1,6 @@
 """What a job has been asked and has answered, on the disk: a request is there whole or not at all.
 
-    jobs/<id>/job.json                 seed, and whether it is open, cancelled, finished or failed
+    jobs/<id>/job.json                 seed, and whether it is open, cancelled or failed
               requests/00000007.json   from when it was taken up until a checkpoint has seen it
               answers/00000007.json    the newest, for whoever asks again
               checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moetrain.checkpoint.folder import fsync
 from moetrain.config.sources import shortened
@@ -35,41 +35,12 @@ REQUESTS, ANSWERS, SAVES = "requests", "answers", "saves"
 _NAME = re.compile(r"([0-9]{8,})\.json")
 
 
-class Log(Protocol):
-    """Where a job's requests come from, and where its answers go."""
-
-    accepted: int
-    """Requests that there are, ..."""
-    done: int
-    """... and those that have an answer."""
-
-    def look(self, seen: int) -> None:
-        """Find what there is, given how many requests the newest checkpoint has seen.
-
-        Raises:
-            DamagedJob, OSError: a file is not what it should be, missing, or one too many.
-        """
-        ...
-
-    def serve(self, number: int, session: JobSession) -> dict[str, Any]:
-        """What comes of the request, at the session where its job sits."""
-        ...
-
-    def serve_again(self, number: int, session: JobSession) -> None:
-        """Let the job be as it was after the request, which has an answer."""
-        ...
-
-    def answer(self, number: int, answer: Mapping[str, Any]) -> None:
-        """Keep what came of the request that was served last: ``result``, or ``error``."""
-        ...
-
-    def prune(self, seen: int) -> None:
-        """Forget what nobody needs when every checkpoint has seen so many requests."""
-        ...
-
-
 class Journal:
-    """The :class:`Log` of a job that a client asks."""
+    """A job's requests and answers.
+
+    Attributes:
+        accepted, done: how many requests there are, and how many of them have an answer.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -78,6 +49,11 @@ class Journal:
         """What answers keep of their requests, of those that came since the service runs."""
 
     def look(self, seen: int) -> None:
+        """Read what is on the disk, given how many requests the newest checkpoint has seen.
+
+        Raises:
+            DamagedJob, OSError: a file is not what it should be, missing, or one too many.
+        """
         for kind in (REQUESTS, ANSWERS, SAVES):
             (self._folder / kind).mkdir(exist_ok=True)
         for kind in (REQUESTS, ANSWERS):
@@ -132,9 +108,11 @@ class Journal:
         return self._entries[number]
 
     def serve(self, number: int, session: JobSession) -> dict[str, Any]:
+        """Return the result of the request, at the session where its job sits."""
         return session.serve(number, _name(REQUESTS, number))
 
     def serve_again(self, number: int, session: JobSession) -> None:
+        """Bring the job to where it was after the request, which has an answer."""
         answer = self.answer_of(number)
         if "error" in answer and not answer["refused"]:
             session.forget_step()
@@ -144,6 +122,7 @@ class Journal:
             session.pass_over(number)
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
+        """Keep the ``result`` or the ``error`` of the request that was served last."""
         assert number == self.done
         path = self._folder / _name(ANSWERS, number)
         write_durably(path, {**self._known(number), **answer})
@@ -170,6 +149,7 @@ class Journal:
         return entry
 
     def prune(self, seen: int) -> None:
+        """Remove files that are not needed once every checkpoint has seen so many requests."""
         self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
         for kind, end in ((REQUESTS, self.done), (ANSWERS, self.done - KEPT_ANSWERS)):
             for number in self._numbers(kind):

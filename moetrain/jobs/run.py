@@ -1,4 +1,4 @@
-"""``python -m moetrain.jobs``: the service as a process, behind HTTP or over files.
+"""``python -m moetrain.jobs``: the service as a process, behind HTTP.
 
 Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: what is in memory is
 saved, who waits is told. Killed, it loses nothing that anybody was told of.
@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, RunFailed, launched_place
-from moetrain.jobs.files import Course
+from moetrain.config import Config, ConfigError, launched_place
 from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
 from moetrain.jobs.session import JobSession
@@ -40,11 +39,11 @@ class JobRun:
         self.config = config
 
     def fit(self) -> None:
-        """Serve until SIGTERM or Ctrl-C, or, without a port, until all files are done.
+        """Serve until SIGTERM or Ctrl-C.
 
         Raises:
             ConfigError: as :class:`Service`; or nobody can listen at ``jobs.port``.
-            RunFailed: a job that is a file has failed, or the disk does.
+            RunFailed: the disk or the device fails.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; all there is was saved.
         """
         place = launched_place()
@@ -54,16 +53,12 @@ class JobRun:
         with Service(self.config) as service, stop_signals() as stop, serving(service):
             self.announce(service)
             service.is_stopping = lambda: bool(stop)
-            while not stop and (service.turn() or self.config.jobs.port is not None):
+            while not stop:
+                service.turn()
                 service.wait(IDLE_SECONDS)
         dismiss(service.session)
         service.session.world.leave()
-        if stop:
-            raise SystemExit(128 + stop[0])
-        files = [job for job in service.jobs.values() if isinstance(job.log, Course)]
-        failed = [f"{job.id} ({job.error})" for job in files if job.status == "failed"]
-        if failed:
-            raise RunFailed(f"{len(failed)} of {len(files)} jobs: {', '.join(failed)}")
+        raise SystemExit(128 + stop[0])
 
     def _help(self) -> None:
         """Of other ranks than the main one: do as it does."""
@@ -85,11 +80,8 @@ class JobRun:
 
 @contextmanager
 def serving(service: Service) -> Iterator[None]:
-    """Meanwhile ``jobs.port``, if there is one, is listened at by a thread of its own."""
+    """Meanwhile ``jobs.port`` is listened at by a thread of its own."""
     jobs = service.config.jobs
-    if jobs.port is None:
-        yield
-        return
     from moetrain.jobs.server import error_body, make_app
 
     server, listener = access_of(service.config).server(make_app(service), error_body)
@@ -105,9 +97,8 @@ def serving(service: Service) -> Iterator[None]:
 
 
 def access_of(config: Config) -> Access:
-    """Who is served, where; there is a port."""
+    """Who is served, where."""
     jobs = config.jobs
-    assert jobs.port is not None
     own_file = Path(config.output_dir) / "token"
     return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
 
@@ -119,17 +110,7 @@ def check_settings(config: Config) -> None:
     if config.optim.offload_fraction:
         problem = f"{config.optim.offload_fraction}, but jobs take turns at one optimizer's state"
         raise ConfigError("optim.offload_fraction", f"{problem}, on the device; leave it 0")
-    jobs = config.jobs
-    if jobs.port is None:
-        if not jobs.files:
-            problem = "none, and there are no jobs.files: nothing is to be done; set one of them"
-            raise ConfigError("jobs.port", problem)
-        for name in ("host", "auth", "token_file"):
-            if config.is_set(f"jobs.{name}"):
-                problem = f"{getattr(jobs, name)!r} contradicts jobs.port none; unset one"
-                raise ConfigError(f"jobs.{name}", problem)
-    else:
-        access_of(config).check()
+    access_of(config).check()
 
 
 def inspect(config: Config, arch: Architecture) -> None:

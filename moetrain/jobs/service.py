@@ -3,12 +3,12 @@
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
     while service.turn(): ...                                     one thread: a request at a time
 
-Jobs with something to do take turns, one request each; a job that is a file, one step. A request is
-on the disk before its sender is told so, and its answer before the next one runs: whatever kills
-the process, the next one goes on from the newest checkpoint of each job and does again what that
-has not seen. Whatever goes wrong within a request is its job's: it is told, and others are as they
-were. So it is with a job's files: where one is damaged the job is set aside, with its folder as it
-is, until a service is started that finds it put right. What cannot be written ends the service.
+Jobs with something to do take turns, one request each. A request is on the disk before its sender
+is told so, and its answer before the next one runs: after a crash the next process goes on from
+the newest checkpoint of each job and computes again what that checkpoint has not seen. An error
+within a request is reported to its job, and the others stay as they were. The same holds for a
+job's files: where one is damaged the job is set aside, with its folder as it is, until a service
+is started that finds it put right. A write that fails ends the service.
 
 Who knows a job's id may use it; ids are random, and nobody is told another's.
 """
@@ -31,7 +31,6 @@ from typing import Any, Self
 
 from moetrain.config import Config, ConfigError, RunFailed
 from moetrain.jobs.durable import DamagedJob, read, write_durably
-from moetrain.jobs.files import Course
 from moetrain.jobs.job import Job, Status, has_begun
 from moetrain.jobs.journal import Full, Journal
 from moetrain.jobs.requests import BadRequest, parse
@@ -71,7 +70,6 @@ class Service:
             self._check_same_base(arch)
             self._lock = threading.Condition()
             self.jobs = {job.id: job for job in self._find()}
-            self.jobs |= {job.id: job for job in self._find_files()}
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Whether the service is to end, asked while text is generated."""
@@ -162,15 +160,6 @@ class Service:
             job.tell_waiting(error)
         logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
 
-    def _find_files(self) -> list[Job]:
-        """The jobs that are files, begun or not."""
-        found = []
-        for name, lessons in self.session.lessons.items():
-            course = Course(lessons, self.folder / "files" / name)
-            found.append(Job(name, course.folder, course, course.seed))
-            self._look(found[-1])
-        return found
-
     # ---- for clients, from any thread ----------------------------------------------------------
 
     def create(self, name: str | None = None, seed: int = 0) -> dict[str, Any]:
@@ -196,7 +185,7 @@ class Service:
 
     def _make(self, name: str, seed: int) -> Job:
         most = self.config.jobs.max_jobs
-        if sum(isinstance(job.log, Journal) for job in self.jobs.values()) >= most:
+        if len(self.jobs) >= most:
             raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
         if any(job.id == name for job, _ in self._removals):  # whose folder is still there
             raise Full("the job of this id is being deleted; ask again when it is")
@@ -210,7 +199,7 @@ class Service:
 
     def _of(self, name: str) -> Job:
         job = self.jobs.get(name)
-        if job is None or not isinstance(job.log, Journal):
+        if job is None:
             raise Unknown(name)
         return job
 
@@ -233,7 +222,6 @@ class Service:
         with self._lock:
             job = self._of(name)
             job.check_open()
-            assert isinstance(job.log, Journal)
             taken = job.log.add(kind, text, number, most=self.config.jobs.max_queued)
             self._lock.notify()
             return taken
@@ -247,7 +235,6 @@ class Service:
         """
         with self._lock:
             job = self._of(name)
-            assert isinstance(job.log, Journal)
             if not 0 <= number < job.log.accepted:
                 job.check_open()
                 raise BadRequest(f"there was no request {number}; the next is {job.log.accepted}")
@@ -385,36 +372,16 @@ class Service:
                 job.log.prune(session.oldest_saved)
         if future is not None:
             future.set_result(answer)
-        if isinstance(job.log, Course) and job.status == "open":
-            self._look_at(job, job.log, answer)
 
     def _is_given_up(self, job: Job) -> bool:
         return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
         new = self.session.progress.seen - self.session.saved
-        is_over = isinstance(job.log, Course) and job.log.done == job.log.accepted
         seconds = 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
-        is_due = new >= self.config.jobs.save_interval or by_time or is_over
+        is_due = new >= self.config.jobs.save_interval or by_time
         return new > 0 and is_due and self.session.engine.is_between_steps
-
-    def _look_at(self, job: Job, course: Course, answer: dict[str, Any]) -> None:
-        """End a job that is a file, if it is over."""
-        if "error" in answer:
-            self._fail(job, answer["error"])
-        elif course.is_hopeless:
-            most = self.config.train.max_bad_steps
-            self._fail(job, f"{most} steps in a row were not finite; lower its optim.lr")
-        elif course.done == course.accepted:
-            with self._lock:
-                self._end(job, "finished")
-            logger.info("job %s is finished: %s", job.id, job.folder)
-
-    def _fail(self, job: Job, error: str) -> None:
-        with self._lock:
-            self._end(job, "failed", error)
-        logger.warning("job %s has failed: %s", job.label, error)
 
     def wait(self, seconds: float) -> None:
         """Return when there may be something to do, or after so many seconds."""

@@ -30,7 +30,6 @@ from moetrain.config import Config, RunFailed
 from moetrain.config.rl import RlSection
 from moetrain.jobs.durable import read
 from moetrain.jobs.held import Held, Progress
-from moetrain.jobs.lessons import open_lessons
 from moetrain.jobs.ranks import together
 from moetrain.jobs.requests import (
     BadRequest,
@@ -136,8 +135,6 @@ class JobSession:
         self._objectives: dict[RlSection | None, Objective[Any]]
         # Kept, as pipelines tell ranks of each new one, and it has to be new on all of them.
         self._objectives = {None: Pretraining.of(config, arch)}
-        self.lessons = open_lessons(config, self.world, arch)
-        """Of jobs that are files, by their names."""
         self.fingerprint = self.engine.fingerprint
         self._nobody()
 
@@ -326,20 +323,6 @@ class JobSession:
                     return self._load(request.name)
                 case _:
                     raise TypeError(f"{type(request).__name__} is no request")
-
-    @together
-    def take(self, number: int) -> dict[str, Any]:
-        """What comes of lesson ``number`` of the job that sits here; of one too many, its end."""
-        assert self.job is not None  # who takes lessons sits
-        lessons = self.lessons[self.job]
-        with self._request(number):
-            if number == lessons.total_steps:
-                self.engine.save_peft(self.folder / "adapter")
-                return {}
-            batches, lr = lessons.batches(number), lessons.lr(number)
-            tokens = sum(batch.num_tokens for batch in batches)
-            row = self._learn(batches, lessons.objective, sum(gather(self.world, tokens)))
-            return {"step": number + 1, **row, **self._step(lr), "lr": lr}
 
     @contextmanager
     def _request(self, number: int) -> Iterator[int]:
