@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-from moetrain.kernels import SPECS
-from moetrain.kernels.spec import (
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from specs import SPECS
+from specs.spec import (
     Bench,
     KernelSpec,
     as_tuple,

@@ -2,13 +2,3 @@
 
 Every file opens with its maths and shape legend and holds a plain-torch reference.
 """
-
-import pkgutil
-from importlib import import_module
-
-SPECS = tuple(
-    spec
-    for file in pkgutil.walk_packages(__path__, f"{__name__}.")
-    for spec in getattr(import_module(file.name), "SPECS", ())
-)
-"""What every kernel promises; tests/test_kernels.py and scripts/bench_kernels.py walk it."""

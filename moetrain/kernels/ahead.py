@@ -17,7 +17,6 @@ Left out on purpose: kernels of libraries.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -28,6 +27,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,8 +46,12 @@ COMPILER = (  # with what it imports when it is first used
     "torch._inductor.codegen.triton",
 )
 
-LIBRARY_OPS = ("moetrain::attention_packed_backward",)
-"""Ops that run a library, which would write to tensors that have no memory. The forward of packed
+LIBRARY_OPS = (
+    "moetrain::attention_packed_backward",
+    "moetrain::grouped_mm",
+    "moetrain::grouped_outer",
+)
+"""Ops that call a library, which would write to tensors that have no memory. The forward of packed
 attention stays: rehearsals ask for it as ``exact`` alone, which is a kernel of ours."""
 
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -136,23 +140,22 @@ def _without_tensor(value: Any) -> Any:
 
 
 class _Opened(TorchDispatchMode):
-    """Runs what our ops do where torch would only say what shapes they give."""
+    """Runs the bodies of the kernels' ops, where torch would only compute their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.implementations = {
+            op._opoverload: op._init_fn
+            for name, op in OPDEFS.items()
+            if op._init_fn.__module__.startswith("moetrain.kernels.") and name not in LIBRARY_OPS
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments, implementation = kwargs or {}, _implementations().get(func)
+        arguments, implementation = kwargs or {}, self.implementations.get(func)
         if implementation is None:
             return func(*args, **arguments)
         with self:
             return implementation(*args, **arguments)
-
-
-@functools.cache
-def _implementations() -> dict[Any, Callable[..., object]]:
-    """The implementations of our ops, by op, without the one that executes a plan of cuDNN's."""
-    from moetrain.kernels import SPECS
-
-    ops = {op for spec in SPECS for op in spec.ops if op._qualname not in LIBRARY_OPS}
-    return {op._opoverload: op._init_fn for op in ops}
 
 
 @contextmanager

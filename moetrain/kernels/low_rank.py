@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from moetrain.kernels import small_m as few_rows
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 _MULTIPLE = 16
 """Of which the kernel's outer widths are multiples."""
@@ -86,50 +85,3 @@ def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
 
 
 _narrow_products.register_autograd(_differentiate, setup_context=_save)
-
-
-_MATRICES = ("a0_rD", "a1_rD", "a2_rD")
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    rows, dim = case["T"], case["D"]
-    matrices = [(normal(generator, r, dim) * dim**-0.5).to(dtype) for r in case["r"]]
-    return {"x_TD": normal(generator, rows, dim).to(dtype), **dict.fromkeys(_MATRICES)} | dict(
-        zip(_MATRICES, matrices, strict=False)
-    )
-
-
-def _given(matrices: Inputs) -> list[torch.Tensor]:
-    return [a for a in matrices.values() if a is not None]
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    rows, dim, width = case["T"], case["D"], sum(case["r"])
-    flops = 2.0 * rows * dim * width
-    moved = 2.0 * (rows * dim + width * dim + rows * width)
-    return Cost(moved, flops), Cost(moved + 2.0 * rows * dim, 2 * flops)
-
-
-SPECS = (
-    KernelSpec(
-        name="narrow_products",
-        fast=lambda x_TD, **matrices: narrow_products(x_TD, _given(matrices), "triton"),
-        reference=lambda x_TD, **matrices: narrow_products_reference(x_TD, _given(matrices)),
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 37, "D": 24, "r": (16, 16, 32)},
-            {"T": 1, "D": 8, "r": (8,)},
-            {"T": 130, "D": 40, "r": (4, 16, 33)},
-            {"T": 0, "D": 16, "r": (16,)},
-        ),
-        benches=(Bench({"T": 16_384, "D": 2048, "r": (16, 16, 16)}),),
-        tolerance={torch.bfloat16: 1e-2},
-        cost=_cost,
-        differentiable=("x_TD", *_MATRICES),
-        ops=(_narrow_products,),
-        bad_inputs={
-            "up to three": lambda x: x | {"a0_rD": x["a0_rD"][:, 1:]},
-            "in x's dtype": lambda x: x | {"a0_rD": x["a0_rD"].half()},
-        },
-    ),
-)

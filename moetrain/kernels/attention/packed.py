@@ -23,8 +23,7 @@ Legend: T tokens, H query heads, G key/value heads, d head width, N documents, S
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 import torch
@@ -33,7 +32,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.attention import exact as exact_attention
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 PackedBackend = Literal["auto", "cudnn", "exact", "flex", "reference"]
 
@@ -322,77 +320,4 @@ def _differentiate(ctx, do_THd: torch.Tensor, _):
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
 worth_saving(
     "attention", torch.ops.moetrain.attention_packed.default, torch.ops.higher_order.flex_attention
-)
-
-
-# The spec.
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    lengths = case["lengths"]
-    tokens, heads, kv_heads, width = sum(lengths), case["H"], case["G"], case["d"]
-    ends = [0, *itertools.accumulate(lengths)]
-    return {
-        "q_THd": normal(generator, tokens, heads, width).to(dtype),
-        "k_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
-        "v_TGd": normal(generator, tokens, kv_heads, width).to(dtype),
-        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=generator.device),
-        "max_seqlen": max(lengths),
-        "window": case.get("window"),
-    }
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    tokens, heads, kv_heads, width = sum(case["lengths"]), case["H"], case["G"], case["d"]
-    # Two products a pair of tokens, half of the pairs hidden. Backward: p again, dp, dq, dk, dv.
-    flops = sum(2.0 * heads * width * length**2 for length in case["lengths"])
-    row_bytes = 2.0 * tokens * width * (heads + kv_heads)  # q and k, in bf16
-    return Cost(2 * row_bytes, flops), Cost(4 * row_bytes, 2.5 * flops)
-
-
-_QWEN3 = {"H": 32, "G": 4, "d": 128}
-_MIX = (5000, 300, 2100, 700, 3300, 1500, 900, 1784, 800)
-
-ATTENTION_PACKED = KernelSpec(
-    name="attention_packed",
-    fast=attention_packed,
-    reference=attention_packed_reference,
-    make_inputs=_make_inputs,
-    cases=(
-        {"lengths": (100, 7, 150), "H": 4, "G": 2, "d": 16},
-        {"lengths": (1,), "H": 2, "G": 2, "d": 8},
-        {"lengths": (0, 7, 0, 1, 0), "H": 6, "G": 2, "d": 16},
-        {"lengths": (1, 30, 64, 5), "H": 3, "G": 1, "d": 64, "window": 16},
-        {"lengths": (257,), "H": 2, "G": 1, "d": 32, "window": 2},
-        {"lengths": (*(1,) * 40, 20), "H": 2, "G": 1, "d": 16},
-    ),
-    benches=(
-        Bench({"lengths": (4096,) * 4, **_QWEN3}, targets={"total_tflops": 470}),
-        Bench({"lengths": _MIX, **_QWEN3}, targets={"total_tflops": 440}),
-        Bench({"lengths": (1024,) * 16, **_QWEN3}, targets={"total_tflops": 300}),
-        Bench({"lengths": (4096,) * 4, **_QWEN3, "window": 512}),
-    ),
-    tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3},
-    cpu_dtypes=(torch.float32,),
-    cost=_cost,
-    differentiable=("q_THd", "k_TGd", "v_TGd"),
-    ops=(_attention_packed, _attention_packed_backward),
-    bad_inputs={
-        r"H a multiple of G": lambda x: x | {"q_THd": x["q_THd"][:, :3]},
-        r"it takes one dtype": lambda x: x | {"k_TGd": x["k_TGd"].double()},
-        r"documents \+ 1\] in int32": lambda x: x | {"cu_seqlens": x["cu_seqlens"].long()},
-        r"window=0 were given": lambda x: x | {"window": 0},
-        r"at most max_seqlen=149": lambda x: x | {"max_seqlen": 149, "check": True},
-        r"from 0 to T=257": lambda x: x | {"cu_seqlens": x["cu_seqlens"][:-1], "check": True},
-    },
-)
-
-SPECS = (
-    ATTENTION_PACKED,
-    replace(
-        ATTENTION_PACKED,
-        name="attention_exact",
-        fast=partial(attention_packed, backend="exact"),
-        bad_inputs={"window=0 were given": lambda x: x | {"window": 0}},
-    ),
 )

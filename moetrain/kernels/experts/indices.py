@@ -25,14 +25,12 @@ map is stored. Shapes never depend on the routing, so nothing waits for the devi
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, uniform
 from moetrain.kernels.triton import tl, triton
 
 # Launch settings, measured on one H200.
@@ -221,77 +219,3 @@ def _rank_kernel(
         here = tl.sum((expert[:, None] == column[None, :]).to(tl.int32), axis=0)
         next_row += here
         next_unused += TILE - tl.sum(here, axis=0)
-
-
-def make_indices(case: Case, ids_TK: torch.Tensor) -> ExpertIndices:
-    """The reference's maps of ``ids_TK``, with room for ``case["rows"]`` where the case has it."""
-    return expert_indices_reference(ids_TK, case["E"], case.get("rows"))
-
-
-def make_ids(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """Distinct experts a token by ``case["routing"]``: random (one in eight slots empty), even
-    (random, none empty), one (all to the last expert), none (all -1)."""
-    T, K, E = case["T"], case["K"], case["E"]
-    routing = case.get("routing", "random")
-    ids_TK = uniform(generator, T, E).argsort(1)[:, :K].int()
-    if routing == "random":
-        ids_TK[uniform(generator, T, K) < 1 / 8] = -1
-    elif routing == "one":
-        ids_TK.fill_(E - 1)
-    elif routing == "none":
-        ids_TK.fill_(-1)
-    return ids_TK
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    ids_TK = make_ids(case, generator)
-    return {"topk_ids_TK": ids_TK, "num_experts": case["E"], "num_rows": case.get("rows")}
-
-
-INDEX_CASES = (
-    {"T": 7, "K": 2, "E": 5, "routing": "even"},
-    {"T": 1, "K": 1, "E": 1},
-    {"T": 7, "K": 2, "E": 5},
-    {"T": 100, "K": 8, "E": 128},
-    {"T": 257, "K": 3, "E": 5, "routing": "even"},
-    {"T": 100, "K": 1, "E": 5, "routing": "one"},
-    {"T": 7, "K": 4, "E": 128, "routing": "none"},
-    {"T": 0, "K": 2, "E": 5},
-    {"T": 7, "K": 4, "E": 5, "rows": 26},
-    {"T": 300, "K": 3, "E": 5, "rows": 700},
-    {"T": 7, "K": 4, "E": 128, "routing": "none", "rows": 0},
-)
-# For kernels with a program a token, of which more tokens than a few show nothing more.
-ROW_CASES = (
-    *INDEX_CASES[:3],
-    {"T": 11, "K": 8, "E": 128},
-    {"T": 33, "K": 3, "E": 5, "routing": "even"},
-    {"T": 17, "K": 1, "E": 5, "routing": "one"},
-    *INDEX_CASES[6:9],
-    {"T": 30, "K": 3, "E": 5, "rows": 70},
-    INDEX_CASES[10],
-)
-INDEX_BENCH = {"T": 16384, "K": 8, "E": 128, "routing": "even"}
-
-SPECS = (
-    KernelSpec(
-        name="expert_indices",
-        fast=partial(expert_indices, backend="triton"),
-        reference=expert_indices_reference,
-        make_inputs=_make_inputs,
-        cases=(*INDEX_CASES, {"T": 100, "K": 7, "E": 500}),
-        benches=(Bench(INDEX_BENCH, {"forward_ms": 0.040}),),
-        tolerance={torch.float32: 0.0},
-        cost=lambda case: (Cost(bytes=case["T"] * case["K"] * 3 * 4), Cost()),
-        ops=(_expert_indices,),
-        bad_inputs={
-            "float32.*takes int32 or int64": lambda i: (
-                i | {"topk_ids_TK": i["topk_ids_TK"].float()}
-            ),
-            r"\[5, 5\]; with 5 experts": lambda i: (
-                i | {"topk_ids_TK": i["topk_ids_TK"] * 0 + 5, "check": True}
-            ),
-            "num_rows is 15.*at most 14": lambda i: i | {"num_rows": 15},
-        },
-    ),
-)

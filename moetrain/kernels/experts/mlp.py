@@ -31,7 +31,7 @@ from torch.library import CustomOpDef
 from moetrain.kernels import small_m as few_rows
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
-from moetrain.kernels.experts.indices import ExpertIndices, expert_indices_reference
+from moetrain.kernels.experts.indices import ExpertIndices
 from moetrain.kernels.experts.permutation import (
     copy_to_rows,
     permute,
@@ -43,7 +43,6 @@ from moetrain.kernels.experts.permutation import (
 )
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
 def expert_mlp(
@@ -227,79 +226,3 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 register_experts(_expert_mlp, _expert_mlp_backward)
 worth_saving("experts", torch.ops.moetrain.expert_mlp.default)
-
-
-def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Tokens, of which ``empty`` have no expert; experts at random."""
-    tokens, slots, experts = case["T"], case["K"], case["E"]
-    dim, width = case["D"], case["F"]
-    ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
-    ids_TK[uniform(generator, tokens, slots) < case.get("empty", 0.0)] = -1
-    return {
-        "x_TD": normal(generator, tokens, dim).to(dtype),
-        "weights_TK": uniform(generator, tokens, slots),
-        "indices": expert_indices_reference(ids_TK, experts, case.get("rows")),
-        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
-        "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
-    }
-
-
-def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    """Of what is by slot, those with an expert."""
-    return x[inputs["indices"].slot_row_TK >= 0]
-
-
-def cost_of(case: Case, flops: float) -> tuple[Cost, Cost]:
-    """``flops``: of a multiply-add, but for weights' gradients, whose are 2; at bf16's rate."""
-    tokens, dim, width = case["T"], case["D"], case["F"]
-    rows = tokens * case["K"]
-    forward = flops * 3 * rows * dim * width
-    backward = forward + 2.0 * 3 * rows * dim * width
-    weight_bytes = 6.0 * case["E"] * dim * width
-    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * width
-    return (
-        Cost(2 * token_bytes + weight_bytes + saved_bytes, forward),
-        Cost(3 * token_bytes + 2 * weight_bytes + saved_bytes, backward),
-    )
-
-
-CASES = (
-    {"T": 13, "K": 2, "E": 3, "D": 32, "F": 16},
-    {"T": 20, "K": 1, "E": 1, "D": 16, "F": 16},
-    {"T": 20, "K": 3, "E": 4, "D": 16, "F": 16, "empty": 0.3},
-    {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 0.5, "rows": 15},
-    {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
-    {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0, "rows": 0},
-)
-SIZES = tuple({"T": t, "K": 8, "E": e, "D": 2048, "F": 768} for t, e in ((16384, 16), (16384, 128)))
-BAD_INPUTS = {
-    r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
-    "it takes one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
-    r"\[T, K\] and \[T, K\]": lambda x: x | {"weights_TK": x["weights_TK"][1:]},
-}
-
-SPECS = (
-    KernelSpec(
-        name="expert_mlp",
-        fast=lambda **inputs: expert_mlp(**inputs, backend="triton"),
-        reference=expert_mlp_reference,
-        make_inputs=make_inputs,
-        cases=(
-            *CASES,
-            {"T": 33, "K": 4, "E": 128, "D": 16, "F": 8},
-            {"T": 9, "K": 1, "E": 2, "D": 8, "F": 24},
-        ),
-        # The products' own targets, 560 and 450, and five passes of permutation at theirs.
-        benches=tuple(
-            Bench(size, {"total_tflops": target})
-            for size, target in zip(SIZES, (490, 400), strict=True)
-        ),
-        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
-        cpu_dtypes=(torch.float32,),
-        cost=lambda case: cost_of(case, 2.0),
-        differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
-        select_grads={"weights_TK": chosen},
-        ops=(_expert_mlp, _expert_mlp_backward),
-        bad_inputs=BAD_INPUTS,
-    ),
-)

@@ -33,13 +33,7 @@ from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.indices import ExpertIndices
 from moetrain.kernels.experts.mlp import (
-    BAD_INPUTS,
-    CASES,
-    SIZES,
     check_experts,
-    chosen,
-    cost_of,
-    make_inputs,
     register_experts,
 )
 from moetrain.kernels.experts.permutation import (
@@ -59,7 +53,6 @@ from moetrain.kernels.quant.rows import (
 )
 from moetrain.kernels.quant.scaled_mm import scaled_grouped_mm
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, KernelSpec
 
 
 def expert_mlp_fp8(
@@ -208,36 +201,3 @@ def _expert_mlp_fp8_backward(
 
 register_experts(_expert_mlp_fp8, _expert_mlp_fp8_backward)
 worth_saving("experts", torch.ops.moetrain.expert_mlp_fp8.default)
-
-
-_FOUR_RANKS = {"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}
-
-SPECS = (
-    KernelSpec(
-        name="expert_mlp_fp8",
-        fast=lambda **inputs: expert_mlp_fp8(**inputs, backend="triton"),
-        reference=expert_mlp_fp8_reference,
-        make_inputs=make_inputs,
-        cases=CASES,
-        benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
-        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
-        tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
-        cpu_dtypes=(torch.float32,),
-        # At twice bf16's rate.
-        cost=lambda case: cost_of(case, 1.0),
-        differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
-        select_grads={"weights_TK": chosen},
-        ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),
-        bad_inputs=BAD_INPUTS
-        | {
-            "takes multiples of 16": lambda x: (
-                x
-                | {
-                    "x_TD": x["x_TD"][:, 1:],
-                    "w_gate_up_E2FD": x["w_gate_up_E2FD"][..., 1:],
-                    "w_down_EDF": x["w_down_EDF"][:, 1:],
-                }
-            ),
-        },
-    ),
-)

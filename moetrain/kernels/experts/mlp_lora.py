@@ -29,7 +29,7 @@ import torch
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.indices import ExpertIndices
-from moetrain.kernels.experts.mlp import BAD_INPUTS, check_experts, chosen, make_inputs
+from moetrain.kernels.experts.mlp import check_experts
 from moetrain.kernels.experts.permutation import (
     copy_to_rows,
     permute_reference,
@@ -39,7 +39,6 @@ from moetrain.kernels.experts.permutation import (
 )
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
 def adapted_expert_mlp(
@@ -220,64 +219,3 @@ def _differentiate(
 
 _adapted_expert_mlp.register_autograd(_differentiate, setup_context=_save)
 worth_saving("experts", torch.ops.moetrain.adapted_expert_mlp.default)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    experts, dim, width, rank = case["E"], case["D"], case["F"], case["r"]
-
-    def matrices(out: int, into: int) -> torch.Tensor:
-        return (normal(generator, experts, out, into) * into**-0.5).to(dtype)
-
-    return make_inputs(case, dtype, generator) | {
-        "a_gate_up_ErD": matrices(rank, dim),
-        "b_gate_up_E2Fr": matrices(2 * width, rank),
-        "a_down_ErF": matrices(rank, width),
-        "b_down_EDr": matrices(dim, rank),
-        "scale": 0.75,
-    }
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    tokens, dim, width, rank = case["T"], case["D"], case["F"], case["r"]
-    rows, frozen = tokens * case["K"], 3 * dim * width
-    adapters = 2 * rank * (dim + width) + rank * width
-    weight_bytes, adapter_bytes = 2.0 * case["E"] * (frozen + adapters), 2.0 * case["E"] * adapters
-    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * (width + rank)
-    flops = 2.0 * rows * (frozen + adapters)
-    return (
-        Cost(2 * token_bytes + weight_bytes + saved_bytes, flops),
-        Cost(
-            3 * token_bytes + weight_bytes + adapter_bytes + saved_bytes,
-            flops + 2.0 * rows * adapters,
-        ),
-    )
-
-
-_ADAPTERS = ("a_gate_up_ErD", "b_gate_up_E2Fr", "a_down_ErF", "b_down_EDr")
-
-SPECS = (
-    KernelSpec(
-        name="adapted_expert_mlp",
-        fast=lambda **inputs: adapted_expert_mlp(**inputs, backend="triton"),
-        reference=adapted_expert_mlp_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 7, "K": 2, "E": 3, "D": 16, "F": 24, "r": 8},
-            {"T": 5, "K": 1, "E": 1, "D": 8, "F": 8, "r": 8},
-            {"T": 9, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
-            {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
-        ),
-        benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
-        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
-        cpu_dtypes=(torch.float32,),
-        cost=_cost,
-        differentiable=("x_TD", "weights_TK", *_ADAPTERS),
-        select_grads={"weights_TK": chosen},
-        ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward),
-        bad_inputs=BAD_INPUTS
-        | {
-            r"\[E, r, D\]": lambda x: x | {"a_gate_up_ErD": x["a_gate_up_ErD"][:, 1:]},
-            "it takes that": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
-        },
-    ),
-)

@@ -18,21 +18,13 @@ Legend: T tokens, K experts a token, R rows (T * K, or as many as the index maps
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
-from dataclasses import replace
-from functools import partial
-
 import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, require_contiguous, use_fast
 from moetrain.kernels.experts.indices import (
-    INDEX_BENCH,
-    ROW_CASES,
     ExpertIndices,
-    make_ids,
-    make_indices,
 )
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.triton import tl, triton
 
 BLOCK, WARPS = 1024, 2  # columns a program copies or sums, measured on one H200
@@ -278,98 +270,3 @@ def _sum_kernel(
             weight = tl.load(row_weights + row, row >= 0, other=0.0)
             tl.store(weights + token * SLOTS + k, weight)
     tl.store(x + token * width + column, total, column < width)
-
-
-def token_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """Tokens, weights and indices of a case of :data:`CASES`."""
-    ids_TK = make_ids(case, generator)
-    return {
-        "x_TD": normal(generator, case["T"], case["D"]).to(dtype),
-        "weights_TK": uniform(generator, *ids_TK.shape),
-        "indices": make_indices(case, ids_TK),
-    }
-
-
-def _permute_tokens_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    inputs = token_inputs(case, dtype, generator)
-    return {"x_TD": inputs["x_TD"], "indices": inputs["indices"]}
-
-
-def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    indices = make_indices(case, make_ids(case, generator))
-    rows = indices.row_slot_R.shape[0]
-    y_RD = normal(generator, rows, case["D"]).to(dtype)
-    y_RD[indices.row_slot_R < 0] = float("nan")
-    return {"y_RD": y_RD, "indices": indices}
-
-
-def used_rows(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    """Of what is by row, those with a token."""
-    return x[inputs["indices"].row_slot_R >= 0]
-
-
-def _rows_cost(case: Case) -> tuple[Cost, Cost]:
-    T, K, D = case["T"], case["K"], case["D"]
-    # Tokens and rows in bf16, each once; a slot's row and, in permute, its weight twice.
-    cost = Cost(bytes=2 * (T + T * K) * D + T * K * 4)
-    return cost, cost
-
-
-CASES = tuple(
-    dict(case) | {"D": width}
-    for case, width in zip(ROW_CASES, (24, 1, 24, 16, 33, 8, 8, 8, 40, 5, 7), strict=True)
-)
-_BENCHES = (
-    Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.8, "backward_fraction": 0.8}),
-    Bench(INDEX_BENCH | {"T": 132096, "D": 2048}),  # past 2^31 elements
-)
-
-_PERMUTE = KernelSpec(
-    name="permute",
-    fast=partial(permute, backend="triton"),
-    reference=permute_reference,
-    make_inputs=token_inputs,
-    cases=CASES,
-    benches=_BENCHES,
-    tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
-    cost=_rows_cost,
-    differentiable=("x_TD", "weights_TK"),
-    select=used_rows,
-    ops=(_permute, _permute_backward),
-    bad_inputs={
-        r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
-        "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
-    },
-)
-
-SPECS = (
-    _PERMUTE,
-    replace(
-        _PERMUTE,
-        name="permute_tokens",
-        fast=partial(permute_tokens, backend="triton"),
-        reference=permute_tokens_reference,
-        make_inputs=_permute_tokens_inputs,
-        # The width of a token's routing; that of a token is the backward of unpermute.
-        benches=(Bench(INDEX_BENCH | {"D": 16}),),
-        differentiable=("x_TD",),
-        ops=(_permute_tokens, _unpermute),
-    ),
-    KernelSpec(
-        name="unpermute",
-        fast=partial(unpermute, backend="triton"),
-        reference=unpermute_reference,
-        make_inputs=_unpermute_inputs,
-        cases=CASES,
-        benches=_BENCHES,
-        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
-        cost=_rows_cost,
-        differentiable=("y_RD",),
-        select_grads={"y_RD": used_rows},
-        ops=(_unpermute, _permute_tokens),
-        bad_inputs={
-            r"rows \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},
-            "takes a contiguous": lambda i: i | {"y_RD": i["y_RD"].T.contiguous().T},
-        },
-    ),
-)

@@ -33,7 +33,6 @@ from moetrain.kernels.experts.router_triton import (
     sum_programs_kernel,
 )
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.triton import triton
 
 MAX_EXPERTS = 512
@@ -318,70 +317,3 @@ def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
 _router_topk.register_autograd(_backward, setup_context=_save)
 # And what chooses in the reference.
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    T, E = case["T"], case["E"]
-    logits_TE = normal(generator, T, E)
-    # Multiples of 1/32 tie often and never nearly: ids are then the same in every precision.
-    logits_TE = (logits_TE * 32).round() / 32
-    options = {k: v for k, v in case.items() if k not in ("T", "E", "bias", "pads")}
-    if case.get("bias"):
-        options["bias_E"] = 0.1 * normal(generator, E)
-    if case.get("pads"):
-        options["is_pad_T"] = uniform(generator, T) < case["pads"]
-    return {"logits_TE": logits_TE, **options}
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    T, E, k = case["T"], case["E"], case["k"]
-    logits, slots = 4 * T * E, 4 * T * k
-    return Cost(bytes=logits + 2 * slots), Cost(bytes=2 * logits + 2 * slots)
-
-
-_GROUPS = {"score": "sigmoid", "bias": True, "num_groups": 8, "topk_groups": 4, "scale": 2.5}
-
-SPECS = (
-    KernelSpec(
-        name="router_topk",
-        fast=lambda **inputs: router_topk(**inputs, backend="triton"),
-        reference=router_topk_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 100, "E": 20, "k": 4},
-            {"T": 1, "E": 1, "k": 1},
-            {"T": 7, "E": 5, "k": 5, "score": "sigmoid", "scale": 0.5},
-            {"T": 257, "E": 128, "k": 8},
-            {"T": 100, "E": 128, "k": 8, "normalize": False, "bias": True},
-            {"T": 7, "E": 512, "k": 32, "score": "sigmoid", "normalize": False},
-            {"T": 100, "E": 24, "k": 3, **_GROUPS},
-            {"T": 7, "E": 8, "k": 2, **_GROUPS},
-            {"T": 100, "E": 15, "k": 4, "num_groups": 3, "topk_groups": 2},
-            {"T": 0, "E": 5, "k": 2},
-            {"T": 100, "E": 20, "k": 4, "pads": 0.3},
-            {"T": 257, "E": 128, "k": 8, "bias": True, "score": "sigmoid", "pads": 0.9},
-            {"T": 7, "E": 5, "k": 2, "pads": 1.0},
-        ),
-        benches=(
-            Bench({"T": 16384, "E": 128, "k": 8}, {"forward_ms": 0.060}),
-            # Checked on few tokens: of many, some score nearly ties and goes either way in fp32.
-            Bench(
-                {"T": 16384, "E": 256, "k": 8, **_GROUPS},
-                check_case={"T": 257, "E": 256, "k": 8, **_GROUPS},
-            ),
-        ),
-        tolerance={torch.float32: 2e-6},
-        cost=_cost,
-        differentiable=("logits_TE",),
-        ops=(_router_topk, _router_topk_backward),
-        bad_inputs={
-            "float32 with contiguous rows": lambda i: i | {"logits_TE": i["logits_TE"].bfloat16()},
-            "strides": lambda i: i | {"logits_TE": i["logits_TE"].T.contiguous().T},
-            "1 to 20": lambda i: i | {"k": 21},
-            "'top'": lambda i: i | {"score": "top"},
-            "groups that divide": lambda i: i | {"num_groups": 3},
-            "is_pad is": lambda i: i | {"is_pad_T": torch.zeros(3, dtype=torch.bool)},
-            "bias has shape": lambda i: i | {"bias_E": torch.zeros(3)},
-        },
-    ),
-)

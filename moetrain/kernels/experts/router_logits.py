@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
 def router_logits(
@@ -97,40 +96,3 @@ def _differentiate(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, t
 
 _router_logits.register_autograd(_differentiate, setup_context=_save)
 worth_saving("linear", torch.ops.moetrain.router_logits.default)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    x_TD, weight_ED = (normal(generator, rows, case["D"]) for rows in (case["T"], case["E"]))
-    # In fp32, as on one device, with values that rounding leaves as they are.
-    return {"x_TD": x_TD.to(dtype), "weight_ED": weight_ED.to(dtype).float()}
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    T, D, E = case["T"], case["D"], case["E"]
-    x, logits, weight = 2 * T * D, 4 * T * E, 4 * E * D
-    return (
-        Cost(bytes=x + weight + logits, flops=2 * T * D * E),
-        Cost(bytes=2 * x + 2 * weight + logits, flops=4 * T * D * E),
-    )
-
-
-SPECS = (
-    KernelSpec(
-        name="router_logits",
-        fast=lambda **inputs: router_logits(**inputs, backend="triton"),
-        reference=router_logits_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 100, "D": 40, "E": 20},
-            {"T": 1, "D": 1, "E": 1},
-            {"T": 257, "D": 16, "E": 128},
-            {"T": 0, "D": 8, "E": 5},
-        ),
-        benches=(Bench({"T": 16384, "D": 2048, "E": 128}, {"total_ms": 0.25}),),
-        tolerance={torch.bfloat16: 3e-3},  # x's gradient is rounded to bf16
-        cost=_cost,
-        differentiable=("x_TD", "weight_ED"),
-        ops=(_router_logits, _router_logits_backward),
-        bad_inputs={r"\[T, D\] and \[E, D\]": lambda i: i | {"weight_ED": i["weight_ED"][:, 1:]}},
-    ),
-)

@@ -19,13 +19,10 @@ Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns an
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
-from functools import partial
-
 import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.triton import tl, triton
 
 # Measured on one H200: a program takes one row, 1024 columns at a time (16 bytes of bf16 a thread).
@@ -176,58 +173,3 @@ def _backward_kernel(
         if y is not None:
             tl.store(y + row * width + col, silu * up * w, col < width)
     tl.store(d_weights + row, tl.sum(d_w, axis=0))
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    rows, width = case["R"], case["F"]
-    gate_up = normal(generator, rows, 2 * width).to(dtype)
-    weights = uniform(generator, rows)
-    # Uninitialised rows past the last expert's.
-    gate_up[rows - case.get("unused", 0) :] = float("nan")
-    return {"gate_up_R2F": gate_up, "weights_R": weights if case.get("weights", True) else None}
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    rows, width = case["R"], case["F"]
-    return (
-        Cost(bytes=rows * (2 * 3 * width + 4)),
-        Cost(bytes=rows * (2 * 5 * width + 2 * 4)),
-    )
-
-
-def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    return x[~inputs["gate_up_R2F"].isnan().any(1)]
-
-
-SPECS = (
-    KernelSpec(
-        name="swiglu",
-        fast=partial(swiglu, backend="triton"),
-        reference=swiglu_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"R": 7, "F": 24},
-            {"R": 1, "F": 1},
-            {"R": 13, "F": 257, "unused": 3},
-            {"R": 9, "F": 64, "weights": False},
-            {"R": 0, "F": 16},
-        ),
-        benches=(
-            Bench({"R": 131072, "F": 768}, {"forward_fraction": 0.85, "backward_fraction": 0.85}),
-        ),
-        tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
-        cost=_cost,
-        differentiable=("gate_up_R2F", "weights_R"),
-        select=_used,
-        select_grads={"gate_up_R2F": _used, "weights_R": _used},
-        ops=(_swiglu, _swiglu_backward),
-        bad_inputs={
-            r"\(7, 47\); it takes \[R, 2F\]": lambda i: (
-                i | {"gate_up_R2F": i["gate_up_R2F"][:, 1:]}
-            ),
-            "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
-            "float64; it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
-            "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
-        },
-    ),
-)

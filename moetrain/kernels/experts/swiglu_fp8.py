@@ -14,16 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.experts.swiglu import swiglu_reference
 from moetrain.kernels.quant.rows import (
     E4M3,
     Quantised,
-    quantise_rows_reference,
     row_launch,
     scale_of,
     to_e4m3,
 )
-from moetrain.kernels.spec import Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.triton import INTERPRETED, tl, triton
 
 
@@ -156,86 +153,3 @@ def _backward_kernel(
     tl.store(d_gate_up + gate_at + width, d_up, mask)
     tl.store(y + row * width + col, silu * up * w, mask)
     tl.store(d_weights + row, tl.sum(d_y * silu * up, axis=0))
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    rows, width = case["R"], case["F"]
-    gate_up = normal(generator, rows, 2 * width).to(dtype)
-    gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
-    return {"gate_up_R2F": gate_up, "weights_R": uniform(generator, rows)}
-
-
-def _make_backward_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    inputs = _make_inputs(case, dtype, generator)
-    return {"dy_RF": normal(generator, case["R"], case["F"]).to(dtype)} | inputs
-
-
-def _fast(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (swiglu_quantised(gate_up_R2F, weights_R).to(torch.float32),)
-
-
-def _reference(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    narrow = quantise_rows_reference(swiglu_reference(gate_up_R2F, weights_R))
-    return (narrow.to(torch.float32),)
-
-
-def _fast_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    narrow, *others = swiglu_backward_quantised(dy_RF, gate_up_R2F, weights_R)
-    return narrow.to(torch.float32), *others
-
-
-def _reference_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    inputs = gate_up_R2F.detach().requires_grad_(), weights_R.detach().requires_grad_()
-    with torch.enable_grad():
-        y_RF = swiglu_reference(*inputs)
-        d_gate_up, d_weights = torch.autograd.grad(y_RF, inputs, dy_RF)
-    narrow = quantise_rows_reference(d_gate_up).to(torch.float32)
-    return narrow, d_gate_up, d_weights, y_RF.detach()
-
-
-def _used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    return x[~inputs["gate_up_R2F"].isnan().any(1)]
-
-
-_BAD: dict = {"one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]}}
-_CASES = (
-    {"R": 7, "F": 24},
-    {"R": 1, "F": 1},
-    {"R": 13, "F": 257, "unused": 3},
-    {"R": 0, "F": 16},
-)
-# Where the dtype's rounding decides between two numbers of e4m3, they are 6% apart.
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2.5e-2}
-
-SPECS = (
-    KernelSpec(
-        name="swiglu_quantised",
-        fast=_fast,
-        reference=_reference,
-        make_inputs=_make_inputs,
-        cases=_CASES,
-        benches=(),  # timed as parts of expert_mlp_fp8
-        tolerance=_TOLERANCE,
-        cost=lambda case: (Cost(bytes=case["R"] * (5 * case["F"] + 8)), Cost()),
-        select=_used,
-        ops=(_swiglu_quantised,),
-        bad_inputs=_BAD,
-    ),
-    KernelSpec(
-        name="swiglu_backward_quantised",
-        fast=_fast_backward,
-        reference=_reference_backward,
-        make_inputs=_make_backward_inputs,
-        cases=_CASES,
-        benches=(),  # timed as parts of expert_mlp_fp8
-        tolerance=_TOLERANCE,
-        cost=lambda case: (Cost(bytes=case["R"] * (14 * case["F"] + 12)), Cost()),
-        select=_used,
-        ops=(_swiglu_backward_quantised,),
-        bad_inputs=_BAD,
-    ),
-)

@@ -18,13 +18,11 @@ Legend: N rows, D width, P programs of the backward.
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moetrain.kernels.backend import Backend, require_contiguous, use_fast
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 from moetrain.kernels.triton import tl, triton
 
 
@@ -265,78 +263,3 @@ def _differentiate_sum(
 
 _rms_norm.register_autograd(_differentiate, setup_context=_save)
 _add_rms_norm.register_autograd(_differentiate_sum, setup_context=_save_sum)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    x = normal(generator, case["N"], case["D"]).to(dtype)
-    weight_D = 1 + normal(generator, case["D"]) / 10
-    return {"x": x, "weight_D": weight_D.to(dtype).to(torch.float32), "eps": 1e-6}
-
-
-def _make_sum_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    y = normal(generator, case["N"], case["D"]).to(dtype)
-    return {"y": y} | _make_inputs(case, dtype, generator)
-
-
-def _cost(tensors: int) -> Any:
-    def cost(case: Case) -> tuple[Cost, Cost]:
-        numbers = 2 * case["N"] * case["D"]
-        return Cost(bytes=tensors * numbers), Cost(bytes=(tensors + 1) * numbers)
-
-    return cost
-
-
-_CASES = ({"N": 7, "D": 40}, {"N": 1, "D": 5}, {"N": 33, "D": 128}, {"N": 0, "D": 8})
-_BENCHES = (Bench({"N": 16384, "D": 2048}, {"forward_fraction": 0.8}),)
-# The backward rounds once where autograd through the formula would three times.
-_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-_BAD_WEIGHTS: dict[str, Callable[[Inputs], Inputs]] = {
-    r"a weight \(39,\)": lambda i: i | {"weight_D": i["weight_D"][1:]},
-    r"strides \(0,\)": lambda i: i | {"weight_D": i["weight_D"][:1].expand(40)},
-}
-
-SPECS = (
-    KernelSpec(
-        name="rms_norm",
-        fast=lambda **inputs: rms_norm(**inputs, backend="triton"),
-        reference=rms_norm_reference,
-        make_inputs=_make_inputs,
-        cases=_CASES,
-        benches=_BENCHES,
-        tolerance=_TOLERANCE,
-        cost=_cost(2),
-        differentiable=("x", "weight_D"),
-        ops=(_rms_norm, _norm_gradients),
-        bad_inputs=_BAD_WEIGHTS,
-    ),
-    KernelSpec(
-        name="fusible_rms_norm",
-        fast=lambda **inputs: fusible_rms_norm(**inputs, backend="triton"),
-        reference=lambda x, **others: (x.view_as(x), rms_norm_reference(x, **others)),
-        make_inputs=_make_inputs,
-        cases=_CASES,
-        benches=tuple(Bench(bench.case) for bench in _BENCHES),  # the forward is the compiler's
-        tolerance=_TOLERANCE,
-        cost=_cost(2),
-        differentiable=("x", "weight_D"),
-        ops=(_norm_gradients,),
-        bad_inputs=_BAD_WEIGHTS,
-    ),
-    KernelSpec(
-        name="add_rms_norm",
-        fast=lambda **inputs: add_rms_norm(**inputs, backend="triton"),
-        reference=add_rms_norm_reference,
-        make_inputs=_make_sum_inputs,
-        cases=_CASES,
-        benches=_BENCHES,
-        tolerance=_TOLERANCE,
-        cost=_cost(4),
-        differentiable=("x", "y", "weight_D"),
-        ops=(_add_rms_norm, _norm_gradients),
-        bad_inputs=_BAD_WEIGHTS
-        | {
-            "of one shape": lambda i: i | {"y": i["y"][1:]},
-            "float64": lambda i: i | {"y": i["y"].double()},
-        },
-    ),
-)

@@ -22,7 +22,6 @@ import torch
 
 from moetrain.kernels.backend import Backend, require_contiguous, use_fast
 from moetrain.kernels.norm.rms_norm import rms_norm_reference
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 from moetrain.kernels.triton import tl, triton
 
 _HEADS = 8  # heads of one token that a program turns
@@ -279,60 +278,3 @@ class _FusibleRotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy_NSHd,) = grads
         return _differentiate(ctx, dy_NSHd.flatten(0, 1))
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    d = case["d"]
-    angles_Sd = 10 * normal(generator, case["S"], d // 2)
-    weight_d = 1 + normal(generator, d) / 10 if case["norm"] else None
-    return {
-        "x_THd": normal(generator, case["T"], case["H"], d).to(dtype),
-        "cos_Sd": angles_Sd.cos(),
-        "sin_Sd": angles_Sd.sin(),
-        "weight_d": None if weight_d is None else weight_d.to(dtype).float(),
-        "eps": case.get("eps", 1e-6),
-    }
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    numbers = 2 * case["T"] * case["H"] * case["d"]
-    return Cost(bytes=2 * numbers), Cost(bytes=3 * numbers)
-
-
-def _spec(name: str, fusible: bool, targets: dict[str, float], *ops: Any) -> KernelSpec:
-    return KernelSpec(
-        name=name,
-        fast=lambda **inputs: rotary(**inputs, backend="triton", fusible=fusible),
-        reference=rotary_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 14, "H": 3, "d": 24, "S": 7, "norm": True},
-            {"T": 5, "H": 9, "d": 16, "S": 5, "norm": False},
-            {"T": 1, "H": 1, "d": 2, "S": 1, "norm": True},
-            {"T": 0, "H": 2, "d": 8, "S": 1, "norm": True},
-            {"T": 0, "H": 2, "d": 8, "S": 0, "norm": False},
-            {"T": 6, "H": 9, "d": 6, "S": 2, "norm": True, "eps": 0.0},
-        ),
-        benches=(
-            Bench({"T": 16384, "H": 32, "d": 128, "S": 16384, "norm": True}, targets),
-            Bench({"T": 16384, "H": 4, "d": 128, "S": 16384, "norm": True}),
-        ),
-        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
-        cost=_cost,
-        differentiable=("x_THd", "weight_d"),
-        ops=ops,
-        bad_inputs={
-            "S divides T": lambda i: i | {"x_THd": i["x_THd"][1:]},
-            r"sin \(7, 11\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:, 1:]},
-            r"a weight \(23,\) for heads of 24": lambda i: i | {"weight_d": i["weight_d"][1:]},
-            r"strides \(1, 7\)": lambda i: i | {"cos_Sd": i["cos_Sd"].T.contiguous().T},
-            r"strides \(0, 1\)": lambda i: i | {"sin_Sd": i["sin_Sd"][:1].expand(7, -1)},
-            r"strides \(0,\)": lambda i: i | {"weight_d": i["weight_d"][:1].expand(24)},
-        },
-    )
-
-
-SPECS = (
-    _spec("rotary", False, {"forward_fraction": 0.7}, _rotary, _rotary_gradients),
-    _spec("fusible_rotary", True, {}, _rotary_gradients),  # a compiler's forward
-)

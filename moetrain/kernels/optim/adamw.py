@@ -24,12 +24,11 @@ Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one par
 # (Triton's launch settings and unrolled ranges are not typed.)
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.spec import Case, Cost, Inputs, KernelSpec, normal, uniform
 from moetrain.kernels.triton import tl, triton
 
 BLOCK, WARPS = 1024, 4  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
@@ -276,74 +275,3 @@ def _philox(origin, step, seed, BLOCK: tl.constexpr):
     r0, r1, r2, r3 = tl.philox(seed, low, high, zero + step, zero)
     bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))  # r0, r1, r2, r3, r0, ...
     return bits.to(tl.int32, bitcast=True)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    size, device = case["N"], generator.device
-    blocks = -(-size // BLOCK)
-    settings = Settings(0.9, 0.95, 1e-8, seed=case.get("seed", 1))
-    scalars = (torch.full((), x, device=device) for x in (3, 0.7, case.get("skipped", 0)))
-    origins_B = (case.get("first", 0) + BLOCK * torch.arange(blocks, device=device)).long()
-    return {
-        "param_N": normal(generator, size),
-        "grad_N": normal(generator, size).to(case.get("gradients", torch.float32)),
-        "avg_N": normal(generator, size).to(dtype),
-        "avg_sq_N": uniform(generator, size).to(dtype),
-        "rates_S": adamw_rates(*scalars, 1e-2, 0.1, settings),
-        "decays_B": (torch.arange(blocks, device=device) % 2).to(torch.uint8),
-        "settings": settings,
-        "origins_B": None if dtype == torch.float32 else origins_B,
-        "out_dtype": dtype,
-    }
-
-
-def _fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Without touching its inputs, so that it can run twice on them."""
-    inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
-    out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
-    adamw(**inputs, out_N=out_N, backend="triton")
-    return inputs["param_N"], inputs["avg_N"], inputs["avg_sq_N"], out_N
-
-
-def _reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """As :func:`_fast`, of what is as wide as its inputs."""
-    found = adamw_reference(**inputs)
-    return *found, found[0]
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    gradient = case.get("gradients", torch.float32).itemsize
-    return Cost(bytes=case["N"] * (4 * 2 + gradient + 2 * 4 + 2)), Cost()
-
-
-SPECS = (
-    KernelSpec(
-        name="adamw",
-        fast=_fast,
-        reference=_reference,
-        make_inputs=_make_inputs,
-        cases=(
-            {"N": 3000},
-            {"N": 1},
-            {"N": 2 * BLOCK, "skipped": 1},
-            {"N": BLOCK + 7, "seed": 2**40 + 5, "first": 2**36 + 4},
-            {"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},
-            {"N": 0},
-        ),
-        benches=(),  # timed in place, by scripts/bench_optimizer.py
-        # Moments are rounded to bf16 there, and so is the copy.
-        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
-        cost=_cost,
-        ops=(_adamw,),
-        bad_inputs={
-            r"grad was given as torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
-            r"avg_sq was given as torch.bfloat16": lambda i: (
-                i | {"avg_sq_N": i["avg_sq_N"].bfloat16()}
-            ),
-            r"numbers take uint8 \[3\]": lambda i: i | {"decays_B": i["decays_B"][:2]},
-            r"origins were given with moments in torch.float32": lambda i: (
-                i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
-            ),
-        },
-    ),
-)

@@ -29,7 +29,6 @@ from moetrain.kernels.quant.rows import (
 )
 from moetrain.kernels.quant.scaled_mm import scaled_mm
 from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 
 def linears_fp8(
@@ -129,55 +128,3 @@ def _differentiate(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
 
 _linears_fp8.register_autograd(_differentiate, setup_context=_save)
 worth_saving("linear", torch.ops.moetrain.linears_fp8.default)
-
-
-_NAMES = ("w0_ND", "w1_ND", "w2_ND")
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    rows, dim = case["T"], case["D"]
-    weights = [(normal(generator, n, dim) * dim**-0.5).to(dtype) for n in case["N"]]
-    return {"x_TD": normal(generator, rows, dim).to(dtype), **dict.fromkeys(_NAMES)} | dict(
-        zip(_NAMES, weights, strict=False)
-    )
-
-
-def _given(weights: Inputs) -> list[torch.Tensor]:
-    return [w for w in weights.values() if w is not None]
-
-
-def _cost(case: Case) -> tuple[Cost, Cost]:
-    rows, dim, width = case["T"], case["D"], sum(case["N"])
-    # At bf16's rate, which the weights' gradients have; the others' is twice that.
-    flops = 1.0 * rows * dim * width
-    moved = 2.0 * (rows * (dim + width) + width * dim)
-    return Cost(moved, flops), Cost(moved + 2.0 * (rows + width) * dim, 3 * flops)
-
-
-SPECS = (
-    KernelSpec(
-        name="linears_fp8",
-        fast=lambda x_TD, **weights: linears_fp8(x_TD, _given(weights), "triton"),
-        reference=lambda x_TD, **weights: linears_fp8_reference(x_TD, _given(weights)),
-        make_inputs=_make_inputs,
-        cases=(
-            {"T": 13, "D": 32, "N": (32, 16, 16)},
-            {"T": 1, "D": 16, "N": (16,)},
-            {"T": 37, "D": 48, "N": (16, 32)},
-        ),
-        benches=(
-            Bench({"T": 20480, "D": 2048, "N": (4096, 512, 512)}),
-            Bench({"T": 20480, "D": 4096, "N": (2048,)}),
-        ),
-        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
-        tolerance={torch.float32: 5e-3, torch.bfloat16: 1e-2},
-        cpu_dtypes=(torch.float32,),
-        cost=_cost,
-        differentiable=("x_TD", *_NAMES),
-        ops=(_linears_fp8, _linears_fp8_backward),
-        bad_inputs={
-            "in x's dtype": lambda x: x | {"w0_ND": x["w0_ND"].half()},
-            "it takes multiples of 16": lambda x: x | {"w0_ND": x["w0_ND"][1:]},
-        },
-    ),
-)

@@ -15,13 +15,10 @@ Legend: W ranks, N numbers of whole groups, G groups.
 # pyright: reportArgumentType=false, reportCallIssue=false
 # (Triton's launch settings are not typed.)
 
-from functools import partial
-
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.quant.rows import E4M3, quantise_rows_reference
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 from moetrain.kernels.triton import tl, triton
 
 SCALED = 32
@@ -128,74 +125,3 @@ def _groups_kernel(
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     tl.store(out + (rank * numel + skipped) + number, wide * power[:, None], mask)
-
-
-def _make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    ranks, groups = case["W"], case["G"]
-    x_WGS = normal(generator, ranks, groups, SCALED)
-    x_WGS[:, ::3] *= torch.logspace(-6, 6, SCALED, device=x_WGS.device)  # subnormal codes
-    x_WGS *= torch.logspace(-30, 30, groups, device=x_WGS.device)[:, None]
-    if groups > 1:
-        x_WGS[0, groups // 2] = 0.0
-    codes_N, scales_G = quantise_groups(x_WGS.flatten())
-    start, numel = case.get("start", 0), case.get("numel", groups * SCALED)
-    room = case.get("room", ranks * numel)
-    return {
-        "bytes_WN": codes_N.view(torch.uint8).view(ranks, -1),
-        "scales_WG": scales_G.view(ranks, -1),
-        "out_N": torch.zeros(room, dtype=dtype, device=x_WGS.device),
-        "start": start,
-        "numel": numel,
-        "apart": case.get("apart", False),
-    }
-
-
-def _widened(
-    backend: Backend, bytes_WN, scales_WG, out_N, start, numel, apart: bool
-) -> torch.Tensor:
-    """Without touching its inputs, so that it can run twice on them. Codes come as bytes, with
-    which torch's checks of ops compute; ``apart``: with scales behind them, as gathers bring
-    them."""
-    out_N = torch.empty_like(out_N)
-    if apart:
-        rows_WB = torch.cat([bytes_WN, scales_WG], 1)
-        bytes_WN, scales_WG = rows_WB.split([bytes_WN.shape[1], scales_WG.shape[1]], 1)
-    codes_WN = bytes_WN if bytes_WN.dtype != torch.uint8 else bytes_WN.view(E4M3)
-    widen_groups(codes_WN, scales_WG, out_N, start, numel, backend)
-    return out_N
-
-
-SPECS = (
-    KernelSpec(
-        name="widen_groups",
-        fast=partial(_widened, "triton"),
-        reference=partial(_widened, "reference"),
-        make_inputs=_make_inputs,
-        cases=(
-            {"W": 2, "G": 7},
-            {"W": 1, "G": 1, "numel": 1},
-            {"W": 3, "G": 130, "start": 64, "numel": 4000, "room": 11_001, "apart": True},
-            {"W": 2, "G": 150, "start": 37, "numel": 4603, "room": 9000, "apart": True},
-            {"W": 2, "G": 9, "start": 37, "numel": 90, "room": 91, "apart": True},
-            {"W": 2, "G": 3, "start": 32, "numel": 0},
-        ),
-        benches=(
-            Bench({"W": 1, "G": 128 * 1536 * 64}, {"forward_fraction": 0.85}),
-            Bench({"W": 2, "G": 2048 * 64}),
-        ),
-        tolerance={torch.bfloat16: 0.0, torch.float32: 0.0},
-        cost=lambda case: (
-            Cost(bytes=case["W"] * case["G"] * SCALED * (3 + 1 / SCALED)),
-            Cost(),
-        ),
-        ops=(_widen_groups,),
-        bad_inputs={
-            "numbers 0 to 300": lambda i: i | {"numel": 300},
-            r"room for \(449,\)": lambda i: i | {"out_N": torch.zeros(449)},
-            r"scales \(2, 6\)": lambda i: i | {"scales_WG": i["scales_WG"][:, 1:]},
-            "codes torch.int8": lambda i: i | {"bytes_WN": i["bytes_WN"].view(torch.int8)},
-            "scales torch.int32": lambda i: i | {"scales_WG": i["scales_WG"].int()},
-            "given strides": lambda i: i | {"scales_WG": i["scales_WG"].T.contiguous().T},
-        },
-    ),
-)

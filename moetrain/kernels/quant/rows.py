@@ -21,15 +21,11 @@ Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer w
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's launch settings and unrolled ranges are not typed.)
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from moetrain.kernels.backend import Backend, require_contiguous, use_fast
-from moetrain.kernels.experts.indices import INDEX_BENCH
-from moetrain.kernels.experts.permutation import CASES, token_inputs, used_rows
-from moetrain.kernels.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 from moetrain.kernels.triton import INTERPRETED, tl, triton
 
 E4M3 = torch.float8_e4m3fn
@@ -342,108 +338,3 @@ def _store_tile(values, x, start, m, N, M, BN: tl.constexpr, BY_HAND: tl.constex
     n = start + tl.arange(0, BN)
     mask = (m < M)[:, None] & (n < N)[None, :]
     tl.store(values + m[:, None] * N + n[None, :], tl.trans(to_e4m3(x, BY_HAND)), mask)
-
-
-def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    x_RM = normal(generator, case["R"], case["M"])
-    x_RM[0] = 0.0
-    x_RM *= torch.logspace(-9, 9, case["R"], device=x_RM.device)[:, None]
-    return {"x_XM": x_RM.to(dtype)}
-
-
-def _dequantise_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    x_RM = _rows_inputs(case, dtype, generator)["x_XM"]
-    return {"quantised_RM": quantise_rows_reference(x_RM), "dtype": dtype}
-
-
-def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    return {"w_ENM": normal(generator, case["E"], case["N"], case["M"]).to(dtype)}
-
-
-def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
-    rows = indices.row_slot_R.shape[0]
-    quantised, weights_R, x_RD = quantise_to_rows(
-        x_TD, weights_TK, indices.slot_row_TK, rows, wide=True
-    )
-    return *quantised, weights_R, x_RD
-
-
-def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
-    slot_R = indices.row_slot_R.clamp(min=0)
-    token_R = slot_R // indices.slot_row_TK.shape[1]
-    quantised = quantise_rows_reference(x_TD)
-    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
-    return *(x[token_R] for x in quantised), weights_R, x_RD
-
-
-_EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
-
-SPECS = (
-    KernelSpec(
-        name="quantise_rows",
-        fast=partial(quantise_rows, backend="triton"),
-        reference=quantise_rows_reference,
-        make_inputs=_rows_inputs,
-        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
-        benches=(
-            Bench({"R": 20480, "M": 2048}, {"forward_fraction": 0.7}),
-            Bench({"R": 128 * 1536, "M": 2048}, {"forward_fraction": 0.7}),
-            Bench({"R": 128 * 2048, "M": 768}, {"forward_fraction": 0.7}),
-        ),
-        tolerance=_EXACT,
-        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
-        ops=(_quantise_rows,),
-        bad_inputs={"takes a contiguous": lambda i: {"x_XM": i["x_XM"].T}},
-    ),
-    KernelSpec(
-        name="quantise_columns",
-        fast=partial(quantise_columns, backend="triton"),
-        reference=quantise_columns_reference,
-        make_inputs=_columns_inputs,
-        cases=(
-            {"E": 2, "N": 48, "M": 80},
-            {"E": 1, "N": 1, "M": 3},
-            {"E": 3, "N": 600, "M": 17},
-        ),
-        benches=(
-            Bench({"E": 128, "N": 1536, "M": 2048}, {"forward_fraction": 0.6}),
-            Bench({"E": 128, "N": 2048, "M": 768}, {"forward_fraction": 0.6}),
-        ),
-        tolerance=_EXACT,
-        cost=lambda case: (Cost(bytes=3 * case["E"] * case["N"] * case["M"]), Cost()),
-        ops=(_quantise_columns,),
-        bad_inputs={"takes a contiguous": lambda i: {"w_ENM": i["w_ENM"].transpose(1, 2)}},
-    ),
-    KernelSpec(
-        name="dequantise",
-        fast=partial(dequantise, backend="triton"),
-        reference=partial(dequantise, backend="reference"),
-        make_inputs=_dequantise_inputs,
-        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
-        benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
-        tolerance=_EXACT,
-        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
-        ops=(_dequantise,),
-        bad_inputs={
-            r"scales \(36,\)": lambda i: (
-                i | {"quantised_RM": Quantised(i["quantised_RM"][0], i["quantised_RM"][1][1:])}
-            )
-        },
-    ),
-    KernelSpec(
-        name="quantise_to_rows",
-        fast=_to_rows,
-        reference=_to_rows_reference,
-        make_inputs=token_inputs,
-        cases=CASES,
-        benches=(Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.7}),),
-        tolerance=_EXACT,
-        cost=lambda case: (
-            Cost(bytes=case["T"] * case["D"] * (2 + 3 * case["K"]) + 12 * case["T"] * case["K"]),
-            Cost(),
-        ),
-        select=used_rows,
-        ops=(_quantise_to_rows,),
-        bad_inputs={r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]}},
-    ),
-)

@@ -1,8 +1,8 @@
 """What a kernel promises, as data, and the one way to check it.
 
-A kernel file defines one :class:`KernelSpec` for each function it offers and lists them in its
-``SPECS``; ``kernels/__init__.py`` joins them. The test suite and the benchmark walk these specs and
-nothing else, and both measure errors with :func:`relative_errors`, so they cannot drift apart.
+A :class:`KernelSpec` describes one function that a kernel file offers. The test suite and the
+benchmark walk the same specs and measure errors with the same :func:`relative_errors`, so they
+cannot drift apart.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,0 +1,14 @@
+"""Specs of all kernels, which ``test_kernels.py`` and ``scripts/bench_kernels.py`` walk."""
+
+from specs import attention, experts, loss, low_rank, norm, optim, quant, routing
+
+SPECS = (
+    *attention.SPECS,
+    *routing.SPECS,
+    *experts.SPECS,
+    *loss.SPECS,
+    *low_rank.SPECS,
+    *norm.SPECS,
+    *optim.SPECS,
+    *quant.SPECS,
+)

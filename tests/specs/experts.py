@@ -1,0 +1,344 @@
+"""Specs of the expert MLPs and of SwiGLU."""
+
+from functools import partial
+
+import torch
+
+from moetrain.kernels.experts.indices import expert_indices_reference
+from moetrain.kernels.experts.mlp import (
+    _expert_mlp,
+    _expert_mlp_backward,
+    expert_mlp,
+    expert_mlp_reference,
+)
+from moetrain.kernels.experts.mlp_fp8 import (
+    _expert_mlp_fp8,
+    _expert_mlp_fp8_backward,
+    expert_mlp_fp8,
+    expert_mlp_fp8_reference,
+)
+from moetrain.kernels.experts.mlp_lora import (
+    _adapted_expert_mlp,
+    _adapted_expert_mlp_backward,
+    adapted_expert_mlp,
+    adapted_expert_mlp_reference,
+)
+from moetrain.kernels.experts.swiglu import _swiglu, _swiglu_backward, swiglu, swiglu_reference
+from moetrain.kernels.experts.swiglu_fp8 import (
+    _swiglu_backward_quantised,
+    _swiglu_quantised,
+    swiglu_backward_quantised,
+    swiglu_quantised,
+)
+from moetrain.kernels.quant.rows import quantise_rows_reference
+from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+
+
+def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    """Tokens, of which ``empty`` have no expert; experts at random."""
+    tokens, slots, experts = case["T"], case["K"], case["E"]
+    dim, width = case["D"], case["F"]
+    ids_TK = uniform(generator, tokens, experts).argsort(1)[:, :slots].int()
+    ids_TK[uniform(generator, tokens, slots) < case.get("empty", 0.0)] = -1
+    return {
+        "x_TD": normal(generator, tokens, dim).to(dtype),
+        "weights_TK": uniform(generator, tokens, slots),
+        "indices": expert_indices_reference(ids_TK, experts, case.get("rows")),
+        "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
+        "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
+    }
+
+
+def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    """Of what is by slot, those with an expert."""
+    return x[inputs["indices"].slot_row_TK >= 0]
+
+
+def cost_of(case: Case, flops: float) -> tuple[Cost, Cost]:
+    """``flops``: of a multiply-add, but for weights' gradients, whose are 2; at bf16's rate."""
+    tokens, dim, width = case["T"], case["D"], case["F"]
+    rows = tokens * case["K"]
+    forward = flops * 3 * rows * dim * width
+    backward = forward + 2.0 * 3 * rows * dim * width
+    weight_bytes = 6.0 * case["E"] * dim * width
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * width
+    return (
+        Cost(2 * token_bytes + weight_bytes + saved_bytes, forward),
+        Cost(3 * token_bytes + 2 * weight_bytes + saved_bytes, backward),
+    )
+
+
+CASES = (
+    {"T": 13, "K": 2, "E": 3, "D": 32, "F": 16},
+    {"T": 20, "K": 1, "E": 1, "D": 16, "F": 16},
+    {"T": 20, "K": 3, "E": 4, "D": 16, "F": 16, "empty": 0.3},
+    {"T": 9, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 0.5, "rows": 15},
+    {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0},
+    {"T": 5, "K": 2, "E": 3, "D": 16, "F": 16, "empty": 1.0, "rows": 0},
+)
+SIZES = tuple({"T": t, "K": 8, "E": e, "D": 2048, "F": 768} for t, e in ((16384, 16), (16384, 128)))
+BAD_INPUTS = {
+    r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
+    "it takes one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
+    r"\[T, K\] and \[T, K\]": lambda x: x | {"weights_TK": x["weights_TK"][1:]},
+}
+
+_MLP_SPECS = (
+    KernelSpec(
+        name="expert_mlp",
+        fast=lambda **inputs: expert_mlp(**inputs, backend="triton"),
+        reference=expert_mlp_reference,
+        make_inputs=make_inputs,
+        cases=(
+            *CASES,
+            {"T": 33, "K": 4, "E": 128, "D": 16, "F": 8},
+            {"T": 9, "K": 1, "E": 2, "D": 8, "F": 24},
+        ),
+        # The products' own targets, 560 and 450, and five passes of permutation at theirs.
+        benches=tuple(
+            Bench(size, {"total_tflops": target})
+            for size, target in zip(SIZES, (490, 400), strict=True)
+        ),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cpu_dtypes=(torch.float32,),
+        cost=lambda case: cost_of(case, 2.0),
+        differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
+        select_grads={"weights_TK": chosen},
+        ops=(_expert_mlp, _expert_mlp_backward),
+        bad_inputs=BAD_INPUTS,
+    ),
+)
+
+
+_FOUR_RANKS = {"T": 20480, "K": 8, "E": 32, "D": 2048, "F": 768}
+
+_MLP_FP8_SPECS = (
+    KernelSpec(
+        name="expert_mlp_fp8",
+        fast=lambda **inputs: expert_mlp_fp8(**inputs, backend="triton"),
+        reference=expert_mlp_fp8_reference,
+        make_inputs=make_inputs,
+        cases=CASES,
+        benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
+        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
+        tolerance={torch.float32: 5e-3, torch.bfloat16: 4e-2},
+        cpu_dtypes=(torch.float32,),
+        # At twice bf16's rate.
+        cost=lambda case: cost_of(case, 1.0),
+        differentiable=("x_TD", "weights_TK", "w_gate_up_E2FD", "w_down_EDF"),
+        select_grads={"weights_TK": chosen},
+        ops=(_expert_mlp_fp8, _expert_mlp_fp8_backward),
+        bad_inputs=BAD_INPUTS
+        | {
+            "takes multiples of 16": lambda x: (
+                x
+                | {
+                    "x_TD": x["x_TD"][:, 1:],
+                    "w_gate_up_E2FD": x["w_gate_up_E2FD"][..., 1:],
+                    "w_down_EDF": x["w_down_EDF"][:, 1:],
+                }
+            ),
+        },
+    ),
+)
+
+
+def _mlp_lora_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    experts, dim, width, rank = case["E"], case["D"], case["F"], case["r"]
+
+    def matrices(out: int, into: int) -> torch.Tensor:
+        return (normal(generator, experts, out, into) * into**-0.5).to(dtype)
+
+    return make_inputs(case, dtype, generator) | {
+        "a_gate_up_ErD": matrices(rank, dim),
+        "b_gate_up_E2Fr": matrices(2 * width, rank),
+        "a_down_ErF": matrices(rank, width),
+        "b_down_EDr": matrices(dim, rank),
+        "scale": 0.75,
+    }
+
+
+def _mlp_lora_cost(case: Case) -> tuple[Cost, Cost]:
+    tokens, dim, width, rank = case["T"], case["D"], case["F"], case["r"]
+    rows, frozen = tokens * case["K"], 3 * dim * width
+    adapters = 2 * rank * (dim + width) + rank * width
+    weight_bytes, adapter_bytes = 2.0 * case["E"] * (frozen + adapters), 2.0 * case["E"] * adapters
+    token_bytes, saved_bytes = 2.0 * tokens * dim, 4.0 * rows * (width + rank)
+    flops = 2.0 * rows * (frozen + adapters)
+    return (
+        Cost(2 * token_bytes + weight_bytes + saved_bytes, flops),
+        Cost(
+            3 * token_bytes + weight_bytes + adapter_bytes + saved_bytes,
+            flops + 2.0 * rows * adapters,
+        ),
+    )
+
+
+_ADAPTERS = ("a_gate_up_ErD", "b_gate_up_E2Fr", "a_down_ErF", "b_down_EDr")
+
+_MLP_LORA_SPECS = (
+    KernelSpec(
+        name="adapted_expert_mlp",
+        fast=lambda **inputs: adapted_expert_mlp(**inputs, backend="triton"),
+        reference=adapted_expert_mlp_reference,
+        make_inputs=_mlp_lora_inputs,
+        cases=(
+            {"T": 7, "K": 2, "E": 3, "D": 16, "F": 24, "r": 8},
+            {"T": 5, "K": 1, "E": 1, "D": 8, "F": 8, "r": 8},
+            {"T": 9, "K": 3, "E": 6, "D": 32, "F": 16, "r": 16, "empty": 0.3},
+            {"T": 5, "K": 2, "E": 2, "D": 16, "F": 8, "r": 8, "empty": 1.0, "rows": 5},
+        ),
+        benches=(Bench({"T": 16384, "K": 8, "E": 128, "D": 2048, "F": 768, "r": 16}),),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
+        cpu_dtypes=(torch.float32,),
+        cost=_mlp_lora_cost,
+        differentiable=("x_TD", "weights_TK", *_ADAPTERS),
+        select_grads={"weights_TK": chosen},
+        ops=(_adapted_expert_mlp, _adapted_expert_mlp_backward),
+        bad_inputs=BAD_INPUTS
+        | {
+            r"\[E, r, D\]": lambda x: x | {"a_gate_up_ErD": x["a_gate_up_ErD"][:, 1:]},
+            "it takes that": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
+        },
+    ),
+)
+
+
+def _swiglu_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, width = case["R"], case["F"]
+    gate_up = normal(generator, rows, 2 * width).to(dtype)
+    weights = uniform(generator, rows)
+    # Uninitialised rows past the last expert's.
+    gate_up[rows - case.get("unused", 0) :] = float("nan")
+    return {"gate_up_R2F": gate_up, "weights_R": weights if case.get("weights", True) else None}
+
+
+def _swiglu_cost(case: Case) -> tuple[Cost, Cost]:
+    rows, width = case["R"], case["F"]
+    return (
+        Cost(bytes=rows * (2 * 3 * width + 4)),
+        Cost(bytes=rows * (2 * 5 * width + 2 * 4)),
+    )
+
+
+def _swiglu_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[~inputs["gate_up_R2F"].isnan().any(1)]
+
+
+_SWIGLU_SPECS = (
+    KernelSpec(
+        name="swiglu",
+        fast=partial(swiglu, backend="triton"),
+        reference=swiglu_reference,
+        make_inputs=_swiglu_inputs,
+        cases=(
+            {"R": 7, "F": 24},
+            {"R": 1, "F": 1},
+            {"R": 13, "F": 257, "unused": 3},
+            {"R": 9, "F": 64, "weights": False},
+            {"R": 0, "F": 16},
+        ),
+        benches=(
+            Bench({"R": 131072, "F": 768}, {"forward_fraction": 0.85, "backward_fraction": 0.85}),
+        ),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
+        cost=_swiglu_cost,
+        differentiable=("gate_up_R2F", "weights_R"),
+        select=_swiglu_used,
+        select_grads={"gate_up_R2F": _swiglu_used, "weights_R": _swiglu_used},
+        ops=(_swiglu, _swiglu_backward),
+        bad_inputs={
+            r"\(7, 47\); it takes \[R, 2F\]": lambda i: (
+                i | {"gate_up_R2F": i["gate_up_R2F"][:, 1:]}
+            ),
+            "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
+            "float64; it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
+            "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
+        },
+    ),
+)
+
+
+def _swiglu_fp8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, width = case["R"], case["F"]
+    gate_up = normal(generator, rows, 2 * width).to(dtype)
+    gate_up[rows - case.get("unused", 0) :] = float("nan")  # rows past the last expert's
+    return {"gate_up_R2F": gate_up, "weights_R": uniform(generator, rows)}
+
+
+def _make_backward_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    inputs = _swiglu_fp8_inputs(case, dtype, generator)
+    return {"dy_RF": normal(generator, case["R"], case["F"]).to(dtype)} | inputs
+
+
+def _fast(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (swiglu_quantised(gate_up_R2F, weights_R).to(torch.float32),)
+
+
+def _reference(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    narrow = quantise_rows_reference(swiglu_reference(gate_up_R2F, weights_R))
+    return (narrow.to(torch.float32),)
+
+
+def _fast_backward(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    narrow, *others = swiglu_backward_quantised(dy_RF, gate_up_R2F, weights_R)
+    return narrow.to(torch.float32), *others
+
+
+def _reference_backward(
+    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    inputs = gate_up_R2F.detach().requires_grad_(), weights_R.detach().requires_grad_()
+    with torch.enable_grad():
+        y_RF = swiglu_reference(*inputs)
+        d_gate_up, d_weights = torch.autograd.grad(y_RF, inputs, dy_RF)
+    narrow = quantise_rows_reference(d_gate_up).to(torch.float32)
+    return narrow, d_gate_up, d_weights, y_RF.detach()
+
+
+def _swiglu_fp8_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+    return x[~inputs["gate_up_R2F"].isnan().any(1)]
+
+
+_BAD: dict = {"one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]}}
+_CASES = (
+    {"R": 7, "F": 24},
+    {"R": 1, "F": 1},
+    {"R": 13, "F": 257, "unused": 3},
+    {"R": 0, "F": 16},
+)
+# Where the dtype's rounding decides between two numbers of e4m3, they are 6% apart.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2.5e-2}
+
+_SWIGLU_FP8_SPECS = (
+    KernelSpec(
+        name="swiglu_quantised",
+        fast=_fast,
+        reference=_reference,
+        make_inputs=_swiglu_fp8_inputs,
+        cases=_CASES,
+        benches=(),  # timed as parts of expert_mlp_fp8
+        tolerance=_TOLERANCE,
+        cost=lambda case: (Cost(bytes=case["R"] * (5 * case["F"] + 8)), Cost()),
+        select=_swiglu_fp8_used,
+        ops=(_swiglu_quantised,),
+        bad_inputs=_BAD,
+    ),
+    KernelSpec(
+        name="swiglu_backward_quantised",
+        fast=_fast_backward,
+        reference=_reference_backward,
+        make_inputs=_make_backward_inputs,
+        cases=_CASES,
+        benches=(),  # timed as parts of expert_mlp_fp8
+        tolerance=_TOLERANCE,
+        cost=lambda case: (Cost(bytes=case["R"] * (14 * case["F"] + 12)), Cost()),
+        select=_swiglu_fp8_used,
+        ops=(_swiglu_backward_quantised,),
+        bad_inputs=_BAD,
+    ),
+)
+
+SPECS = (*_MLP_SPECS, *_MLP_FP8_SPECS, *_MLP_LORA_SPECS, *_SWIGLU_SPECS, *_SWIGLU_FP8_SPECS)

@@ -1,0 +1,197 @@
+"""Specs of the AdamW step and of the reduction of gradients."""
+
+from typing import Any
+
+import torch
+
+from moetrain.kernels.optim.adamw import (
+    BLOCK,
+    Settings,
+    _adamw,
+    adamw,
+    adamw_rates,
+    adamw_reference,
+)
+from moetrain.kernels.optim.reduction import (
+    _sum_chunks,
+    block_squares,
+    num_blocks,
+    sum_chunks,
+    sum_chunks_reference,
+)
+from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
+
+
+def _adamw_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    size, device = case["N"], generator.device
+    blocks = -(-size // BLOCK)
+    settings = Settings(0.9, 0.95, 1e-8, seed=case.get("seed", 1))
+    scalars = (torch.full((), x, device=device) for x in (3, 0.7, case.get("skipped", 0)))
+    origins_B = (case.get("first", 0) + BLOCK * torch.arange(blocks, device=device)).long()
+    return {
+        "param_N": normal(generator, size),
+        "grad_N": normal(generator, size).to(case.get("gradients", torch.float32)),
+        "avg_N": normal(generator, size).to(dtype),
+        "avg_sq_N": uniform(generator, size).to(dtype),
+        "rates_S": adamw_rates(*scalars, 1e-2, 0.1, settings),
+        "decays_B": (torch.arange(blocks, device=device) % 2).to(torch.uint8),
+        "settings": settings,
+        "origins_B": None if dtype == torch.float32 else origins_B,
+        "out_dtype": dtype,
+    }
+
+
+def _adamw_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them."""
+    inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
+    out_N = torch.empty_like(inputs["param_N"], dtype=out_dtype)
+    adamw(**inputs, out_N=out_N, backend="triton")
+    return inputs["param_N"], inputs["avg_N"], inputs["avg_sq_N"], out_N
+
+
+def _adamw_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """As :func:`_adamw_fast`, of what is as wide as its inputs."""
+    found = adamw_reference(**inputs)
+    return *found, found[0]
+
+
+def _adamw_cost(case: Case) -> tuple[Cost, Cost]:
+    gradient = case.get("gradients", torch.float32).itemsize
+    return Cost(bytes=case["N"] * (4 * 2 + gradient + 2 * 4 + 2)), Cost()
+
+
+_ADAMW_SPECS = (
+    KernelSpec(
+        name="adamw",
+        fast=_adamw_fast,
+        reference=_adamw_reference,
+        make_inputs=_adamw_inputs,
+        cases=(
+            {"N": 3000},
+            {"N": 1},
+            {"N": 2 * BLOCK, "skipped": 1},
+            {"N": BLOCK + 7, "seed": 2**40 + 5, "first": 2**36 + 4},
+            {"N": 2 * BLOCK + 9, "gradients": torch.bfloat16},
+            {"N": 0},
+        ),
+        benches=(),  # timed in place, by scripts/bench_optimizer.py
+        # Moments are rounded to bf16 there, and so is the copy.
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},
+        cost=_adamw_cost,
+        ops=(_adamw,),
+        bad_inputs={
+            r"grad was given as torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
+            r"avg_sq was given as torch.bfloat16": lambda i: (
+                i | {"avg_sq_N": i["avg_sq_N"].bfloat16()}
+            ),
+            r"numbers take uint8 \[3\]": lambda i: i | {"decays_B": i["decays_B"][:2]},
+            r"origins were given with moments in torch.float32": lambda i: (
+                i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
+            ),
+        },
+    ),
+)
+
+
+def _reduction_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    chunks, size, accumulate = case["R"], case["N"], case.get("accumulate", False)
+    out_dtype = case.get("out", torch.float32)
+    return {
+        "chunks_RN": normal(generator, chunks, size).to(dtype),
+        "out_N": normal(generator, size).to(out_dtype) if accumulate or "out" in case else None,
+        "accumulate": accumulate,
+        "squares_B": normal(generator, num_blocks(size)) if case.get("squares") else None,
+        "own_N": normal(generator, size).to(dtype) if "own" in case else None,
+        "own": case.get("own", -1),
+    }
+
+
+def _reduction_fast(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None,
+    accumulate: bool,
+    squares_B: torch.Tensor | None,
+    own_N: torch.Tensor | None,
+    own: int,
+) -> tuple[torch.Tensor, ...]:
+    """Without touching its inputs, so that it can run twice on them."""
+    out_N, squares_B = (None if x is None else x.clone() for x in (out_N, squares_B))
+    out_N = sum_chunks(chunks_RN, out_N, accumulate, "triton", squares_B, own_N, own)
+    return (out_N,) if squares_B is None else (out_N, squares_B)
+
+
+def _reduction_reference(
+    chunks_RN: torch.Tensor,
+    out_N: torch.Tensor | None,
+    accumulate: bool,
+    squares_B: torch.Tensor | None,
+    own_N: torch.Tensor | None,
+    own: int,
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`_reduction_fast`, as wide as the inputs."""
+    sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own)
+    return (sum_N,) if squares_B is None else (sum_N, block_squares(sum_N))
+
+
+def _reduction_cost(case: Case) -> tuple[Cost, Cost]:
+    out = case.get("out", torch.float32).itemsize
+    return Cost(
+        bytes=case["N"] * (2 * case["R"] + out * (1 + case.get("accumulate", False)))
+    ), Cost()
+
+
+_TARGET = {"forward_fraction": 0.85}
+_BENCH_SIZE = 32 << 20  # elements: 64 MiB of bf16 a chunk
+_NARROW = {"out": torch.bfloat16}
+
+_REDUCTION_SPECS = (
+    KernelSpec(
+        name="sum_chunks",
+        fast=_reduction_fast,
+        reference=_reduction_reference,
+        make_inputs=_reduction_inputs,
+        cases=(
+            {"R": 4, "N": 100, "squares": True},
+            {"R": 1, "N": 1},
+            {"R": 3, "N": 1100, "own": 2, "squares": True},
+            {"R": 4, "N": 17, "own": 0, "accumulate": True},
+            {"R": 8, "N": 2049, "accumulate": True, "squares": True},
+            {"R": 64, "N": 7},
+            {"R": 2, "N": 0},
+        ),
+        benches=tuple(Bench({"R": r, "N": _BENCH_SIZE}, _TARGET) for r in (2, 4, 8)),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 1e-6},
+        cost=_reduction_cost,
+        ops=(_sum_chunks,),
+        bad_inputs={
+            r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
+            "without out_N": lambda i: i | {"accumulate": True},
+            r"out was given as torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
+            "chunk 4 was given": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
+            "chunk 0 was given": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
+            r"elements take float32 \[1\]": lambda i: i | {"squares_B": torch.zeros(2)},
+        },
+    ),
+    KernelSpec(
+        name="sum_chunks_to_bf16",
+        fast=_reduction_fast,
+        reference=_reduction_reference,
+        make_inputs=_reduction_inputs,
+        cases=(
+            {"R": 4, "N": 100, "accumulate": True, "squares": True, **_NARROW},
+            {"R": 3, "N": 1100, "own": 2, "squares": True, **_NARROW},
+            {"R": 1, "N": 2049, "accumulate": True, **_NARROW},
+            {"R": 2, "N": 0, **_NARROW},
+        ),
+        benches=tuple(Bench({"R": r, "N": _BENCH_SIZE, **_NARROW}) for r in (1, 4)),
+        # A rounding, of squares twice that; Triton's interpreter even cuts off.
+        tolerance={torch.float32: 8e-3, torch.bfloat16: 8e-3},
+        cost=_reduction_cost,
+        ops=(_sum_chunks,),
+        bad_inputs={
+            "of float32 or bfloat16": lambda i: i | {"out_N": i["out_N"].half()},
+        },
+    ),
+)
+
+SPECS = (*_ADAMW_SPECS, *_REDUCTION_SPECS)

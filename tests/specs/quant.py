@@ -1,0 +1,260 @@
+"""Specs of quantisation and of dense products in e4m3."""
+
+from functools import partial
+
+import torch
+
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.quant.linear_fp8 import (
+    _linears_fp8,
+    _linears_fp8_backward,
+    linears_fp8,
+    linears_fp8_reference,
+)
+from moetrain.kernels.quant.mxfp8 import SCALED, _widen_groups, quantise_groups, widen_groups
+from moetrain.kernels.quant.rows import (
+    E4M3,
+    Quantised,
+    _dequantise,
+    _quantise_columns,
+    _quantise_rows,
+    _quantise_to_rows,
+    dequantise,
+    quantise_columns,
+    quantise_columns_reference,
+    quantise_rows,
+    quantise_rows_reference,
+    quantise_to_rows,
+)
+from specs.routing import CASES, INDEX_BENCH, token_inputs, used_rows
+from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
+
+
+def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x_RM = normal(generator, case["R"], case["M"])
+    x_RM[0] = 0.0
+    x_RM *= torch.logspace(-9, 9, case["R"], device=x_RM.device)[:, None]
+    return {"x_XM": x_RM.to(dtype)}
+
+
+def _dequantise_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    x_RM = _rows_inputs(case, dtype, generator)["x_XM"]
+    return {"quantised_RM": quantise_rows_reference(x_RM), "dtype": dtype}
+
+
+def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    return {"w_ENM": normal(generator, case["E"], case["N"], case["M"]).to(dtype)}
+
+
+def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
+    rows = indices.row_slot_R.shape[0]
+    quantised, weights_R, x_RD = quantise_to_rows(
+        x_TD, weights_TK, indices.slot_row_TK, rows, wide=True
+    )
+    return *quantised, weights_R, x_RD
+
+
+def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
+    slot_R = indices.row_slot_R.clamp(min=0)
+    token_R = slot_R // indices.slot_row_TK.shape[1]
+    quantised = quantise_rows_reference(x_TD)
+    weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
+    return *(x[token_R] for x in quantised), weights_R, x_RD
+
+
+_EXACT = {torch.bfloat16: 0.0, torch.float32: 0.0}
+
+_ROWS_SPECS = (
+    KernelSpec(
+        name="quantise_rows",
+        fast=partial(quantise_rows, backend="triton"),
+        reference=quantise_rows_reference,
+        make_inputs=_rows_inputs,
+        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        benches=(
+            Bench({"R": 20480, "M": 2048}, {"forward_fraction": 0.7}),
+            Bench({"R": 128 * 1536, "M": 2048}, {"forward_fraction": 0.7}),
+            Bench({"R": 128 * 2048, "M": 768}, {"forward_fraction": 0.7}),
+        ),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
+        ops=(_quantise_rows,),
+        bad_inputs={"takes a contiguous": lambda i: {"x_XM": i["x_XM"].T}},
+    ),
+    KernelSpec(
+        name="quantise_columns",
+        fast=partial(quantise_columns, backend="triton"),
+        reference=quantise_columns_reference,
+        make_inputs=_columns_inputs,
+        cases=(
+            {"E": 2, "N": 48, "M": 80},
+            {"E": 1, "N": 1, "M": 3},
+            {"E": 3, "N": 600, "M": 17},
+        ),
+        benches=(
+            Bench({"E": 128, "N": 1536, "M": 2048}, {"forward_fraction": 0.6}),
+            Bench({"E": 128, "N": 2048, "M": 768}, {"forward_fraction": 0.6}),
+        ),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["E"] * case["N"] * case["M"]), Cost()),
+        ops=(_quantise_columns,),
+        bad_inputs={"takes a contiguous": lambda i: {"w_ENM": i["w_ENM"].transpose(1, 2)}},
+    ),
+    KernelSpec(
+        name="dequantise",
+        fast=partial(dequantise, backend="triton"),
+        reference=partial(dequantise, backend="reference"),
+        make_inputs=_dequantise_inputs,
+        cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
+        benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
+        tolerance=_EXACT,
+        cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
+        ops=(_dequantise,),
+        bad_inputs={
+            r"scales \(36,\)": lambda i: (
+                i | {"quantised_RM": Quantised(i["quantised_RM"][0], i["quantised_RM"][1][1:])}
+            )
+        },
+    ),
+    KernelSpec(
+        name="quantise_to_rows",
+        fast=_to_rows,
+        reference=_to_rows_reference,
+        make_inputs=token_inputs,
+        cases=CASES,
+        benches=(Bench(INDEX_BENCH | {"D": 2048}, {"forward_fraction": 0.7}),),
+        tolerance=_EXACT,
+        cost=lambda case: (
+            Cost(bytes=case["T"] * case["D"] * (2 + 3 * case["K"]) + 12 * case["T"] * case["K"]),
+            Cost(),
+        ),
+        select=used_rows,
+        ops=(_quantise_to_rows,),
+        bad_inputs={r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]}},
+    ),
+)
+
+
+def _mxfp8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    ranks, groups = case["W"], case["G"]
+    x_WGS = normal(generator, ranks, groups, SCALED)
+    x_WGS[:, ::3] *= torch.logspace(-6, 6, SCALED, device=x_WGS.device)  # subnormal codes
+    x_WGS *= torch.logspace(-30, 30, groups, device=x_WGS.device)[:, None]
+    if groups > 1:
+        x_WGS[0, groups // 2] = 0.0
+    codes_N, scales_G = quantise_groups(x_WGS.flatten())
+    start, numel = case.get("start", 0), case.get("numel", groups * SCALED)
+    room = case.get("room", ranks * numel)
+    return {
+        "bytes_WN": codes_N.view(torch.uint8).view(ranks, -1),
+        "scales_WG": scales_G.view(ranks, -1),
+        "out_N": torch.zeros(room, dtype=dtype, device=x_WGS.device),
+        "start": start,
+        "numel": numel,
+        "apart": case.get("apart", False),
+    }
+
+
+def _widened(
+    backend: Backend, bytes_WN, scales_WG, out_N, start, numel, apart: bool
+) -> torch.Tensor:
+    """Without touching its inputs, so that it can run twice on them. Codes come as bytes, with
+    which torch's checks of ops compute; ``apart``: with scales behind them, as gathers bring
+    them."""
+    out_N = torch.empty_like(out_N)
+    if apart:
+        rows_WB = torch.cat([bytes_WN, scales_WG], 1)
+        bytes_WN, scales_WG = rows_WB.split([bytes_WN.shape[1], scales_WG.shape[1]], 1)
+    codes_WN = bytes_WN if bytes_WN.dtype != torch.uint8 else bytes_WN.view(E4M3)
+    widen_groups(codes_WN, scales_WG, out_N, start, numel, backend)
+    return out_N
+
+
+_MXFP8_SPECS = (
+    KernelSpec(
+        name="widen_groups",
+        fast=partial(_widened, "triton"),
+        reference=partial(_widened, "reference"),
+        make_inputs=_mxfp8_inputs,
+        cases=(
+            {"W": 2, "G": 7},
+            {"W": 1, "G": 1, "numel": 1},
+            {"W": 3, "G": 130, "start": 64, "numel": 4000, "room": 11_001, "apart": True},
+            {"W": 2, "G": 150, "start": 37, "numel": 4603, "room": 9000, "apart": True},
+            {"W": 2, "G": 9, "start": 37, "numel": 90, "room": 91, "apart": True},
+            {"W": 2, "G": 3, "start": 32, "numel": 0},
+        ),
+        benches=(
+            Bench({"W": 1, "G": 128 * 1536 * 64}, {"forward_fraction": 0.85}),
+            Bench({"W": 2, "G": 2048 * 64}),
+        ),
+        tolerance={torch.bfloat16: 0.0, torch.float32: 0.0},
+        cost=lambda case: (
+            Cost(bytes=case["W"] * case["G"] * SCALED * (3 + 1 / SCALED)),
+            Cost(),
+        ),
+        ops=(_widen_groups,),
+        bad_inputs={
+            "numbers 0 to 300": lambda i: i | {"numel": 300},
+            r"room for \(449,\)": lambda i: i | {"out_N": torch.zeros(449)},
+            r"scales \(2, 6\)": lambda i: i | {"scales_WG": i["scales_WG"][:, 1:]},
+            "codes torch.int8": lambda i: i | {"bytes_WN": i["bytes_WN"].view(torch.int8)},
+            "scales torch.int32": lambda i: i | {"scales_WG": i["scales_WG"].int()},
+            "given strides": lambda i: i | {"scales_WG": i["scales_WG"].T.contiguous().T},
+        },
+    ),
+)
+
+
+_NAMES = ("w0_ND", "w1_ND", "w2_ND")
+
+
+def _linear_fp8_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    rows, dim = case["T"], case["D"]
+    weights = [(normal(generator, n, dim) * dim**-0.5).to(dtype) for n in case["N"]]
+    return {"x_TD": normal(generator, rows, dim).to(dtype), **dict.fromkeys(_NAMES)} | dict(
+        zip(_NAMES, weights, strict=False)
+    )
+
+
+def _given(weights: Inputs) -> list[torch.Tensor]:
+    return [w for w in weights.values() if w is not None]
+
+
+def _cost(case: Case) -> tuple[Cost, Cost]:
+    rows, dim, width = case["T"], case["D"], sum(case["N"])
+    # At bf16's rate, which the weights' gradients have; the others' is twice that.
+    flops = 1.0 * rows * dim * width
+    moved = 2.0 * (rows * (dim + width) + width * dim)
+    return Cost(moved, flops), Cost(moved + 2.0 * (rows + width) * dim, 3 * flops)
+
+
+_LINEAR_FP8_SPECS = (
+    KernelSpec(
+        name="linears_fp8",
+        fast=lambda x_TD, **weights: linears_fp8(x_TD, _given(weights), "triton"),
+        reference=lambda x_TD, **weights: linears_fp8_reference(x_TD, _given(weights)),
+        make_inputs=_linear_fp8_inputs,
+        cases=(
+            {"T": 13, "D": 32, "N": (32, 16, 16)},
+            {"T": 1, "D": 16, "N": (16,)},
+            {"T": 37, "D": 48, "N": (16, 32)},
+        ),
+        benches=(
+            Bench({"T": 20480, "D": 2048, "N": (4096, 512, 512)}),
+            Bench({"T": 20480, "D": 4096, "N": (2048,)}),
+        ),
+        # Where a rounding before decides between two numbers of e4m3, they are 6% apart.
+        tolerance={torch.float32: 5e-3, torch.bfloat16: 1e-2},
+        cpu_dtypes=(torch.float32,),
+        cost=_cost,
+        differentiable=("x_TD", *_NAMES),
+        ops=(_linears_fp8, _linears_fp8_backward),
+        bad_inputs={
+            "in x's dtype": lambda x: x | {"w0_ND": x["w0_ND"].half()},
+            "it takes multiples of 16": lambda x: x | {"w0_ND": x["w0_ND"][1:]},
+        },
+    ),
+)
+
+SPECS = (*_ROWS_SPECS, *_MXFP8_SPECS, *_LINEAR_FP8_SPECS)
