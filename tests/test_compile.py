@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
-from moetrain.kernels import small_m as few_rows
+from moetrain.kernels import small_m
 from moetrain.models.architecture import Architecture
 from moetrain.models.init import init_weights
 from moetrain.models.layers import Linear, linears
@@ -173,7 +173,7 @@ def test_few_rows_and_many_compile_once():
     layer = Linear(16, 16)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda x: linears(x, [layer])[0], backend=counter, dynamic=True)
-    for rows in (few_rows.MAX_ROWS + 8, few_rows.MAX_ROWS - 8):
+    for rows in (small_m.MAX_ROWS + 8, small_m.MAX_ROWS - 8):
         compiled(torch.randn(rows, 16))
     assert counter.frame_count == 1
 

@@ -31,13 +31,13 @@ from moetrain.kernels.optim.reduction import block_squares, sum_chunks
 
 # Files of moetrain/kernels that offer no kernel of their own: the rules, what ops say of them,
 # wrappers of torch's and cuDNN's operators, parts of other files' kernels; and what generation
-# alone uses, neither differentiated nor compiled (tests/test_exact.py).
+# alone uses, neither differentiated nor compiled (tests/test_batch_invariant.py).
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
     "moetrain.kernels.attention.attention",
     "moetrain.kernels.attention.cudnn",
-    "moetrain.kernels.attention.exact",
+    "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.backend",
     "moetrain.kernels.experts.grouped_mm",
     "moetrain.kernels.experts.router_triton",

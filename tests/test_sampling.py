@@ -7,12 +7,12 @@ import torch
 
 from moetrain.kernels.loss.sampling import (
     MASK,
-    choose,
-    choose_next,
-    choose_next_reference,
     gumbel,
+    gumbel_argmax,
     mix,
     noise_of,
+    sample_tokens,
+    sample_tokens_reference,
     uniform_of,
 )
 from moetrain.kernels.loss.vocabulary_chunk import noise_of as triton_noise_of
@@ -70,7 +70,7 @@ def test_the_highest_word_chooses_no_token_that_the_softmax_would_not(place):
     h[:, 0], w[7, 0] = 1, 96
     one = torch.ones(3, device=place)
     rows = h.to(place), w.to(place), keys.int().to(place), one, one
-    for path in (partial(choose_next, backend="triton"), choose_next_reference):
+    for path in (partial(sample_tokens, backend="triton"), sample_tokens_reference):
         assert path(*rows, 300)[0].tolist() == [7, 7, 7]
     # Equal logits, of which a filter leaves the first.
     logits, one_of_all = torch.zeros(3, 300, device=place), SamplingParams(top_k=1)
@@ -94,7 +94,7 @@ def test_a_million_draws_stay_within_their_filters(place):
     for part in range(64):  # of 16,384 draws
         positions = torch.arange(len(masked), device=place) + part * len(masked)
         keys = keys_of(torch.full_like(positions, 5), positions)
-        assert (choose(masked, gumbel(keys, len(logits)), inverse) < most).all()
+        assert (gumbel_argmax(masked, gumbel(keys, len(logits)), inverse) < most).all()
 
 
 @pytest.mark.long
@@ -112,7 +112,7 @@ def test_draws_from_a_large_vocabulary_follow_the_softmax(place):
     counts, one = torch.zeros(6), one.to(place)
     for start in range(0, number, rows):
         keys = keys_of(torch.full((rows,), 11), torch.arange(start, start + rows)).to(place)
-        tokens = choose_next(h, w, keys, one, one, QWEN)[0].cpu()
+        tokens = sample_tokens(h, w, keys, one, one, QWEN)[0].cpu()
         counts += bin_of[tokens].bincount(minlength=6)
     expected = number * shares
     # Five degrees of freedom: 0.1 % of fair draws have more.

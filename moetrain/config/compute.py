@@ -164,7 +164,7 @@ class KernelsSection(Section):
     bf16."""
 
     @property
-    def exact(self) -> bool:
+    def batch_invariant(self) -> bool:
         return self.attention == "exact"
 
 

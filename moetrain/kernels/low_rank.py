@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels import small_m as few_rows
+from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, use_fast
 
 _MULTIPLE = 16
 """Of which the kernel's outer widths are multiples."""
 
 
-def narrow_products(
+def low_rank_products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], backend: Backend = "auto"
 ) -> tuple[torch.Tensor, ...]:
     """``x @ a^T`` [T, r] of up to three ``a`` [r, D] in ``x``'s dtype.
@@ -36,37 +36,37 @@ def narrow_products(
     ):
         given = ", ".join(f"{a.dtype} {tuple(a.shape)}" for a in weights)
         raise ValueError(
-            f"narrow_products: was given x {x_TD.dtype} {tuple(x_TD.shape)} and {given}; it takes "
-            "up to three [r, D] in x's dtype"
+            f"low_rank_products: was given x {x_TD.dtype} {tuple(x_TD.shape)} and {given}; it "
+            "takes up to three [r, D] in x's dtype"
         )
     # What is not bf16 has no bits to keep, and rows that no descriptor takes have none either.
     is_for_it = x_TD.dtype == torch.bfloat16 and x_TD.shape[1] % 8 == 0
     if not is_for_it or not use_fast(backend, x_TD):
-        return narrow_products_reference(x_TD, weights)
+        return low_rank_products_reference(x_TD, weights)
     sizes = [a.shape[0] for a in weights]
-    return _narrow_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
+    return _low_rank_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
 
 
-def narrow_products_reference(
+def low_rank_products_reference(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`narrow_products` in plain torch."""
+    """:func:`low_rank_products` in plain torch."""
     return tuple(F.linear(x_TD, a) for a in weights)
 
 
-@torch.library.custom_op("moetrain::narrow_products", mutates_args=())
-def _narrow_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+@torch.library.custom_op("moetrain::low_rank_products", mutates_args=())
+def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """All of them side by side."""
     missing = [-a.shape[0] % _MULTIPLE for a in weights]
     padded = [F.pad(a, (0, 0, 0, n)) if n else a for a, n in zip(weights, missing, strict=True)]
-    u_TR = few_rows.side_by_side(x_TD, padded)
+    u_TR = small_m.product(x_TD, padded)
     if not any(missing):
         return u_TR
     parts = u_TR.split([a.shape[0] for a in padded], 1)
     return torch.cat([u[:, : a.shape[0]] for u, a in zip(parts, weights, strict=True)], 1)
 
 
-@_narrow_products.register_fake
+@_low_rank_products.register_fake
 def _(x_TD, weights):
     return x_TD.new_empty(x_TD.shape[0], sum(a.shape[0] for a in weights))
 
@@ -84,4 +84,4 @@ def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
     return dx_TD, list(da_RD.split(sizes)) if da_RD is not None else [None] * len(weights)
 
 
-_narrow_products.register_autograd(_differentiate, setup_context=_save)
+_low_rank_products.register_autograd(_differentiate, setup_context=_save)

@@ -6,7 +6,7 @@ the grouped product do for many rows on Hopper: a row has the same bits here and
 cuBLAS itself splits that sum where rows are few and long). No autograd: what trains takes the
 library's products.
 
-:func:`linears` is several products of the same rows; :func:`expert_mlp_few` is the expert MLP of
+:func:`linears` is several products of the same rows; :func:`expert_mlp` is the expert MLP of
 :mod:`moetrain.kernels.experts.mlp`, with SwiGLU in the first product's epilogue. The rows of one
 expert are read by all of its programs, its weights by one each, whose cache serves the later row
 tiles.
@@ -29,20 +29,20 @@ MAX_ROWS_PER_EXPERT = 64
 _MOST_WEIGHTS = 3
 
 
-def serves(x: torch.Tensor) -> bool:
+def runs(x: torch.Tensor) -> bool:
     """Whether these kernels take ``x``: bf16 on CUDA, and nothing to differentiate or compile."""
     is_fast = x.is_cuda and x.dtype == torch.bfloat16
     return is_fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def serve_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
-    """Whether :func:`expert_mlp_few` is to take the rows of ``x``, of which that many are usual."""
+def runs_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
+    """Whether :func:`expert_mlp` is to take the rows of ``x``, of which that many are usual."""
     experts, dim, width = w_down_EDF.shape
-    fits = dim % 32 == width % 32 == 0 and serves(x_TD)
+    fits = dim % 32 == width % 32 == 0 and runs(x_TD)
     return fits and typical_rows <= MAX_ROWS_PER_EXPERT * experts
 
 
-def fit(weights: Sequence[torch.Tensor]) -> bool:
+def takes(weights: Sequence[torch.Tensor]) -> bool:
     """Whether :func:`linears` takes ``weights``."""
     aligned = all(w.is_contiguous() and w.shape[0] % 16 == w.shape[1] % 8 == 0 for w in weights)
     return aligned and len(weights) <= _MOST_WEIGHTS
@@ -53,10 +53,10 @@ def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.
 
     The results are views [R, N] of one tensor; ``D`` is a multiple of 8 and every N of 16.
     """
-    return side_by_side(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
+    return product(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
 
 
-def side_by_side(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """:func:`linears`, as one tensor [R, sum of N]."""
     (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
     out_RN = x_RD.new_empty(R, sum(sizes))
@@ -108,7 +108,7 @@ def _dot(x, w, total, WIDEN: tl.constexpr):
     return tl.dot(x, w.T, total, input_precision="ieee")
 
 
-def expert_mlp_few(
+def expert_mlp(
     x_RD: torch.Tensor,
     offsets_E: torch.Tensor,
     w_gate_up_E2FD: torch.Tensor,

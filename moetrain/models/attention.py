@@ -133,7 +133,7 @@ class Attention(nn.Module):
         core: AttentionCore = masked_attention,
     ) -> None:
         super().__init__()
-        self.core, self.exact = core, kernels.exact
+        self.core, self.batch_invariant = core, kernels.batch_invariant
         self.backend: Backend = kernels.backend
         self.head_dim = sizes.head_dim
         dim, (q_dim, kv_dim) = sizes.hidden_size, sizes.widths
@@ -158,6 +158,6 @@ class Attention(nn.Module):
         """Queries or keys, normalised where there is a norm, turned by their positions."""
         cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in rotation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        x_THd, fusible = x_BSHd.flatten(0, 1), not self.exact
+        x_THd, fusible = x_BSHd.flatten(0, 1), not self.batch_invariant
         y_THd = rotary(x_THd, cos_Sd, sin_Sd, weight, eps, self.backend, fusible=fusible)
         return y_THd.unflatten(0, x_BSHd.shape[:2])

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
-from moetrain.kernels import small_m as few_rows
+from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
-from moetrain.kernels.low_rank import narrow_products
+from moetrain.kernels.low_rank import low_rank_products
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.linear_fp8 import linears_fp8
 from moetrain.models.lora import Adaptable
@@ -39,13 +39,13 @@ class RMSNorm(nn.Module):
 
     The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does.
 
-    ``exact`` (here and elsewhere a plain attribute, which generation sets): run as an op, which the
-    compiler fuses with nothing, so that its bits are the same in every graph.
+    ``batch_invariant`` (here and elsewhere a plain attribute, which generation sets) runs it as an
+    op, which the compiler fuses with nothing, so that its bits are the same in every graph.
     """
 
     def __init__(self, dim: int, eps: float, kernels: KernelsSection = _KERNELS) -> None:
         super().__init__()
-        self.eps, self.exact = eps, kernels.exact
+        self.eps, self.batch_invariant = eps, kernels.batch_invariant
         self.backend: Backend = kernels.backend
         self.weight = nn.Parameter(torch.empty(dim))
 
@@ -55,13 +55,13 @@ class RMSNorm(nn.Module):
     def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x`` to go on with, and its norm: what else ``x`` is used for adds to its gradient
         where the norm's is made."""
-        if self.exact:
+        if self.batch_invariant:
             return x, rms_norm(x, self.weight, self.eps, self.backend)
         return fusible_rms_norm(x, self.weight, self.eps, self.backend)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``x + y``, and its norm."""
-        if self.exact:
+        if self.batch_invariant:
             return add_rms_norm(x, y, self.weight, self.eps, self.backend)
         return self.beside(x + y)
 
@@ -106,9 +106,9 @@ def _products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor]:
     # In this order: a compiler must not be asked to tell row counts apart.
-    is_few = few_rows.serves(x_TD) and x_TD.shape[0] <= few_rows.MAX_ROWS
-    if is_few and not any(b is not None for b in biases) and few_rows.fit(weights):
-        return few_rows.linears(x_TD, weights)
+    is_few = small_m.runs(x_TD) and x_TD.shape[0] <= small_m.MAX_ROWS
+    if is_few and not any(b is not None for b in biases) and small_m.takes(weights):
+        return small_m.linears(x_TD, weights)
     return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
@@ -123,9 +123,9 @@ def _adapted(
     if torch.is_grad_enabled() and any(adapter.dropout for adapter in adapters.values()):
         dropped = [F.dropout(x_TD, adapter.dropout) for adapter in adapters.values()]
         pairs = zip(dropped, adapters.values(), strict=True)
-        lows = [narrow_products(x, [adapter.a])[0] for x, adapter in pairs]
+        lows = [low_rank_products(x, [adapter.a])[0] for x, adapter in pairs]
     else:
-        lows = narrow_products(x_TD, [adapter.a for adapter in adapters.values()])
+        lows = low_rank_products(x_TD, [adapter.a for adapter in adapters.values()])
     made = list(made)
     for (i, adapter), u_TR in zip(adapters.items(), lows, strict=True):
         # In one product: they are rounded together.
@@ -200,7 +200,7 @@ class DenseMLP(nn.Module):
 
     def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:
         super().__init__()
-        self.exact = kernels.exact
+        self.batch_invariant = kernels.batch_invariant
         self.backend: Backend = kernels.backend
         dim, width, bias = sizes.hidden_size, sizes.intermediate_size, sizes.mlp_bias
         self.w_gate = Linear(dim, width, kernels, bias=bias)
@@ -210,7 +210,7 @@ class DenseMLP(nn.Module):
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, None]:
         """[B, S, D]; None stands for "no routing"."""
         gate, up = linears(x_BSD, (self.w_gate, self.w_up))
-        if self.exact:
+        if self.batch_invariant:
             both = torch.cat((gate, up), dim=-1)
             y = swiglu(both.flatten(0, -2), backend=self.backend).unflatten(0, gate.shape[:-1])
         else:

@@ -4,7 +4,7 @@ A :class:`PagedAttention` takes the place of an attention module's core: it stor
 values of the tokens that a step reads, then lets each of them see its own sequence as far as that
 was read, itself included. Rows of a step are sequences laid end to end, [1, T].
 
-On CUDA the kernels of :mod:`moetrain.kernels.attention.exact` do it, elsewhere torch, for
+On CUDA the kernels of :mod:`moetrain.kernels.attention.batch_invariant` do it, elsewhere torch, for
 all sequences of one size at a time.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.attention.exact import paged_attention, store_in_pages
+from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
 from moetrain.models.layers import Context
 
 

@@ -23,7 +23,7 @@ import torch
 
 from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.kernels.attention.exact import BLOCK
+from moetrain.kernels.attention.batch_invariant import BLOCK
 from moetrain.models.transformer import Transformer
 from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.pages import PAGE_SIZE, Pages

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moetrain.kernels.loss.sampling import MASK, choose, gumbel, mix
+from moetrain.kernels.loss.sampling import MASK, gumbel, gumbel_argmax, mix
 from moetrain.rollout.request import SamplingParams
 
 _SALT = 0x9E3779B9
@@ -51,7 +51,7 @@ def choose_filtered(
     inverse_N = torch.tensor([inverse_temperature(p) for p in params], device=device)
     kept_NV = _kept(logits_NV * torch.where(inverse_N > 0, inverse_N, 1.0)[:, None], params)
     masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
-    return choose(masked_NV, gumbel(keys_N, vocabulary), inverse_N)
+    return gumbel_argmax(masked_NV, gumbel(keys_N, vocabulary), inverse_N)
 
 
 def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

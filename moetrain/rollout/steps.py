@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moetrain.kernels.loss.sampling import choose_next
+from moetrain.kernels.loss.sampling import sample_tokens
 from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
@@ -78,8 +78,8 @@ class Steps:
         for module in model.modules():
             if hasattr(module, "precision"):  # a step of few rows waits for weights, not products
                 setattr(module, "precision", "bf16")  # noqa: B010
-            if hasattr(module, "exact") and self.device.type == "cuda":
-                setattr(module, "exact", True)  # noqa: B010
+            if hasattr(module, "batch_invariant") and self.device.type == "cuda":
+                setattr(module, "batch_invariant", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
         self._no_pages = np.zeros(self.pages_per_sequence, np.int32)
@@ -194,7 +194,7 @@ class Steps:
         keys_N, model = keys_of(streams_N, positions_N + 1), self.model
         backend, head_VD = model.kernels.backend, model.head_weight
         inverse_N, scales_N = how_2N
-        chosen = choose_next(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
+        chosen = sample_tokens(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
         return Step(hidden_ND, torch.stack([x.double() for x in chosen]), routes)
 
     @contextmanager

@@ -311,7 +311,7 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
     """
     if config.kernels.attention == "flex" and device.type == "cpu":
         raise ConfigError("kernels.attention", "'flex' has no backward on a CPU; use auto or sdpa")
-    needs_cudnn = config.kernels.exact and device.type == "cuda"
+    needs_cudnn = config.kernels.batch_invariant and device.type == "cuda"
     if config.kernels.attention == "cudnn" or needs_cudnn:
         try:
             cudnn_attention.require(device, compute_dtype(config, device), arch.head_dim)

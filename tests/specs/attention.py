@@ -78,7 +78,7 @@ SPECS = (
     ATTENTION_PACKED,
     replace(
         ATTENTION_PACKED,
-        name="attention_exact",
+        name="attention_batch_invariant",
         fast=partial(attention_packed, backend="exact"),
         bad_inputs={"window=0 were given": lambda x: x | {"window": 0}},
     ),

@@ -2,7 +2,11 @@
 
 import torch
 
-from moetrain.kernels.low_rank import _narrow_products, narrow_products, narrow_products_reference
+from moetrain.kernels.low_rank import (
+    _low_rank_products,
+    low_rank_products,
+    low_rank_products_reference,
+)
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
 
 _MATRICES = ("a0_rD", "a1_rD", "a2_rD")
@@ -29,9 +33,9 @@ def _cost(case: Case) -> tuple[Cost, Cost]:
 
 SPECS = (
     KernelSpec(
-        name="narrow_products",
-        fast=lambda x_TD, **matrices: narrow_products(x_TD, _given(matrices), "triton"),
-        reference=lambda x_TD, **matrices: narrow_products_reference(x_TD, _given(matrices)),
+        name="low_rank_products",
+        fast=lambda x_TD, **matrices: low_rank_products(x_TD, _given(matrices), "triton"),
+        reference=lambda x_TD, **matrices: low_rank_products_reference(x_TD, _given(matrices)),
         make_inputs=_make_inputs,
         cases=(
             {"T": 37, "D": 24, "r": (16, 16, 32)},
@@ -43,7 +47,7 @@ SPECS = (
         tolerance={torch.bfloat16: 1e-2},
         cost=_cost,
         differentiable=("x_TD", *_MATRICES),
-        ops=(_narrow_products,),
+        ops=(_low_rank_products,),
         bad_inputs={
             "up to three": lambda x: x | {"a0_rD": x["a0_rD"][:, 1:]},
             "in x's dtype": lambda x: x | {"a0_rD": x["a0_rD"].half()},

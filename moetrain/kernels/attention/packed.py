@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.attention import exact as exact_attention
 from moetrain.kernels.saving import worth_saving
 
 PackedBackend = Literal["auto", "cudnn", "exact", "flex", "reference"]
@@ -71,7 +71,8 @@ def attention_packed(
         window: each token sees this many tokens at most, itself included; None: all.
         backend: auto is cudnn where it runs (:func:`moetrain.kernels.attention.cudnn.runs`), flex
             on other CUDA tensors and the plain formulas on a CPU; the others run or fail. exact
-            is the forward of :mod:`moetrain.kernels.attention.exact` with cudnn's backward.
+            is the forward of :mod:`moetrain.kernels.attention.batch_invariant` with cuDNN's
+            backward.
         check: look at what ``cu_seqlens`` holds first. For debugging: it waits for a GPU, and
             without it wrong documents there read and write memory that is not theirs.
 
@@ -82,8 +83,8 @@ def attention_packed(
     _check(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
     if check:
         _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-    exact = backend == "exact"
-    needs_cudnn = backend == "cudnn" or (exact and q_THd.is_cuda)
+    is_invariant = backend == "exact"
+    needs_cudnn = backend == "cudnn" or (is_invariant and q_THd.is_cuda)
     if needs_cudnn and not torch.compiler.is_compiling():  # which has looked already, uncompiled
         cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
     elif backend == "auto" and q_THd.is_cuda:
@@ -91,7 +92,7 @@ def attention_packed(
         backend = "cudnn" if runs else "flex"
     if backend in ("auto", "cudnn", "exact"):  # the op: the formulas on a CPU
         q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGd))
-        return _attention_packed(q, k, v, cu_seqlens, max_seqlen, window, exact)[0]
+        return _attention_packed(q, k, v, cu_seqlens, max_seqlen, window, is_invariant)[0]
     if backend == "flex":
         return _flex_packed(q_THd, k_TGd, v_TGd, cu_seqlens, window)
     return attention_packed_reference(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window=window)
@@ -263,19 +264,19 @@ def _attention_packed(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     window: int | None,
-    exact: bool,
+    is_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o_THd`` and ``lse_HT``."""
     if not q_THd.is_cuda:
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
         return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
-    if exact:
-        return exact_attention.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window)
+    if is_invariant:
+        return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window)
     return cudnn_attention.forward(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
 
 
 @_attention_packed.register_fake
-def _(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window, exact):
+def _(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window, is_invariant):
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     return torch.empty_like(q_THd), q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=wide)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.library import CustomOpDef
 
-from moetrain.kernels import small_m as few_rows
+from moetrain.kernels import small_m
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.indices import ExpertIndices
@@ -76,9 +76,9 @@ def expert_mlp(
         return expert_mlp_reference(*inputs)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
-    if few_rows.serve_experts(x_TD, w_down_EDF, typical):
+    if small_m.runs_experts(x_TD, w_down_EDF, typical):
         x_RD, weights_R = permute(x_TD.contiguous(), weights_TK, indices, backend)
-        y_RD = few_rows.expert_mlp_few(x_RD, indices.offsets_E, *weights, weights_R, typical)
+        y_RD = small_m.expert_mlp(x_RD, indices.offsets_E, *weights, weights_R, typical)
         return unpermute(y_RD, indices, backend)
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *weights)
     return _expert_mlp(*(x.contiguous() for x in tensors), rows)[0]

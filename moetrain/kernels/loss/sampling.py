@@ -17,13 +17,13 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast
 from moetrain.kernels.loss.linear_cross_entropy import check_fast
-from moetrain.kernels.loss.vocabulary_chunk import choose_tokens
+from moetrain.kernels.loss.vocabulary_chunk import sample_chunk
 
 MASK = 2**32 - 1
 Words = TypeVar("Words", int, torch.Tensor)
 
 
-def choose_next(
+def sample_tokens(
     h_ND: torch.Tensor,
     w_VD: torch.Tensor,
     keys_N: torch.Tensor,
@@ -43,11 +43,11 @@ def choose_next(
     rows = keys_N, inverse_temperatures_N, scales_N
     if use_fast(backend, h_ND):
         check_fast(h_ND, w_VD)
-        return choose_tokens(h_ND, w_VD, *rows, known)
-    return choose_next_reference(h_ND, w_VD, *rows, known)
+        return sample_chunk(h_ND, w_VD, *rows, known)
+    return sample_tokens_reference(h_ND, w_VD, *rows, known)
 
 
-def choose_next_reference(
+def sample_tokens_reference(
     h_ND: torch.Tensor,
     w_VD: torch.Tensor,
     keys_N: torch.Tensor,
@@ -55,9 +55,9 @@ def choose_next_reference(
     scales_N: torch.Tensor,
     known: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`choose_next` with the logits held whole."""
+    """:func:`sample_tokens` with the logits held whole."""
     logits_NV = (h_ND @ w_VD.T).float()
-    chosen_N = choose(logits_NV[:, :known], gumbel(keys_N, known), inverse_temperatures_N)
+    chosen_N = gumbel_argmax(logits_NV[:, :known], gumbel(keys_N, known), inverse_temperatures_N)
     return chosen_N, log_probability(logits_NV, chosen_N, scales_N)
 
 
@@ -69,7 +69,7 @@ def log_probability(
     return scaled_NV.gather(1, chosen_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
 
 
-def choose(
+def gumbel_argmax(
     logits_NV: torch.Tensor, noise_NV: torch.Tensor, inverse_temperatures_N: torch.Tensor
 ) -> torch.Tensor:
     """The largest score's token of each row."""

@@ -57,7 +57,7 @@ TILES = {
 }
 # For the choice of tokens, few at a time: 0.2 ms for 64, 0.45 for 256. A row's tile is as wide as
 # above, and each of its warps has whole rows, so that a row's sums are added up as there.
-_CHOICE_TILES = {
+_SAMPLING_TILES = {
     torch.bfloat16: VocabTile(64, 128, 64, num_warps=4, num_stages=4),
     torch.float32: TILES[torch.float32],
 }
@@ -138,7 +138,7 @@ def chunk_logit_grads(
     )  # fmt: skip
 
 
-def choose_tokens(
+def sample_chunk(
     h_ND: torch.Tensor,
     w_VD: torch.Tensor,
     keys_N: torch.Tensor,
@@ -149,9 +149,9 @@ def choose_tokens(
     """Each token of the largest score, int64, and its log-probability: with the bits of the loss
     whose logits are multiplied by the row's scale.
 
-    The fast path of :func:`moetrain.kernels.loss.sampling.choose`, not an op.
+    The fast path of :func:`moetrain.kernels.loss.sampling.sample_tokens`, not an op.
     """
-    (C, D), V, tile = h_ND.shape, w_VD.shape[0], _CHOICE_TILES[h_ND.dtype]
+    (C, D), V, tile = h_ND.shape, w_VD.shape[0], _SAMPLING_TILES[h_ND.dtype]
     N = triton.cdiv(V, tile.columns)
     sums = h_ND.new_empty((5, N, C), dtype=torch.float32)
     token_NC = h_ND.new_empty((N, C), dtype=torch.int32)

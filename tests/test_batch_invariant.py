@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from moetrain.config import KernelsSection
-from moetrain.kernels import small_m as few_rows
-from moetrain.kernels.attention.exact import BLOCK, forward, paged_attention, store_in_pages
+from moetrain.kernels import small_m
+from moetrain.kernels.attention.batch_invariant import (
+    BLOCK,
+    forward,
+    paged_attention,
+    store_in_pages,
+)
 from moetrain.kernels.attention.packed import attention_packed_reference
 from moetrain.kernels.experts.mlp import expert_rows
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
-from moetrain.kernels.loss.sampling import choose_next, choose_next_reference
-from moetrain.kernels.low_rank import narrow_products
+from moetrain.kernels.loss.sampling import sample_tokens, sample_tokens_reference
+from moetrain.kernels.low_rank import low_rank_products
 from moetrain.kernels.triton import INTERPRETED
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model
@@ -119,15 +124,15 @@ def test_few_rows_are_those_of_many(place):
     x, weights = draw(many, 160), [draw(n, 160) for n in sizes]
     expected = [x @ w.T for w in weights]
     for rows in (0, 1, 5, 16, 17, 33, 128):
-        for found, want in zip(few_rows.linears(x[:rows], weights), expected, strict=True):
+        for found, want in zip(small_m.linears(x[:rows], weights), expected, strict=True):
             if place == "cuda":
                 assert torch.equal(found, want[:rows])
             else:
                 torch.testing.assert_close(found, want[:rows])
     narrow, rows = [draw(n, 160) for n in (16, 32, 16)], (many, many - 1, 1000, 129, 7)
-    wanted = narrow_products(x, narrow)
+    wanted = low_rank_products(x, narrow)
     for n in rows if place == "cuda" else rows[-1:]:  # where cuBLAS would have other bits
-        for found, want in zip(narrow_products(x[:n], narrow), wanted, strict=True):
+        for found, want in zip(low_rank_products(x[:n], narrow), wanted, strict=True):
             assert torch.equal(found, want[:n])
     counts = [3, 0, 70, 1]
     ends = torch.tensor(counts, device=place).cumsum(0).int()
@@ -135,7 +140,7 @@ def test_few_rows_are_those_of_many(place):
     inputs = x, ends, draw(4, 2 * 96, 64), draw(4, 64, 96), w
     expected, _ = expert_rows(*inputs)
     for typical in (1, 60, 1000):  # chooses the tiles
-        found = few_rows.expert_mlp_few(*inputs, typical)[:-2]
+        found = small_m.expert_mlp(*inputs, typical)[:-2]
         if place == "cuda":
             assert torch.equal(found, expected[:-2])
         else:
@@ -154,9 +159,9 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
     turn = torch.arange(70, device=place) % 3
     scales = torch.tensor([1 / t for t in temperatures], device=place)[turn]
     for known in (300, 250):
-        tokens, logprobs = choose_next(h, w, keys, inverse, scales, known, "triton")
+        tokens, logprobs = sample_tokens(h, w, keys, inverse, scales, known, "triton")
         plain = (h.float(), w.float(), keys, inverse, scales, known)
-        wanted, plain_logprobs = choose_next_reference(*plain)
+        wanted, plain_logprobs = sample_tokens_reference(*plain)
         assert torch.equal(tokens, wanted)
         assert (tokens < known).all()
         for i, temperature in enumerate(temperatures):
@@ -166,7 +171,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
             assert torch.equal(logprobs[rows], -losses[rows])
             losses = linear_cross_entropy(*plain[:2], tokens, **how, backend="reference").loss_T
             assert torch.equal(plain_logprobs[rows], -losses[rows])
-        for choice in (partial(choose_next, backend="triton"), choose_next_reference):
+        for choice in (partial(sample_tokens, backend="triton"), sample_tokens_reference):
             tokens, logprobs = choice(h * torch.nan, w, keys, inverse, scales, known)
             assert not tokens.any()  # a token that there is
             assert logprobs.isnan().all()
