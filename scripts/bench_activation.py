@@ -28,7 +28,7 @@ from moetrain.parallel.fsdp.mapped import forget_peak
 from moetrain.parallel.offload.activations import ActivationOffload
 from moetrain.train.memory import GIB
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.run_control import garbage_collector_off
+from moetrain.train.run import garbage_collector_off
 from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3
@@ -98,7 +98,7 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         "tokens_per_second": (trainer.tokens - tokens) / steps / seconds,
         "step_ms": seconds * 1e3,
         "memory_gib": peak_memory_gib(trainer.device),
-        "estimate_gib": trainer.estimate(trainer.engine.arch).total / GIB,
+        "estimate_gib": trainer.session.memory.total / GIB,
         "sent_gib": ((host.bytes_down if host else 0) - sent) / steps / GIB,
         "pinned_gib": host.pinned_bytes / GIB if host else 0.0,
         "loss": losses[-1].item(),

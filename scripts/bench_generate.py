@@ -35,7 +35,7 @@ from moetrain.parallel.expert.deepep import choose_transport
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.expert_parallel import ExpertParallel
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 CHUNK = 16_384  # tokens that a step reads
 WARMUP, STEPS = 6, 30

@@ -38,7 +38,7 @@ from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.objectives import CrossEntropy
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 GIB = 2**30
 REPEATS = 5

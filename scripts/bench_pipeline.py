@@ -57,7 +57,7 @@ from moetrain.parallel.pipeline.simulator import run_on_paper
 from moetrain.parallel.pipeline.stages import SPLIT
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.run_control import garbage_collector_off
+from moetrain.train.run import garbage_collector_off
 from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3

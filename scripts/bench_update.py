@@ -39,7 +39,7 @@ from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 REPEATS = 5
 PROMPT, NEW_TOKENS = 32, 32

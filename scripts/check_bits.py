@@ -38,7 +38,7 @@ from moetrain.rollout import Completion, Generator, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, Pretraining, Term
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 ROW, ROWS = 4096, 4  # tokens, and rows of a micro-batch
 REQUESTS = 400  # of a round

@@ -25,8 +25,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.presets import resolve_architecture
 from moetrain.train import run_folder
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preflight import check_room
-from moetrain.train.run_folder import claimed, find_checkpoint
+from moetrain.train.run_folder import check_room, claimed, find_checkpoint
 from moetrain.train.trainer import Trainer
 
 

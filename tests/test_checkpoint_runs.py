@@ -34,8 +34,8 @@ from moetrain.parallel.world import join_world
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import run_folder
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preflight import resolve_run
 from moetrain.train.run_folder import BEGUN
+from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
 QUIET = ["train.sample_tokens=0", "checkpoint.interval=1"]
@@ -293,7 +293,7 @@ def on_a_machine_of_its_own(folder, case):
     here.mkdir()
     os.chdir(here)
     socket.gethostname = lambda: here.name
-    run_folder.VISIBLE_SECONDS = 20.0 if case == "late" else 0.3
+    run_folder._VISIBLE_SECONDS = 20.0 if case == "late" else 0.3
     link = threading.Timer(1.0, (here / "out").symlink_to, [Path(folder) / "node0" / "out"])
     if rank and case == "late":
         link.start()
@@ -360,7 +360,7 @@ def test_a_shared_folder_that_is_seen_late_will_do(tiny_words, tmp_path):
 
 def end_of_a_process(rank, port, folder, words):
     """Be one of two processes that a launcher of each machine has started."""
-    run_folder.VISIBLE_SECONDS = 0.3
+    run_folder._VISIBLE_SECONDS = 0.3
     place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update({name: str(value) for name, value in place.items()})

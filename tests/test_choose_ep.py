@@ -10,7 +10,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.presets import resolve_architecture
 from moetrain.parallel.expert.choose_ep import costs
 from moetrain.parallel.mesh import ParallelDims
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 COMMON = ["data.source=synthetic", "data.seq_len=4096", "parallel.reshard_after_forward=yes"]
 

@@ -18,7 +18,7 @@ from moetrain.models.moe import load_balancing_loss, update_router_bias
 from moetrain.models.recompute import set_recomputation
 from moetrain.models.registry import make_architecture
 from moetrain.models.transformer import Transformer, build_model, compile_blocks
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 ROWS, SEQ_LEN = 2, 24
 MOE = make_architecture(

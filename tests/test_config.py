@@ -10,7 +10,7 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, recipe_names
 from moetrain.config.help import format_help
 from moetrain.config.sections import TrainSection
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 
 def load(*words, source=None, environ=None):

@@ -10,7 +10,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.config import checks as config_needs
 from moetrain.config.checks import FACTS, NEEDS, unmet
 from moetrain.config.sources import leaves
-from moetrain.train.preflight import check_effects, resolve_run
+from moetrain.train.plan import check_effects
+from moetrain.train.setup import resolve_run
 
 DEFAULTS = dict(leaves(Config().model_dump()))
 PROBES = (None, 0, 1, 3, 0.5, True, False, (), ("x",), "x", "constant", "cosine", "wsd", "text")

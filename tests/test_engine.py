@@ -23,7 +23,7 @@ from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine, sequential
 from moetrain.train.objectives import CrossEntropy, Pretraining, Term
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 ROWS, SEQ_LEN, VOCAB = 8, 12, 50
 WORDS = [

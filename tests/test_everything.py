@@ -35,7 +35,7 @@ from moetrain.parallel.pipeline.schedules import RECIPES
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 STEPS, TOLERANCE = 3, 1e-5
 FEW = "6:0:2"

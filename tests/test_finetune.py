@@ -18,7 +18,7 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
 CHATML = (

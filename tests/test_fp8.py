@@ -34,7 +34,7 @@ from moetrain.parallel.expert.expert import ExpertParallelDispatcher
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.weights import replica
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
 HALF_STEP = 2.0**-4

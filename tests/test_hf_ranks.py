@@ -17,7 +17,7 @@ from moetrain.models.registry import PRESETS
 from moetrain.models.transformer import build_model
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 SHARD_BYTES = 10_000_000
 

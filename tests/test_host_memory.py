@@ -12,10 +12,10 @@ from distributed import spawn
 from moetrain import Config, ConfigError, Trainer
 from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
-from moetrain.train import host_memory
-from moetrain.train.host_memory import Room, check_host, host_takes, room_here
+from moetrain.train import plan
 from moetrain.train.memory import GIB, estimate_memory
-from moetrain.train.preflight import resolve_run
+from moetrain.train.plan import Room, check_host, host_takes, room_here
+from moetrain.train.setup import resolve_run
 
 KIB = 1024
 
@@ -113,7 +113,7 @@ DEBUG = ["train.device=cpu", "train.steps=1", "optim.offload_fraction=1", "log.t
 
 
 def with_room(monkeypatch, available, allowed=math.inf):
-    monkeypatch.setattr(host_memory, "room_here", lambda: Room(available, allowed))
+    monkeypatch.setattr(plan, "room_here", lambda: Room(available, allowed))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_limit_that_allows_it_leaves_a_warning(monkeypatch, tmp_path, caplog):
 
 
 def test_who_asks_for_nothing_is_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_memory, "room_here", None)
+    monkeypatch.setattr(plan, "room_here", None)
     Trainer(Config.load("debug", ["train.device=cpu", "train.steps=1", f"output_dir={tmp_path}"]))
 
 
@@ -159,7 +159,7 @@ def test_a_dry_run_says_it(capsys, monkeypatch):
 
 
 def problem_with_room(room):
-    host_memory.room_here = lambda: Room(room, math.inf)
+    plan.room_here = lambda: Room(room, math.inf)
     config, arch = resolve_run(Config.load("debug", [*DEBUG, "train.global_batch_size=32"]))
     try:
         check_host(config, arch, join_world(config, arch))

@@ -24,7 +24,7 @@ from moetrain.rl.rows import pack
 from moetrain.rollout import Generator
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 WORDS = [
     "model.hidden_size=16",

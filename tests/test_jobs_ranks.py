@@ -13,7 +13,7 @@ from test_jobs_server import Process
 from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
 from moetrain.jobs.session import JobSession
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 SEEDS = (0, 1, 3)
 

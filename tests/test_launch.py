@@ -85,9 +85,9 @@ def at_the_gate(file):
 
 
 moetrain.cli.train.pass_gate = at_the_gate
-module = types.ModuleType("moetrain.rollout.sample")
+module = types.ModuleType("moetrain.train.trainer")
 module.Trainer = Trainer
-sys.modules["moetrain.rollout.sample"] = module
+sys.modules["moetrain.train.trainer"] = module
 sys.exit(main([]))
 """
 
@@ -115,9 +115,9 @@ class Trainer:
         dist.all_reduce(one)
 
 
-module = types.ModuleType("moetrain.rollout.sample")
+module = types.ModuleType("moetrain.train.trainer")
 module.Trainer = Trainer
-sys.modules["moetrain.rollout.sample"] = module
+sys.modules["moetrain.train.trainer"] = module
 sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_batch_size=2"]))
 """
 
@@ -150,9 +150,9 @@ class Trainer:
         self.world.barrier()
 
 
-module = types.ModuleType("moetrain.rollout.sample")
+module = types.ModuleType("moetrain.train.trainer")
 module.Trainer = Trainer
-sys.modules["moetrain.rollout.sample"] = module
+sys.modules["moetrain.train.trainer"] = module
 sys.exit(main(["train.device=cpu", "train.micro_batch_size=2"]))
 """
 

@@ -31,7 +31,7 @@ from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
 from moetrain.train.engine import OFFLOADED
 from moetrain.train.memory import estimate_memory
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 MICRO = 4
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]

@@ -32,7 +32,7 @@ import moetrain
 from moetrain.config import Config
 from moetrain.parallel import apply
 from moetrain.parallel.pipeline.executor import REMEMBERED, Pipeline
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

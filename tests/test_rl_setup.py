@@ -142,7 +142,7 @@ def test_a_recipe_is_not_at_fault_for_what_a_user_leaves_out(capsys):
 
 def test_the_estimate_counts_what_generation_takes(tmp_path):
     trainer = RlTrainer(config_of(tmp_path, **{"rl.cache_tokens": 640, "rl.supervised_steps": 0}))
-    found = trainer.estimate(trainer.engine.arch)
+    found = trainer.session.memory
     assert found.generator == pytest.approx(replica_bytes(trainer.engine), rel=0.02)  # no norms
     trainer.sync_weights()
     trainer.roll_out()

@@ -10,6 +10,7 @@ import moetrain
 from moetrain.config import Config
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rollout import sample
+from moetrain.train.trainer import Trainer
 
 GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.init_std=0.3"]
 
@@ -71,7 +72,7 @@ def run_without_memory(words):
     """Whether there is a sample, where one rank has no room for it; and what was said."""
     said = []
     sample._free_bytes = lambda device: 3 * 2**30 * (2 - dist.get_rank())
-    trainer = sample.Trainer(Config.load(None, words, environ={}))
+    trainer = Trainer(Config.load(None, words, environ={}))
     sample.MetricsLog.say = lambda log, text: said.append(text)
     trainer.fit()
     return (trainer.folder / "sample.txt").exists(), said
@@ -92,7 +93,7 @@ def test_a_model_that_has_no_generation_ends_well(tiny, monkeypatch, capsys):
 
     replica = sample.replica
     monkeypatch.setattr(sample, "replica", odd_replica)
-    trainer = sample.Trainer(tiny())
+    trainer = Trainer(tiny())
     trainer.fit()
     assert "no sample: qwen3_moe attends in a way that has no cache here" in capsys.readouterr().out
     assert not (trainer.folder / "sample.txt").exists()

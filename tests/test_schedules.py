@@ -20,7 +20,7 @@ from moetrain.parallel.pipeline.schedules import (
 from moetrain.parallel.pipeline.simulator import ScheduleError, in_flight, run_on_paper
 from moetrain.parallel.pipeline.stages import balance, plan_stages
 from moetrain.parallel.pipeline.transfers import Transfers, programs
-from moetrain.train.preflight import resolve_run
+from moetrain.train.setup import resolve_run
 
 RANKS = range(2, 9)
 CASES = [

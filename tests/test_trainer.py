@@ -24,11 +24,10 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection, RunFailed
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import apply
-from moetrain.rollout.sample import Trainer
-from moetrain.train.evaluate import held_out_loss
 from moetrain.train.metrics import MetricsLog, read_metrics
 from moetrain.train.objectives import CrossEntropy, routing_losses
 from moetrain.train.snapshot import check_same_run
+from moetrain.train.trainer import Trainer, held_out_loss
 
 
 def fit(config):
@@ -422,7 +421,7 @@ def test_inputs_that_only_building_reveals_exit_2(words, field, tiny_words, caps
 
 
 def test_triton_on_a_cpu_exits_2(tiny_words, capsys, monkeypatch):
-    monkeypatch.setattr("moetrain.train.preflight.INTERPRETED", False)
+    monkeypatch.setattr("moetrain.train.setup.INTERPRETED", False)
     assert main(settled([*tiny_words, "kernels.backend=triton"])) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: kernels.backend: ")
 

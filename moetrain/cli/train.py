@@ -70,9 +70,7 @@ class Program(NamedTuple):
                 raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = Program(
-    "moetrain.train", "moetrain.rollout.sample:Trainer", TRAIN_RECIPES, ("rl.", "jobs.")
-)
+TRAIN = Program("moetrain.train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, ("rl.", "jobs."))
 
 
 def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
@@ -99,8 +97,8 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
         if dry_run:
-            from moetrain.train.host_memory import plan_host  # imports torch, as all below
-            from moetrain.train.preflight import resolve_run
+            from moetrain.train.plan import plan_host  # imports torch, as all below
+            from moetrain.train.setup import resolve_run
 
             config, arch = resolve_run(config)
             estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
@@ -138,7 +136,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     def check() -> None:
         from moetrain.models.registry import SHIPPED
         from moetrain.parallel.world import plan_world
-        from moetrain.train.preflight import prepare
+        from moetrain.train.setup import prepare
 
         resolved = prepare(config)
         family = resolved[1].family

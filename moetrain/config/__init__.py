@@ -6,7 +6,7 @@ A :class:`Config` is built from four sources, weakest first: the defaults of
 and so are two settings that contradict each other: nothing a user set is overridden in silence.
 
 Left out on purpose: anything that needs a device, a process group or the file system beyond the
-TOML file itself. Those checks live where the thing is built (:mod:`moetrain.train.preflight`) and
+TOML file itself. Those checks live where the thing is built (:mod:`moetrain.train.setup`) and
 raise :class:`ConfigError` too. What a checkpoint decides, where a user has not, is filled in there.
 """
 

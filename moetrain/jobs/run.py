@@ -22,8 +22,8 @@ from moetrain.jobs.session import JobSession
 from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
-from moetrain.train.preflight import resolve_run
-from moetrain.train.run_control import stop_signals
+from moetrain.train.run import stop_signals
+from moetrain.train.setup import resolve_run
 
 logger = logging.getLogger("moetrain")
 

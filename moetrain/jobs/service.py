@@ -36,8 +36,8 @@ from moetrain.jobs.journal import Full, Journal
 from moetrain.jobs.requests import BadRequest, parse
 from moetrain.jobs.session import Cancelled, JobSession
 from moetrain.models.architecture import Architecture
-from moetrain.train.preflight import check_output_folder, resolve_run
-from moetrain.train.run_folder import claimed
+from moetrain.train.run_folder import check_output_folder, claimed
+from moetrain.train.setup import resolve_run
 
 logger = logging.getLogger("moetrain")
 

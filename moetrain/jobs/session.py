@@ -45,25 +45,18 @@ from moetrain.jobs.requests import (
 )
 from moetrain.jobs.shared import SharedEngine, copies_of, to_host
 from moetrain.models.architecture import Architecture
-from moetrain.models.planned import compute_dtype
 from moetrain.models.rules import is_adapter
 from moetrain.parallel.apply import draw_values
-from moetrain.parallel.processes import device_capacity
-from moetrain.parallel.world import join_world
 from moetrain.rl.learn import gather
 from moetrain.rl.losses import PolicyObjective
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.rl.setup import pages_of
 from moetrain.rl.token_stats import score
-from moetrain.rl.trainer import with_training_bits
 from moetrain.rollout import Completion, Generator, Request
 from moetrain.rollout.weights import WeightUpdate, replica
-from moetrain.train.host_memory import check_host
-from moetrain.train.memory import check_memory, estimate_memory
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
-from moetrain.train.preflight import check_what_can_run
-from moetrain.train.run_control import make_deterministic
 from moetrain.train.run_folder import CHECKPOINTS, check_shared
+from moetrain.train.setup import Session
 from moetrain.train.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
 LOGPROB_BYTES = 32
@@ -88,26 +81,19 @@ class JobSession:
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
-        """Build all there is. ``config``: as :func:`moetrain.train.preflight.resolve_run` gives it.
+        """Build all there is. ``config``: as :func:`moetrain.train.setup.resolve_run` gives it.
 
         Raises:
             ConfigError: settings that do not fit the model or the device.
         """
-        self.world = join_world(config, arch)
+        start = Session(config, arch, sleep="never")
+        self.world, self.config = start.world, start.config
+        config = self.config
         check_shared(Path(config.output_dir), self.world)
         self.is_told = False
         """Whether what runs now is run by every rank."""
         self.is_given_up: Callable[[], bool] = lambda: False
         """Of the main rank: asked while text is generated."""
-        device = self.world.device
-        check_what_can_run(config, arch, device)
-        dtype = compute_dtype(config, device)
-        estimate = estimate_memory(config, arch, self.world.dims, dtype, "never")
-        check_memory(estimate, config, device_capacity(device))
-        check_host(config, arch, self.world)
-        if config.train.deterministic:
-            make_deterministic()
-        self.config = config = with_training_bits(config, device)
         self.engine = SharedEngine(config, arch, self.world)
         self.snapshots = Snapshots(self.engine)
         model, experts = replica(self.engine)

@@ -78,7 +78,7 @@ class ParallelDims:
             ConfigError: the degrees do not fit the world or the model; it names them all.
         """
         if degrees.ep == AUTO:
-            raise ValueError("ParallelDims: parallel.ep is auto, which preflight.resolve_run finds")
+            raise ValueError("ParallelDims: parallel.ep is auto, which setup.resolve_run finds")
         given = {name: getattr(degrees, name) for name in (*DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:

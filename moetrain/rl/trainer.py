@@ -16,20 +16,16 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.config.rl import SleepName
 from moetrain.config.sources import shortened
-from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.architecture import Architecture
-from moetrain.models.planned import compute_dtype
 from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.layout import TensorSlice
-from moetrain.parallel.processes import device_capacity
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Window
 from moetrain.rl.collect import Collector
@@ -45,10 +41,10 @@ from moetrain.rollout import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
-from moetrain.train.memory import MemoryEstimate, estimate_memory, least_sleep
 from moetrain.train.metrics import plot_curves, routing_health
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
+from moetrain.train.setup import Session
 
 logger = logging.getLogger("moetrain")
 
@@ -79,17 +75,13 @@ class Rollout(NamedTuple):
 class RlTrainer(Run[Learned]):
     """One run of reinforcement learning. ``RlTrainer(config).fit()`` is all there is to call."""
 
-    def estimate(self, arch: Architecture) -> MemoryEstimate:
-        """With the generator; settles what ``rl.sleep`` means on these devices."""
-        sizes = self.config, arch, self.world.dims, compute_dtype(self.config, self.device)
-        mine = least_sleep(*sizes, device_capacity(self.device))
-        # One for all: graphs that are captured anew send tokens to other ranks.
-        self.sleep = cast("SleepName", self.world.broadcast(mine))
-        return estimate_memory(*sizes, self.sleep)
+    def start(self, config: Config, arch: Architecture) -> Session:
+        """Join the processes, and check that they have room for a generator too."""
+        return Session(config, arch, sleep=config.rl.sleep)
 
     def build(self, arch: Architecture) -> None:
         """Tasks, engine, and a generator beside it."""
-        self.config = config = with_training_bits(self.config, self.device)
+        config = self.config
         self.setup = set_up(config, arch, self.device.type)
         self.total_steps = self.setup.total_steps
         self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
@@ -381,10 +373,10 @@ class RlTrainer(Run[Learned]):
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
         """Meanwhile ``samples`` are learned, and the clock runs."""
-        if self.sleep != "never" and not self.generator.is_asleep:
+        if self.session.sleep != "never" and not self.generator.is_asleep:
             with self.time.part("offload"):
-                self.generator.sleep(weights=self.sleep == "all")
-            if self.sleep == "all":
+                self.generator.sleep(weights=self.session.sleep == "all")
+            if self.session.sleep == "all":
                 self.weights_at = -1
         self.clock.start()
         with self.time.part("train"):
@@ -444,16 +436,6 @@ class RlTrainer(Run[Learned]):
         for trajectory in from_state(found.state["under_way"], tensors):
             if self._mine([trajectory.group]):
                 self.collector.resume(trajectory)
-
-
-def with_training_bits(config: Config, device: torch.device) -> Config:
-    """``config``, in which ``kernels.attention`` auto is exact where that can run."""
-    kernels = config.kernels
-    runs = cudnn_attention.runs(device, compute_dtype(config, device))
-    if kernels.attention != "auto" or not runs:
-        return config
-    exact = kernels.model_copy(update={"attention": "exact"})
-    return config.model_copy(update={"kernels": exact})
 
 
 def worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:

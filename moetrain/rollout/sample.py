@@ -1,8 +1,7 @@
-"""The sample at the end of a run: a text that the generator continues with the trained model.
+"""The sample at the end of a training run: a text that the generator continues.
 
-:class:`Trainer` is the training loop with it, and what the library's ``moetrain.Trainer`` and
-``python -m moetrain.train`` mean. The loop itself (:mod:`moetrain.train.trainer`) knows nothing of
-generation, which stands on the same ground as it.
+:class:`moetrain.train.trainer.Trainer` calls :func:`write_sample`, which it finds by name: the loop
+imports nothing of generation, a layer above it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from moetrain.data.build import Data
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
-from moetrain.train import trainer
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog
 
@@ -30,16 +28,6 @@ SPARE = 3 * 2**30
 
 class SampleError(ValueError):
     """No text can be sampled; the message says why."""
-
-
-class Trainer(trainer.Trainer):
-    """One training run. ``Trainer(config).fit()`` is all there is to call."""
-
-    def finish(self) -> None:
-        """What a run leaves behind beside its checkpoint: what the loop does, and a sample."""
-        super().finish()
-        if self.config.train.sample_tokens and self.config.data.source != "synthetic":
-            write_sample(self.engine, self.data, self.folder / "sample.txt", self.log)
 
 
 def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:

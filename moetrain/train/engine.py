@@ -91,7 +91,7 @@ class Engine:
         """The model of ``arch`` with initial values (or those of ``model.path``) on ``world``.
 
         Args:
-            config: as :func:`moetrain.train.preflight.resolve_run` gives it, with ``arch``.
+            config: as :func:`moetrain.train.setup.resolve_run` gives it, with ``arch``.
             schedule: orders the micro-batches of a call; with pipeline ranks,
                 ``parallel.pp_schedule`` does.
 

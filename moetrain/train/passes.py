@@ -26,7 +26,6 @@ from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
-from moetrain.train.run_control import LateNumbers
 
 B = TypeVar("B", bound=MicroBatch)
 
@@ -56,6 +55,24 @@ class Totals(NamedTuple):
     """Its terms without their coefficients, by name: each 0-d fp64, of all ranks."""
     routing: RoutingStats | None
     """This rank's; ``routing.map(world.sum)`` are those of all. None: no MoE layer."""
+
+
+class LateNumbers:
+    """Numbers that the device is still to compute; reading waits for them and nothing after."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        on_cuda = numbers.device.type == "cuda"
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self._host.copy_(numbers, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> torch.Tensor:
+        """The numbers, on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
 
 
 @dataclass(frozen=True)

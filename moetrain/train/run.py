@@ -1,9 +1,8 @@
-"""The frame of a run, whatever it trains: its folder, resuming, steps until the end, stopping.
+"""The frame of a run, whatever it trains: start, resuming, the loop over steps, saving, stopping.
 
-:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and the loop of reinforcement learning
-have in common. Each says what a step is; when to evaluate, log, save and stop is said here. Inside
-a
-step nothing here waits for the device: skipped steps are counted on it and looked at one step late.
+:class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
+A subclass says what a step is; when to evaluate, log, save and stop is decided here. Within a step
+nothing here waits for the device: skipped steps are counted on it and read one step late.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import gc
 import json
 import logging
 import signal
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,25 +28,11 @@ from moetrain.config import Config, ConfigError, RunFailed, launched_place
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models.architecture import Architecture
-from moetrain.models.planned import compute_dtype
 from moetrain.parallel.layout import TensorSlice
-from moetrain.parallel.processes import device_capacity
-from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
-from moetrain.train.host_memory import check_host
-from moetrain.train.memory import MemoryEstimate, check_memory, estimate_memory
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
-from moetrain.train.preflight import check_what_can_run, prepare
+from moetrain.train.passes import LateNumbers
 from moetrain.train.profiling import Profile
-from moetrain.train.run_control import (
-    SAVE,
-    BadSteps,
-    GivenUp,
-    StepWatch,
-    garbage_collector_off,
-    make_deterministic,
-    stop_signals,
-)
 from moetrain.train.run_folder import (
     CHECKPOINTS,
     check_shared,
@@ -55,17 +41,131 @@ from moetrain.train.run_folder import (
     set_aside,
     where_it_failed,
 )
+from moetrain.train.setup import Session, prepare
 from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
 
 logger = logging.getLogger("moetrain")
 
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
+_SAVE = 1 << 32
+"""Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
+
+
+class BadSteps(RunFailed):
+    """Too many steps in a row were not finite; the state is that before them."""
+
+
+class GivenUp(Exception):
+    """A stop signal came within a step, of which nothing is kept."""
+
+
+class StepWatch:
+    """Counts skipped steps and ranks' requests on the device, and reads the counts one step late.
+
+    The host thus never waits for the step under way. A skipped step changes nothing, so one step
+    later the state is still that before the first of them; and all ranks read the same sums of the
+    same step, so they stop together.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self.limit = limit
+        self._steps = 0
+        # Steps skipped in a row, steps skipped in all, and the sum of ranks' requests.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._late = LateNumbers(self._counts)
+        self.asked_to_stop = False
+        """Whether a stop signal had come to any rank, as of the step before the last."""
+        self.asked_to_save = False
+        """Whether the main rank's clock asked for a checkpoint, as of the step before the last."""
+
+    def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
+        """Count one step.
+
+        Args:
+            skipped: 0-d bool, the same on every rank.
+            requests: 0-d, a sum over ranks: stop signals, and ``_SAVE`` for a checkpoint.
+
+        Raises:
+            BadSteps: the limit was reached by the steps before this one.
+        """
+        self.check()
+        self._steps += 1
+        in_row = torch.where(skipped, self._counts[0] + 1, 0)
+        self._counts = torch.stack([in_row, self._counts[1] + skipped, requests.long()])
+        self._late = LateNumbers(self._counts)
+
+    def check(self) -> None:
+        """Raise :class:`BadSteps` if the limit was reached by the steps counted so far."""
+        in_row, _, requests = self._late.read().tolist()  # the step before is long done
+        self.asked_to_save, self.asked_to_stop = requests >= _SAVE, requests % _SAVE > 0
+        if in_row >= self.limit:
+            raise BadSteps(
+                f"{self.limit} steps in a row had a non-finite loss or gradient norm "
+                "(train.max_bad_steps); lower optim.lr, or look at the data"
+            )
+
+    def check_end(self) -> None:
+        """Raise :class:`BadSteps` as :meth:`check` does, or if no step of the run was good."""
+        self.check()
+        if 0 < self._steps == self.in_row():
+            raise BadSteps(
+                f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was "
+                "trained; look at the weights it started from, and at the data"
+            )
+
+    def in_row(self) -> int:
+        """Return how many steps were skipped since the last good one; waits for the device."""
+        return int(self._counts[0])
+
+    def total(self) -> int:
+        """Return how many steps were skipped so far; waits for the device."""
+        return int(self._counts[1])
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT in a list while inside; a second Ctrl-C interrupts at once.
+
+    SIGUSR1, which batch systems send some time before the end, counts as SIGTERM.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers; its owner decides what stops it
+        return
+
+    def note(number: int, frame: Any) -> None:
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+
+    before = {s: signal.signal(s, note) for s in _STOPS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def garbage_collector_off() -> Iterator[None]:
+    """Leave garbage collection to the loop, and never scan objects that were made before it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
 
 class Stepped(Protocol):
-    """What a run has to be told of a step."""
+    """The result of a step, as far as a run has to know it."""
 
     @property
     def skipped(self) -> torch.Tensor:
-        """0-d bool, on the device, the same on every rank: it was not finite."""
+        """0-d bool on the device, the same on every rank: the step was not finite."""
         ...
 
 
@@ -79,22 +179,17 @@ class Run(ABC, Generic[S]):
     total_steps: int
 
     def __init__(self, config: Config) -> None:
-        config, arch = prepare(config)
-        self.config = config
-        self.world = join_world(config, arch)
+        self.session = self.start(*prepare(config))
+        self.config, self.world = self.session.config, self.session.world
+        config, arch = self.config, self.session.arch
         self.device = self.world.device
-        check_what_can_run(config, arch, self.device)
-        check_memory(self.estimate(arch), config, device_capacity(self.device))
-        check_host(config, arch, self.world)
-        if config.train.deterministic:
-            make_deterministic()
         self.folder = Path(config.output_dir)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.saved_time = time.monotonic()
         self.stop: list[int] = []
         """Stop signals that came to this process."""
         self.continues: Path | None = None
-        """The newest checkpoint on this run's way."""
+        """The newest checkpoint that this run has resumed or written."""
         self.watch = StepWatch(self.device, config.train.max_bad_steps)
         self.routing_watch = RoutingWatch(arch.moe_layer_indices)
         is_frozen = config.lora.rank > 0
@@ -103,7 +198,7 @@ class Run(ABC, Generic[S]):
         with self.claim():
             # Before anything slow.
             check_shared(self.folder, self.world)
-            found = self.find(arch, None)
+            found = self.find(None)
             self.build(arch)
             config.log.check(self.total_steps)
             self.model, self.optimizer = self.engine.model, self.engine.optimizer
@@ -113,34 +208,36 @@ class Run(ABC, Generic[S]):
             self.world.barrier()  # until every rank has read what may be moved from now on
 
     def claim(self) -> AbstractContextManager[None]:
-        """Meanwhile this run alone writes its folder; a second one ends here."""
+        """Keep every other run out of this run's folder while inside."""
         return claimed(self.folder) if self.world.is_main else nullcontext()
 
-    # ---- what a run is of ----------------------------------------------------------------------
+    # ---- what a kind of run says ---------------------------------------------------------------
 
-    def estimate(self, arch: Architecture) -> MemoryEstimate:
-        """What it takes on this rank's device."""
-        dtype = compute_dtype(self.config, self.device)
-        return estimate_memory(self.config, arch, self.world.dims, dtype)
+    def start(self, config: Config, arch: Architecture) -> Session:
+        """Join the processes, and check that they can run this."""
+        return Session(config, arch)
 
     @abstractmethod
     def build(self, arch: Architecture) -> None:
-        """Make :attr:`engine`, whatever it trains on, and say :attr:`total_steps`."""
+        """Build :attr:`engine` and the data it trains on, and set :attr:`total_steps`."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Hash of what it trains on."""
+        """Hash of the data or tasks that are trained on."""
 
     @property
     @abstractmethod
     def trained_on(self) -> str:
-        """What it trains on, for people."""
+        """The data or tasks that are trained on, in words for people."""
 
     @abstractmethod
     def train_step(self) -> S:
-        """One step; adds to :attr:`step` and :attr:`tokens`. Raises GivenUp where a stop signal
-        ended it early; everything is then as it was before it."""
+        """Run one step and add to :attr:`step` and :attr:`tokens`.
+
+        Raises:
+            GivenUp: a stop signal ended the step early; everything is as it was before it.
+        """
 
     @abstractmethod
     def log_step(self, result: S) -> None:
@@ -148,24 +245,26 @@ class Run(ABC, Generic[S]):
 
     @abstractmethod
     def evaluate(self) -> None:
-        """Log what held-out data shows, unless it was done at this step."""
+        """Evaluate on held-out data and log it, unless that was done at this step."""
 
     @abstractmethod
     def finish(self) -> None:
-        """What a run leaves behind beside its checkpoint: an evaluation, plot, sample, ..."""
+        """Write what a run leaves behind beside its checkpoint: an evaluation, a plot, exports."""
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Of a checkpoint's ``state.json``: ``sample_index``, and whatever else is JSON."""
+        """Return what a checkpoint's ``state.json`` holds: ``sample_index`` and other JSON."""
 
     def progress_tensors(self) -> Mapping[str, Mapping[str, TensorSlice]]:
-        """This rank's parts of groups of a checkpoint besides the engine's; after :meth:`progress`.
-        Every rank names every group."""
+        """Return this rank's parts of a checkpoint's groups besides the engine's.
+
+        Called after :meth:`progress`. Every rank names every group.
+        """
         return {}
 
     @abstractmethod
     def take_up(self, found: Checkpoint) -> None:
-        """Go on from the progress in ``found``; the engine has its state."""
+        """Continue from the progress in ``found``, whose state the engine has already loaded."""
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -173,15 +272,15 @@ class Run(ABC, Generic[S]):
         """Train to ``train.steps``, or for ``train.epochs``.
 
         Raises:
-            RunFailed: too many non-finite steps in a row (their checkpoint is marked, and not one
-                to go on from), or a checkpoint that cannot be written.
-            SystemExit: SIGTERM (143) or Ctrl-C (130) came, after a checkpoint.
+            RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
+                failed, and ``auto`` does not resume it), or a checkpoint cannot be written.
+            SystemExit: SIGTERM (143) or Ctrl-C (130) came, and a checkpoint was written.
         """
         with self.claim():
             self.run()
 
     def run(self) -> None:
-        """:meth:`fit`, in a folder of its own."""
+        """Do the work of :meth:`fit`, in a folder that this run has claimed."""
         config = self.config
         if self.world.is_main:
             set_aside(self.folder, self.continues, self.step)
@@ -235,22 +334,24 @@ class Run(ABC, Generic[S]):
             self.log.close()
 
     def profile(self) -> Profile:
-        """What traces steps, if any are to be."""
+        """Return the profiler of the steps that ``log.profile`` asks for."""
         return Profile(self.config.log, self.folder, self.world.rank, self.clock, self.log.say)
 
     def sum_requests(self, signals: list[int], *, save: bool = False) -> torch.Tensor:
-        """The stop signals that have come to all ranks, plus :data:`SAVE` where the main rank says
-        ``save``; so all ranks decide alike, by one clock (0-d, on the device)."""
-        mine = len(signals) + SAVE * (save and self.world.is_main)
+        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank says ``save`` (0-d).
+
+        All ranks thus decide alike, by the main rank's clock.
+        """
+        mine = len(signals) + _SAVE * (save and self.world.is_main)
         return self.world.sum_all(torch.full((), mine, device=self.device))
 
     def is_time_to_save(self) -> bool:
-        """Whether ``checkpoint.minutes`` have passed since the last save, by this rank's clock."""
+        """Return whether ``checkpoint.minutes`` have passed since the last save."""
         seconds = 60 * self.config.checkpoint.minutes
         return 0 < seconds <= time.monotonic() - self.saved_time
 
     def due(self, interval: int) -> bool:
-        """Whether something done every ``interval`` steps (0: never) is to be done now."""
+        """Return whether something done every ``interval`` steps (0: never) is due now."""
         return interval > 0 and self.step % interval == 0
 
     def announce(self) -> None:
@@ -280,17 +381,17 @@ class Run(ABC, Generic[S]):
     # ---- saving and resuming -------------------------------------------------------------------
 
     def save(self, *, failed: bool = False) -> Path:
-        """Write a checkpoint of the current step, unless there is one; it is complete on return.
+        """Write a checkpoint of the current step, unless there is one, and wait for its end.
 
         Raises:
-            RunFailed: it cannot be written, or one that was under way could not.
+            RunFailed: it, or the one that was being written, cannot be written.
         """
         path = self.begin_save(failed=failed)
         self.report_saved(self.snapshots.wait())
         return path
 
     def begin_save(self, *, failed: bool = False) -> Path:
-        """:meth:`save`, which with ``checkpoint.asynchronous`` goes on while the run does."""
+        """Begin a checkpoint; with ``checkpoint.asynchronous`` training goes on meanwhile."""
         path = self.folder / CHECKPOINTS / checkpoint_name(self.step, failed=failed)
         if self.saved_at == self.step and not failed:
             return path
@@ -314,36 +415,36 @@ class Run(ABC, Generic[S]):
             self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
 
     def save_if_good(self) -> None:
-        """:meth:`begin_save`, but not while steps are skipped: it would push out what was good."""
+        """Begin a checkpoint unless the step was skipped: a bad one would push out a good one."""
         if self.watch.in_row():
             self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
         else:
             self.begin_save()
 
     def save_failed(self) -> str:
-        """Save what a failed run has come to, apart from the good; returns what to say."""
+        """Save the state of a failed run under another name; returns what to tell the user."""
         try:
             return where_it_failed(self.save(failed=True))
         except RunFailed as failure:
             return str(failure)
 
-    def find(self, arch: Architecture, before: int | None) -> Checkpoint | None:
-        """The checkpoint to go on from, of an earlier step than ``before``. Collective."""
+    def find(self, before: int | None) -> Checkpoint | None:
+        """Find the checkpoint to resume, of an earlier step than ``before``. Collective."""
         place, resume = launched_place(), self.config.checkpoint.resume
         if place is not None and self.world.is_main:
             resume = resume_now(resume, self.folder, place.restarts)
         self.resume_from = self.world.broadcast(resume)
-        return find_snapshot(self.resume_from, self.folder, arch, self.world, before)
+        return find_snapshot(self.resume_from, self.folder, self.session.arch, self.world, before)
 
     def resume(self, found: Checkpoint) -> None:
-        """Take up the state of ``found``; if it is damaged, with ``auto``, of one before it."""
+        """Load the state of ``found``; with ``auto``, if it is damaged, of the newest before it."""
         data, total = self.identity, self.total_steps
         while damaged := restore_snapshot(found, self.engine, data, total):
             if self.resume_from != "auto":
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:
                 logger.warning("a damaged checkpoint is passed over: %s", damaged)
-            earlier = self.find(self.engine.arch, before=found.state["step"])
+            earlier = self.find(before=found.state["step"])
             if earlier is None:
                 raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")
             found = earlier

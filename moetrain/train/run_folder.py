@@ -1,10 +1,10 @@
-"""A run's output folder: that one run alone writes in it, and which of its checkpoints goes on.
+"""A run's output folder: whether a run can use it, who may write to it, which checkpoint continues.
 
-The checkpoints of a folder are one branch of training, the higher step the newer; the newest intact
-one is what ``auto`` goes on from. What would break that (steps after the one that was resumed, or
-another run's checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
+The checkpoints of a folder are one branch of training, the higher step the newer; ``auto`` resumes
+the newest intact one. Whatever would break that (steps after the resumed one, or another run's
+checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-One process a run calls these, the main rank; but :func:`check_shared` is called by all.
+The main rank alone calls these functions, except :func:`check_shared`, which is collective.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,24 +26,160 @@ from pathlib import Path
 from moetrain.checkpoint.folder import list_checkpoints, newest_in, remove_leftovers, step_of
 from moetrain.checkpoint.format import DamagedCheckpoint
 from moetrain.checkpoint.read import open_checkpoint
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.config.sources import shortened
+from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
 logger = logging.getLogger("moetrain")
 
 CHECKPOINTS = "checkpoints"
-LOCK = ".lock"
 BEGUN = ".begun"
-"""Says that what lies in the folder is of the run that was last started there."""
-VISIBLE_SECONDS = 60.0
-"""Until a rank must see what another wrote: NFS keeps what it knows of a folder so long at most
+"""Marker file: what lies in the folder belongs to the run that was last started there."""
+_LOCK = ".lock"
+_VISIBLE_SECONDS = 60.0
+"""Time within which a rank must see what another wrote; NFS caches a folder no longer than that
 (acdirmax in nfs(5))."""
-VISIBLE_PAUSE = 0.05
+_VISIBLE_PAUSE = 0.05
 _MARK = ".rank-{}"
-"""What a rank writes to show that its machine has the folder."""
+"""File that a rank writes to show that its machine has the folder."""
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
-"""What ``flock`` answers on file systems without it."""
+"""Errors of ``flock`` on file systems without it."""
+_CHECKPOINT_BYTES = 12
+"""Bytes a parameter: the weight and AdamW's two moments, in fp32."""
+_EXPORT_BYTES = 4
+_LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
+"""The longest path, in bytes, that a run makes below its output folder."""
+_FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt", "reward.png")
+_FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions", "profile")
+
+
+def check_output_folder(folder: Path) -> None:
+    """Whether a run can write to ``folder``; leaves nothing behind, and so makes nothing.
+
+    Raises:
+        ConfigError: it, or what a run keeps in it, is or lies under what is no folder, is too long,
+            or cannot be written to.
+    """
+
+    def error(problem: str) -> ConfigError:
+        return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
+
+    try:
+        there = Path(os.path.abspath(folder))
+        while not os.path.lexists(there):
+            there = there.parent
+        if not there.exists():
+            raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
+        if not there.is_dir():
+            raise error(f"cannot be made: {shortened(str(there))} is not a folder")
+        missing = Path(os.path.abspath(folder)).relative_to(there).parts
+        longest_name = os.pathconf(there, "PC_NAME_MAX")
+        if any(len(os.fsencode(part)) > longest_name for part in missing):
+            raise error(f"has a name of more than {longest_name} bytes")
+        longest_path = os.pathconf(there, "PC_PATH_MAX")
+        if len(os.fsencode(os.path.abspath(folder))) + _LONGEST_BELOW >= longest_path:
+            raise error(f"leaves too little of {longest_path} bytes for the names of its files")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        for name in _FILES_OF_A_RUN:
+            if (folder / name).is_dir():
+                raise error(f"cannot be used: its {name} is a folder")
+        if not _is_of_a_run(folder / "config.json"):
+            raise error("cannot be used: its config.json is no run's, and would be replaced")
+        for name in _FOLDERS_OF_A_RUN:
+            if os.path.lexists(folder / name) and not (folder / name).is_dir():
+                raise error(f"cannot be used: its {name} is not a folder")
+    except OSError as failure:
+        raise error(f"cannot be written to: {failure.strerror}") from None
+
+
+def _is_of_a_run(file: Path) -> bool:
+    """Whether a run may replace ``file``, its ``config.json``; not: it is a checkpoint's, say."""
+    if not file.exists():
+        return True
+    try:
+        settings = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):  # a run was killed while it wrote this
+        return True
+    return isinstance(settings, dict) and "output_dir" in settings
+
+
+def check_own_files_are_no_data(config: Config) -> None:
+    """Whether what is trained on, what is evaluated on and what the run writes lie apart.
+
+    Raises:
+        ConfigError: the next run would read this one's files as data, or no row is held out.
+    """
+    data = config.data
+    given = {"path": data.path, "eval_path": data.eval_path}
+    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
+    if len(folders) == 2 and folders["path"] == folders["eval_path"]:
+        raise ConfigError(
+            "data.eval_path",
+            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
+            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
+        )
+    output = Path(os.path.realpath(config.output_dir))
+    for name, folder in folders.items():
+        if os.path.isdir(folder) and output.is_relative_to(folder):
+            if any(part.startswith(".") for part in output.relative_to(folder).parts):
+                continue  # where data is not looked for
+            raise ConfigError(
+                "output_dir",
+                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
+                "would read what this one writes as data; choose one outside",
+            )
+
+
+def check_room(folder: Path, config: Config, arch: Architecture) -> None:
+    """Whether the disk of ``folder`` holds what the run will write.
+
+    Raises:
+        ConfigError: it names the bytes there are, those that are needed, and for what.
+    """
+    checkpoint, steps = config.checkpoint, config.train.steps
+    saves = int(checkpoint.at_end)
+    if checkpoint.interval:
+        saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
+    if checkpoint.minutes:  # how many there will be is not known
+        saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
+    milestones = 0
+    if checkpoint.keep_every and steps is not None:
+        milestones = steps // checkpoint.keep_every
+    # The oldest goes when the newest is complete.
+    copies = min(saves, checkpoint.keep + 1 + milestones)
+    one = arch.num_params() * _CHECKPOINT_BYTES
+    export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
+    # New checkpoints take the place of these.
+    going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(folder / "checkpoints")
+    while not folder.exists():
+        folder = Path(os.path.abspath(folder)).parent
+    total, _, free = shutil.disk_usage(folder)
+    if not total or free + going >= copies * one + export:  # remote ones may not know their size
+        return
+    what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
+    what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
+    raise ConfigError(
+        "output_dir",
+        f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
+        f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or "
+        "write less (checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end)",
+    )
+
+
+def _bytes_of_checkpoints(root: Path) -> int:
+    """Without the lock: another run may be removing some meanwhile; links count for themselves."""
+    total = 0
+    for path, _, names in os.walk(root):  # which passes over a folder that is gone
+        for name in names if os.path.basename(path).startswith("step-") else ():
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"
 
 
 @contextmanager
@@ -59,7 +196,7 @@ def claimed(folder: Path) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except (OSError, ValueError) as error:  # a name with a NUL is the latter
         raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
     try:
@@ -77,8 +214,8 @@ def claimed(folder: Path) -> Iterator[None]:
 def _unmake(made: list[Path]) -> None:
     """Remove the folders ``made``, innermost first, as far as nothing but a lock is in them."""
     with suppress(OSError):  # something is
-        if made and [path.name for path in made[0].iterdir()] == [LOCK]:
-            (made[0] / LOCK).unlink()
+        if made and [path.name for path in made[0].iterdir()] == [_LOCK]:
+            (made[0] / _LOCK).unlink()
         for path in made:
             path.rmdir()
 
@@ -134,7 +271,7 @@ def check_shared(folder: Path, world: World) -> None:
 
 def _write_mark(file: Path, token: str) -> str:
     """Write ``token`` to ``file``; returns what is wrong, or nothing."""
-    deadline = time.monotonic() + VISIBLE_SECONDS
+    deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
         try:
             file.write_text(token)
@@ -144,19 +281,19 @@ def _write_mark(file: Path, token: str) -> str:
                 return "there is no such folder"
         except OSError as error:
             return f"it cannot be written to ({error.strerror})"
-        time.sleep(VISIBLE_PAUSE)
+        time.sleep(_VISIBLE_PAUSE)
 
 
 def _not_shared(folder: Path, token: str, reports: list[tuple[str, str]]) -> str:
     """Of the main rank, given every rank's machine and problem: what is wrong, or nothing."""
     problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
-    deadline = time.monotonic() + VISIBLE_SECONDS
+    deadline = time.monotonic() + _VISIBLE_SECONDS
     for rank in () if problems else range(len(reports)):
         while not _holds(folder / _MARK.format(rank), token):
             if time.monotonic() > deadline:
                 problems[rank] = f"what is written there is not seen on {reports[0][0]} (rank 0)"
                 break
-            time.sleep(VISIBLE_PAUSE)
+            time.sleep(_VISIBLE_PAUSE)
     if not problems:
         return ""
     rank, problem = next(iter(problems.items()))

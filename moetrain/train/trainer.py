@@ -1,51 +1,56 @@
-"""The trainer: pretraining and fine-tuning as a loop over an engine. Read it top to bottom.
+"""Pretraining and fine-tuning: a loop over an engine, its data, its evaluation and its reports.
 
 :class:`Trainer` builds everything from a :class:`~moetrain.config.Config`, resumes if there is
-something to resume from, and trains. Data, evaluation and reports are here, the frame that every
-run has in :mod:`moetrain.train.run`, model and optimizer in :class:`~moetrain.train.engine.Engine`.
+something to resume from, and trains. The frame that every kind of run shares is in
+:mod:`moetrain.train.run`; model and optimizer are in :class:`~moetrain.train.engine.Engine`.
 """
 
 from __future__ import annotations
 
+import math
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import ConfigError
+from moetrain.config import ConfigError, TrainSection
 from moetrain.data.build import build_data
-from moetrain.data.loader import Loader
+from moetrain.data.loader import Loader, eval_batches
+from moetrain.data.packing import Dataset
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.optim.schedule import learning_rate
 from moetrain.train.engine import Engine
-from moetrain.train.evaluate import held_out_loss
 from moetrain.train.metrics import plot_losses, routing_health
-from moetrain.train.objectives import Pretraining, routing_losses
+from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
 from moetrain.train.passes import sequential
-from moetrain.train.run import Run
-from moetrain.train.run_control import GivenUp
+from moetrain.train.run import GivenUp, Run
+
+_SAMPLER = "moetrain.rollout.sample"
+"""Module whose ``write_sample`` writes ``sample.txt``. It is imported by name at the end of a run:
+generation is a layer above training, which needs nothing else of it."""
 
 
 class StepResult(NamedTuple):
-    """One optimizer step's numbers, still on the device (0-d unless said otherwise)."""
+    """The numbers of one optimizer step, still on the device (0-d unless said otherwise)."""
 
     loss: torch.Tensor
-    """Mean cross-entropy over the global batch's targets, nats a token."""
+    """Mean cross-entropy over the global batch's targets, in nats a token."""
     grad_norm: torch.Tensor
     skipped: torch.Tensor
     routing: RoutingStats | None
-    """This rank's, summed over its micro-batches."""
+    """Statistics of this rank's micro-batches, summed; None: the model has no experts."""
 
 
 class Trainer(Run[StepResult]):
-    """One training run, of which :class:`moetrain.rollout.sample.Trainer` shows a sample too."""
+    """One run of pretraining or fine-tuning. ``Trainer(config).fit()`` is all there is to call."""
 
     def build(self, arch: Architecture) -> None:
-        """Data, model and optimizer."""
+        """Build data, model and optimizer."""
         config = self.config
         if not self.world.is_first_on_machine:
-            self.world.barrier()  # for the first one's tokenising: its cache serves all
+            self.world.barrier()  # the first rank of a machine tokenises, into a cache for all
         self.data = build_data(config, arch.vocab_size)
         if self.world.is_first_on_machine:
             self.world.barrier()
@@ -74,7 +79,7 @@ class Trainer(Run[StepResult]):
     # ---- one step ------------------------------------------------------------------------------
 
     def train_step(self) -> StepResult:
-        """Forward, backward and update over one global batch; queues work."""
+        """Queue forward, backward and update over one global batch."""
         start = self.loader.sample_index
         try:
             batches = self.loader.next_step()
@@ -90,19 +95,16 @@ class Trainer(Run[StepResult]):
         return StepResult(totals.terms["cross_entropy"], *outcome, totals.routing)
 
     def give_up_if_stopped(self) -> None:
-        """Leave a step, or an evaluation, between two micro-batches once a stop signal came.
+        """Raise GivenUp between two micro-batches once a stop signal has come.
 
-        Of one process alone: several would have to agree between all micro-batches where to stop,
-        so they stop at the end of the step.
-
-        Raises:
-            GivenUp: so it is.
+        Only a single process does so: several would have to agree between all micro-batches where
+        to stop, so they stop at the end of the step.
         """
         if self.stop and self.world.size == 1:
             raise GivenUp
 
     def one_by_one(self, batches: Any, forward: Any, backward: Any) -> None:
-        """:func:`~moetrain.train.passes.sequential`, which a stop signal ends early."""
+        """Run :func:`~moetrain.train.passes.sequential`, which a stop signal ends early."""
 
         def forward_unless_stopped(batch: Any) -> torch.Tensor:
             self.give_up_if_stopped()
@@ -113,7 +115,7 @@ class Trainer(Run[StepResult]):
     # ---- evaluation and reports ----------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Log the mean loss of ``train.eval_rows`` held-out rows, nats a token."""
+        """Log the mean loss of ``train.eval_rows`` held-out rows, in nats a token."""
         rows = self.data.eval
         if rows is None or self.evaluated_at == self.step:
             return
@@ -149,13 +151,16 @@ class Trainer(Run[StepResult]):
         self.clock.start()
 
     def finish(self) -> None:
-        """What a run leaves behind beside its checkpoint: an evaluation, plot, ..."""
+        """Evaluate, export what settings ask for, plot the losses and write a sample."""
         self.evaluate()
         data, is_text = self.data, self.config.data.source != "synthetic"
         # Synthetic ids are of no tokenizer.
         self.export(data.tokenizer if is_text else None, data.chat_template)
         if self.world.is_main:
             plot_losses(self.log.path, self.folder / "loss.png")
+        if self.config.train.sample_tokens and is_text:
+            write_sample = import_module(_SAMPLER).write_sample
+            write_sample(self.engine, data, self.folder / "sample.txt", self.log)
 
     # ---- saving and resuming -------------------------------------------------------------------
 
@@ -170,3 +175,18 @@ class Trainer(Run[StepResult]):
                 "give its export (checkpoint.save_hf) as model.path",
             )
         self.loader.sample_index = found.state["sample_index"]
+
+
+def held_out_loss(engine: Engine, rows: Dataset, train: TrainSection) -> float:
+    """Return the mean loss of ``train.eval_rows`` of ``rows``, in nats a token, on every rank.
+
+    Waits for the device; nan if no row has a target.
+    """
+    world = engine.world
+    batches = eval_batches(
+        rows, train.eval_rows, train.micro_batch_size, world.data_rank, world.dims.data_ranks
+    )
+    batches, objective = list(batches), CrossEntropy()
+    loss = engine.forward(batches, objective).terms["cross_entropy"].item()
+    targets = torch.full((), objective.sizes(batches)["targets"], device=world.device)
+    return loss if world.sum_rows(targets).item() > 0 else math.nan

@@ -17,7 +17,7 @@ Four H200s, 24 layers of Qwen3-30B-A3B, 20,480 tokens a micro-batch, routing as 
 4 took 642, 652 and 670 ms a step with copies between GPUs. This puts them in that order: 11.4, 11.5
 and 13.1 ms a block.
 
-Left out on purpose: several machines, and what memory allows (:mod:`moetrain.train.preflight` asks
+Left out on purpose: several machines, and what memory allows (:mod:`moetrain.train.setup` asks
 it).
 """
 

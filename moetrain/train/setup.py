@@ -1,29 +1,28 @@
-"""What a run needs, looked at before anything slow: each thing that is wrong is one line.
+"""Start-up: from settings as a user gave them to processes that have met and know they can run.
 
-:func:`prepare` comes first, before a rank goes on or a data file is touched: the folder that the
-run writes to, the settings that a checkpoint decides, the room on the disk.
+    prepare(config)         the model, and every setting that it or the device decides
+    Session(config, arch)   joins the processes, and checks device, compilers and memory
+
+Training, reinforcement learning and the job service all begin this way; each then builds its
+engine on ``session.world``. Every check comes before anything slow and raises one line.
 
 Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whether degrees, model
-and batch fit the world (:func:`moetrain.parallel.world.plan_world`).
+and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world`).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import shutil
-import tempfile
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
 from moetrain.config import Config, ConfigError, c_compiler, launched_place
-from moetrain.config.checks import CUDA, DEEPEP, DRY_RUN, EXPERTS
+from moetrain.config.checks import DEEPEP, DRY_RUN, EXPERTS
 from moetrain.config.compute import AUTO
-from moetrain.config.sources import shortened
+from moetrain.config.rl import SleepName
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant.rows import MULTIPLE
@@ -36,21 +35,82 @@ from moetrain.models.rules import ROUTER
 from moetrain.parallel.expert.choose_ep import costs, describe
 from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.pipeline.stages import SPLIT
-from moetrain.parallel.processes import planned_machine
-from moetrain.parallel.world import plan_world
-from moetrain.train.memory import estimate_memory
+from moetrain.parallel.processes import device_capacity, planned_machine
+from moetrain.parallel.world import join_world, plan_world
+from moetrain.train.memory import check_memory, estimate_memory, least_sleep
+from moetrain.train.plan import check_effects, check_host
+from moetrain.train.run_folder import check_output_folder, check_own_files_are_no_data, check_room
 
 logger = logging.getLogger("moetrain")
 
 LONGEST_DEFAULT_ROW = 4096
-"""Of a model that takes more: memory grows with the row, and most documents are shorter."""
-CHECKPOINT_BYTES = 12
-"""Of a parameter: the weight and AdamW's two moments, in fp32."""
-EXPORT_BYTES = 4
-LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
-"""What a run adds to the path of its folder, at most."""
-FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt", "reward.png")
-FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions", "profile")
+"""Default of data.seq_len for models that take more: memory grows with the row, and most documents
+are shorter."""
+
+
+class Session:
+    """The processes of a run, joined, and checked to be able to run it. Collective.
+
+    Attributes:
+        config: the settings, with ``kernels.attention`` resolved where the run generates.
+        arch: the model's architecture.
+        world: this process among all.
+        memory: the estimate of what this rank's device will hold at its peak.
+        sleep: what of generation's memory is freed while weights are updated; None: nothing
+            generates.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        arch: Architecture,
+        sleep: SleepName | Literal["auto"] | None = None,
+    ) -> None:
+        """Join the processes and check devices, compilers, device memory and host memory.
+
+        Args:
+            config, arch: as :func:`prepare` or :func:`resolve_run` returns them.
+            sleep: as the setting ``rl.sleep``; None: the run does not generate.
+
+        Raises:
+            ConfigError: the settings cannot run here, or need more memory than there is.
+            RunFailed: other ranks did not come in time.
+        """
+        self.arch = arch
+        self.world = join_world(config, arch)
+        device = self.world.device
+        check_what_can_run(config, arch, device)
+        sizes = config, arch, self.world.dims, compute_dtype(config, device)
+        capacity = device_capacity(device)
+        if sleep == "auto":
+            # All ranks sleep alike: graphs that are captured anew send tokens to other ranks.
+            mine = least_sleep(*sizes, capacity)
+            sleep = cast("SleepName", self.world.broadcast(mine))
+        self.sleep = sleep
+        self.memory = estimate_memory(*sizes, sleep)
+        check_memory(self.memory, config, capacity)
+        check_host(config, arch, self.world)
+        if config.train.deterministic:
+            _make_deterministic()
+        self.config = config if sleep is None else _with_generation_bits(config, device)
+
+
+def _make_deterministic() -> None:
+    """Restrict torch to bitwise-reproducible algorithms, for the rest of this process."""
+    # cuBLAS reads this when its first handle is made; two buffers of 4 MiB is NVIDIA's own choice.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def _with_generation_bits(config: Config, device: torch.device) -> Config:
+    """Resolve ``kernels.attention`` auto to exact where that runs, so that training computes the
+    same bits as generation."""
+    kernels = config.kernels
+    runs = cudnn_attention.runs(device, compute_dtype(config, device))
+    if kernels.attention != "auto" or not runs:
+        return config
+    exact = kernels.model_copy(update={"attention": "exact"})
+    return config.model_copy(update={"kernels": exact})
 
 
 def prepare(config: Config) -> tuple[Config, Architecture]:
@@ -175,134 +235,6 @@ def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
     return values
 
 
-def check_output_folder(folder: Path) -> None:
-    """Whether a run can write to ``folder``; leaves nothing behind, and so makes nothing.
-
-    Raises:
-        ConfigError: it, or what a run keeps in it, is or lies under what is no folder, is too long,
-            or cannot be written to.
-    """
-
-    def error(problem: str) -> ConfigError:
-        return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
-
-    try:
-        there = Path(os.path.abspath(folder))
-        while not os.path.lexists(there):
-            there = there.parent
-        if not there.exists():
-            raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
-        if not there.is_dir():
-            raise error(f"cannot be made: {shortened(str(there))} is not a folder")
-        missing = Path(os.path.abspath(folder)).relative_to(there).parts
-        longest_name = os.pathconf(there, "PC_NAME_MAX")
-        if any(len(os.fsencode(part)) > longest_name for part in missing):
-            raise error(f"has a name of more than {longest_name} bytes")
-        longest_path = os.pathconf(there, "PC_PATH_MAX")
-        if len(os.fsencode(os.path.abspath(folder))) + LONGEST_BELOW >= longest_path:
-            raise error(f"leaves too little of {longest_path} bytes for the names of its files")
-        with tempfile.TemporaryFile(dir=there):
-            pass
-        for name in FILES_OF_A_RUN:
-            if (folder / name).is_dir():
-                raise error(f"cannot be used: its {name} is a folder")
-        if not _is_of_a_run(folder / "config.json"):
-            raise error("cannot be used: its config.json is no run's, and would be replaced")
-        for name in FOLDERS_OF_A_RUN:
-            if os.path.lexists(folder / name) and not (folder / name).is_dir():
-                raise error(f"cannot be used: its {name} is not a folder")
-    except OSError as failure:
-        raise error(f"cannot be written to: {failure.strerror}") from None
-
-
-def _is_of_a_run(file: Path) -> bool:
-    """Whether a run may replace ``file``, its ``config.json``; not: it is a checkpoint's, say."""
-    if not file.exists():
-        return True
-    try:
-        settings = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):  # a run was killed while it wrote this
-        return True
-    return isinstance(settings, dict) and "output_dir" in settings
-
-
-def check_own_files_are_no_data(config: Config) -> None:
-    """Whether what is trained on, what is evaluated on and what the run writes lie apart.
-
-    Raises:
-        ConfigError: the next run would read this one's files as data, or no row is held out.
-    """
-    data = config.data
-    given = {"path": data.path, "eval_path": data.eval_path}
-    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
-    if len(folders) == 2 and folders["path"] == folders["eval_path"]:
-        raise ConfigError(
-            "data.eval_path",
-            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
-            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
-        )
-    output = Path(os.path.realpath(config.output_dir))
-    for name, folder in folders.items():
-        if os.path.isdir(folder) and output.is_relative_to(folder):
-            if any(part.startswith(".") for part in output.relative_to(folder).parts):
-                continue  # where data is not looked for
-            raise ConfigError(
-                "output_dir",
-                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
-                "would read what this one writes as data; choose one outside",
-            )
-
-
-def check_room(folder: Path, config: Config, arch: Architecture) -> None:
-    """Whether the disk of ``folder`` holds what the run will write.
-
-    Raises:
-        ConfigError: it names the bytes there are, those that are needed, and for what.
-    """
-    checkpoint, steps = config.checkpoint, config.train.steps
-    saves = int(checkpoint.at_end)
-    if checkpoint.interval:
-        saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
-    if checkpoint.minutes:  # how many there will be is not known
-        saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
-    milestones = 0
-    if checkpoint.keep_every and steps is not None:
-        milestones = steps // checkpoint.keep_every
-    # The oldest goes when the newest is complete.
-    copies = min(saves, checkpoint.keep + 1 + milestones)
-    one = arch.num_params() * CHECKPOINT_BYTES
-    export = arch.num_params() * EXPORT_BYTES * checkpoint.save_hf
-    # New checkpoints take the place of these.
-    going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(folder / "checkpoints")
-    while not folder.exists():
-        folder = Path(os.path.abspath(folder)).parent
-    total, _, free = shutil.disk_usage(folder)
-    if not total or free + going >= copies * one + export:  # remote ones may not know their size
-        return
-    what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
-    what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
-    raise ConfigError(
-        "output_dir",
-        f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
-        f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or "
-        "write less (checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end)",
-    )
-
-
-def _bytes_of_checkpoints(root: Path) -> int:
-    """Without the lock: another run may be removing some meanwhile; links count for themselves."""
-    total = 0
-    for path, _, names in os.walk(root):  # which passes over a folder that is gone
-        for name in names if os.path.basename(path).startswith("step-") else ():
-            with suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(path, name)).st_size
-    return total
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB"
-
-
 def check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
     """Reject what this device or this layout cannot run.
 
@@ -331,15 +263,6 @@ def check_what_can_run(config: Config, arch: Architecture, device: torch.device)
         reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
         facts |= {DEEPEP: reason and f"DeepEP cannot run: {reason}"}
     config.fitting(facts)
-
-
-def check_effects(config: Config, device: torch.device) -> None:
-    """Reject what a user has set that has no effect on ``device``, which need not be here.
-
-    Raises:
-        ConfigError: it names the setting and the value.
-    """
-    config.fitting({CUDA: None if device.type == "cuda" else "this run is on a CPU"})
 
 
 def _check_compilers(config: Config, device: torch.device) -> None:
