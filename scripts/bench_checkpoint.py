@@ -43,7 +43,7 @@ from moetrain.checkpoint.format import CHUNK
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import FILE_BYTES, WRITERS
 from moetrain.config import Config, launched_place
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.train.metrics import SilentLog
 from moetrain.train.run import garbage_collector_off
 from moetrain.train.snapshot import restore_snapshot, state_bytes

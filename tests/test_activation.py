@@ -29,8 +29,7 @@ from moetrain.config import (
 from moetrain.kernels import saving
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.init import init_weights
-from moetrain.models.recompute import set_recomputation
-from moetrain.models.transformer import build_model, compile_blocks
+from moetrain.models.transformer import build_model, compile_blocks, set_recomputation
 from moetrain.parallel import apply
 from moetrain.parallel.expert import alltoall
 from moetrain.parallel.fsdp import fsdp

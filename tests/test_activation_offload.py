@@ -13,10 +13,9 @@ from torch._dynamo.utils import counters
 
 from moetrain.cli.train import main
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.init import init_weights
-from moetrain.models.presets import resolve_architecture
-from moetrain.models.recompute import set_recomputation
-from moetrain.models.transformer import build_model, compile_blocks
+from moetrain.models.transformer import build_model, compile_blocks, set_recomputation
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload import activations as activation_offload
 from moetrain.parallel.offload.activations import (

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from moetrain.cli.train import main
 from moetrain.config import ConfigError, ModelSection
+from moetrain.models.families import make_architecture
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.init import init_weights
-from moetrain.models.presets import resolve_architecture
-from moetrain.models.registry import make_architecture
 from moetrain.models.transformer import build_model
 
 SIZES = {

@@ -179,7 +179,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
 
 @pytest.mark.gpu
 def test_generation_has_the_bits_of_the_compiled_forward():
-    from moetrain.models.registry import PRESETS
+    from moetrain.models.families import PRESETS
     from moetrain.models.transformer import compile_blocks
 
     sizes = {"num_layers": 3, "hidden_size": 256, "head_dim": 64, "num_experts": 16}
@@ -219,7 +219,7 @@ def test_generation_has_the_bits_of_the_compiled_forward():
 
 @pytest.mark.gpu
 def test_sleeping_gives_the_cache_back_and_waking_goes_on():
-    from moetrain.models.registry import PRESETS
+    from moetrain.models.families import PRESETS
 
     arch = PRESETS["debug"]
     with torch.device("meta"):

@@ -22,7 +22,7 @@ from moetrain.checkpoint.folder import list_checkpoints
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.train import run_folder
 from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import check_room, claimed, find_checkpoint

@@ -29,7 +29,7 @@ from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
 from moetrain.config.sources import LaunchedPlace
 from moetrain.jobs.service import Service
 from moetrain.jobs.session import JobSession
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.world import join_world
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import run_folder

@@ -7,7 +7,7 @@ import pytest
 
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.expert.choose_ep import costs
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.setup import resolve_run

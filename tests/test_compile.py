@@ -12,12 +12,11 @@ import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
 from moetrain.kernels import small_m
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights
 from moetrain.models.layers import Linear, linears
 from moetrain.models.moe import load_balancing_loss, update_router_bias
-from moetrain.models.recompute import set_recomputation
-from moetrain.models.registry import make_architecture
-from moetrain.models.transformer import Transformer, build_model, compile_blocks
+from moetrain.models.transformer import Transformer, build_model, compile_blocks, set_recomputation
 from moetrain.train.setup import resolve_run
 
 ROWS, SEQ_LEN = 2, 24

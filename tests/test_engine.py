@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.families import find_family
 from moetrain.models.init import init_weights
 from moetrain.models.moe import load_balancing_loss, router_z_loss
-from moetrain.models.registry import find_family
 from moetrain.models.rules import parameter_rules
 from moetrain.models.transformer import Inputs, build_model
 from moetrain.optim.adamw import MOMENTS

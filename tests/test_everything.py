@@ -29,7 +29,7 @@ from distributed import spawn
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.registry import PRESETS, make_architecture
+from moetrain.models.families import PRESETS, make_architecture
 from moetrain.parallel import mesh
 from moetrain.parallel.pipeline.schedules import RECIPES
 from moetrain.parallel.world import join_world, plan_world

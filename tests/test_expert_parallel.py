@@ -17,9 +17,9 @@ from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.router import Routed
+from moetrain.models.families import make_architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
-from moetrain.models.registry import make_architecture
 from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Received
 

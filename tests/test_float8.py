@@ -20,9 +20,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.jobs.service import Service
 from moetrain.kernels.quant.mxfp8 import SCALED, quantise_groups, widen_groups
 from moetrain.kernels.quant.rows import E4M3
-from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
-from moetrain.models.presets import resolve_architecture
 from moetrain.models.rules import is_adapter
 from moetrain.models.transformer import build_model
 from moetrain.parallel.fsdp.float8 import Float8Shard

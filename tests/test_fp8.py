@@ -22,10 +22,9 @@ from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.quant.linear_fp8 import linears_fp8
 from moetrain.kernels.quant.rows import LARGEST, quantise_columns, quantise_rows
+from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights
-from moetrain.models.recompute import set_recomputation
-from moetrain.models.registry import make_architecture
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import build_model, set_recomputation
 from moetrain.parallel.collectives import all_to_all_single
 from moetrain.parallel.expert import alltoall
 from moetrain.parallel.expert.alltoall import AllToAll

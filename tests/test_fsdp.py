@@ -9,7 +9,7 @@ import torch
 from distributed import spawn
 
 from moetrain.config import Config
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs
 from moetrain.parallel import apply

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from moetrain.config import ConfigError
 from moetrain.models.architecture import RopeScaling
+from moetrain.models.families import FAMILIES, PRESETS, make_architecture
 from moetrain.models.hf.config import architecture_from_hf, architecture_to_hf
-from moetrain.models.registry import FAMILIES, PRESETS, make_architecture
 
 SIZES = {
     "vocab_size": 40,

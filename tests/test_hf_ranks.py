@@ -11,9 +11,9 @@ from test_engine import WORDS
 from test_hf_weights import tensors_in
 
 from moetrain.config import Config
+from moetrain.models.families import PRESETS
 from moetrain.models.hf.save import save_hf
 from moetrain.models.init import init_weights
-from moetrain.models.registry import PRESETS
 from moetrain.models.transformer import build_model
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine

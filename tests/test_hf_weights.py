@@ -17,14 +17,14 @@ from test_hf_config import CASES, SIZES, config_of
 from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.family import DENSE, Piece, all_pieces
 from moetrain.models.hf import files, save
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, resolve
 from moetrain.models.hf.load import load_hf, load_weights
 from moetrain.models.hf.save import save_hf
 from moetrain.models.init import init_weights
-from moetrain.models.registry import FAMILIES, PRESETS
 from moetrain.models.transformer import build_model
-from moetrain.models.weight_map import DENSE, Piece, all_pieces
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -96,7 +96,7 @@ MEETING = """
 import sys, types
 import torch
 import torch.distributed as dist
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.world import join_world
 from moetrain.cli.train import main
 
@@ -125,7 +125,7 @@ sys.exit(main(["train.device=cpu", "train.global_batch_size=6", "train.micro_bat
 PATIENCE = """
 import sys, time, types
 from datetime import timedelta
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel import rendezvous, world
 from moetrain.cli.train import main
 

@@ -21,8 +21,8 @@ from moetrain.cli.checkpoint import main as checkpoint_command
 from moetrain.config import Config, ConfigError
 from moetrain.config.sections import LoraSection
 from moetrain.data.packing import IGNORE_INDEX
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.moe import load_balancing_loss, router_z_loss
-from moetrain.models.presets import resolve_architecture
 from moetrain.models.rules import is_adapter
 from moetrain.models.transformer import build_model, compile_blocks
 from moetrain.parallel import apply

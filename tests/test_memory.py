@@ -11,7 +11,7 @@ import torch
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.config.hardware import GIB, GPUS
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.train.memory import check_memory, estimate_memory

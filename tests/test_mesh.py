@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from moetrain.config import Config, ConfigError, ParallelSection, RunFailed
 from moetrain.config.sources import LaunchedPlace
-from moetrain.models.registry import make_architecture
+from moetrain.models.families import make_architecture
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up

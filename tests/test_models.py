@@ -11,14 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.config import ConfigError, KernelsSection, ModelSection, MoeSection
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from moetrain.models.families import PRESETS, make_architecture
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.load import load_hf
+from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.init import init_weights
+from moetrain.models.layers import RotaryEmbedding
 from moetrain.models.moe import load_balancing_loss
-from moetrain.models.presets import resolve_architecture
-from moetrain.models.registry import PRESETS, make_architecture
-from moetrain.models.rope import RotaryEmbedding
 from moetrain.models.transformer import Transformer, build_model
 
 transformers.logging.set_verbosity_error()

@@ -10,6 +10,7 @@ from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.router_logits import router_logits
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights
 from moetrain.models.layers import Context
 from moetrain.models.moe import (
@@ -22,9 +23,7 @@ from moetrain.models.moe import (
     router_z_loss,
     update_router_bias,
 )
-from moetrain.models.recompute import set_recomputation
-from moetrain.models.registry import make_architecture
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import build_model, set_recomputation
 from moetrain.train.metrics import UNHEALTHY_LOGS, RoutingWatch, routing_health
 
 ARCH = make_architecture(

@@ -14,7 +14,7 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.vocabulary import WholeVocabulary
+from moetrain.models.layers import WholeVocabulary
 from moetrain.rl.importance import LOG_RATIO_LIMIT, corrected
 from moetrain.rl.losses import KL_ESTIMATES, PolicyObjective, log_ratio
 from moetrain.rl.rows import pack

@@ -10,7 +10,7 @@ from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 
 from moetrain.cli.rl import run
 from moetrain.config import Config, ConfigError
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes

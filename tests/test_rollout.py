@@ -16,10 +16,10 @@ from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.kernels.loss.sampling import gumbel
 from moetrain.kernels.triton import INTERPRETED
+from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.init import init_weights
-from moetrain.models.registry import make_architecture
 from moetrain.models.transformer import build_model
 from moetrain.rollout import Generator, Request, RequestError, SamplingParams
 from moetrain.rollout.pages import Pages

@@ -15,9 +15,9 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy_reference,
     linear_cross_entropy_sum_reference,
 )
+from moetrain.models.families import make_architecture
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.init import init_weights
-from moetrain.models.presets import resolve_architecture
-from moetrain.models.registry import make_architecture
 from moetrain.models.transformer import build_model
 from moetrain.parallel.vocab_parallel import ShardedVocabulary
 from moetrain.parallel.world import plan_world

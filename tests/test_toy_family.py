@@ -13,13 +13,12 @@ from torch import nn
 import moetrain
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, Weight
 from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.families import PRESETS, find_family, register
 from moetrain.models.family import Family, decoder_plan
+from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.moe import MoE, RoutedExperts
-from moetrain.models.parts import Weight
-from moetrain.models.presets import resolve_architecture
-from moetrain.models.registry import PRESETS, find_family, register
 from moetrain.models.rules import COLWISE
 from moetrain.train.metrics import read_metrics
 from moetrain.train.plan import plan_memory

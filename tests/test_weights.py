@@ -15,7 +15,7 @@ from distributed import spawn
 from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
-from moetrain.models.registry import make_architecture
+from moetrain.models.families import make_architecture
 from moetrain.models.transformer import build_model
 from moetrain.parallel import collectives
 from moetrain.parallel.apply import transport_of

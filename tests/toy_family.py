@@ -6,14 +6,12 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, Part, Weight
 from moetrain.models.attention import Attention, GroupedQueryAttention, masked_attention
-from moetrain.models.family import COMMON_DEFAULTS, Family, HFFamily
+from moetrain.models.families import register
+from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, HFFamily, Rename
 from moetrain.models.layers import Linear
-from moetrain.models.parts import Part, Weight
-from moetrain.models.registry import register
 from moetrain.models.rules import COLWISE, ROWWISE
-from moetrain.models.weight_map import DENSE, Rename
 
 FROZEN = replace(COLWISE, storage=torch.bfloat16, trainable=False)
 

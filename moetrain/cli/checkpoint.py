@@ -34,11 +34,11 @@ from moetrain.checkpoint.save import SavePlan, cut_to_files
 from moetrain.cli.command import Parser, reader_may_leave, refuse
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import FAMILIES, find_family
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, listing, open_shard, read_json, resolve
 from moetrain.models.hf.load import EMBED, HEAD, check_checkpoint, check_tied, pieces_of
 from moetrain.models.hf.save import save_stream
-from moetrain.models.registry import FAMILIES, find_family
 from moetrain.models.rules import parameter_rules
 from moetrain.models.transformer import build_model
 from moetrain.parallel.layout import TensorSlice

@@ -134,7 +134,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     from moetrain.cli.launch import start_ranks
 
     def check() -> None:
-        from moetrain.models.registry import SHIPPED
+        from moetrain.models.families import SHIPPED
         from moetrain.parallel.world import plan_world
         from moetrain.train.setup import prepare
 

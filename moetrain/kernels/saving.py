@@ -1,9 +1,9 @@
 """Which results are worth their memory until the backward, said where each op is defined.
 
 ``activation.save`` names groups of ops. An op joins one where it is made, so that recomputation
-(:mod:`moetrain.models.recompute`) knows the ops of kernels and of ``parallel`` without naming them.
-A group may have none: ``dispatch`` in a process that has imported nothing to exchange tokens by,
-where no such op can run.
+(:mod:`moetrain.models.transformer`) knows the ops of kernels and of ``parallel`` without naming
+them. A group may have none: ``dispatch`` in a process that has imported nothing to exchange tokens
+by, where no such op can run.
 """
 
 from collections.abc import Iterable

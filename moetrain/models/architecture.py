@@ -1,19 +1,150 @@
-"""The shape of a model: every number that decides its parameters and its arithmetic.
+"""The shape of a model, and of what its layers are made.
 
-One flat, frozen :class:`Architecture` describes a model; a family's class of it says of which parts
-each layer is made (:mod:`moetrain.models.parts`), and may have fields of its own. What a model has
-and costs in all is added up here, from what its parts say, and is tested against built models.
+One flat, frozen :class:`Architecture` holds every number that decides a model's parameters and its
+arithmetic. A family's subclass of it names a :class:`Part` for each sub-layer. A part describes one
+kind of sub-layer and builds its module: it answers for its parameters and their rules, its
+arithmetic, its memory and what must be divisible, so that nobody else has to know its sizes. What a
+whole model has and costs is the sum of what its parts say, which tests compare with built models.
+
+Each kind of part lies beside the module that it builds: grouped-query attention in
+:mod:`moetrain.models.attention`, SwiGLU in :mod:`moetrain.models.layers`, routed experts in
+:mod:`moetrain.models.moe`. A family chooses among them or brings one of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import nn
 
-from moetrain.models.parts import AttentionPart, Part
+from moetrain.config import KernelsSection, MoeSection, SavedName
+from moetrain.models.rules import PartStyle, Rule
+
+FP32 = 4
+"""Bytes of a number."""
+
+
+class Weight(NamedTuple):
+    """One parameter of a part."""
+
+    shape: tuple[int, ...]
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank has of a micro-batch, and how it computes."""
+
+    tokens: int
+    """T: of the rows here, which tensor parallel ranks have in common."""
+    tp: int
+    ep: int
+    width: int
+    """Bytes of a number in the compute dtype."""
+    is_compiled: bool
+
+    @property
+    def own_tokens(self) -> int:
+        """N: the tokens that this rank has alone."""
+        return self.tokens // self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(ABC):
+    """One sub-layer: what it is made of, and what it costs.
+
+    Equal parts build equal modules. A field has the name of the architecture's field that it is
+    read from. Impossible sizes are a ValueError that names them.
+    """
+
+    name: ClassVar[str] = "mlp"
+    """Of the attribute of the block that holds the module."""
+    style: ClassVar[PartStyle] = "all"
+    aligned: ClassVar[Mapping[str, int]] = {}
+    """Fields that kernels need to be a multiple of something."""
+    divided: ClassVar[Mapping[str, str]] = {}
+    """Fields that the degree of an axis (``parallel.tp`` or ``ep``) must divide."""
+
+    hidden_size: int
+
+    @classmethod
+    def of(cls, arch: object, **others: Any) -> Self:
+        """The part with the fields of ``arch``, but for ``others``."""
+        names = [field.name for field in fields(cls) if field.name not in others]
+        return cls(**{name: getattr(arch, name) for name in names}, **others)
+
+    @abstractmethod
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> nn.Module:
+        """The module; see :class:`moetrain.models.transformer.Block` for how it is called."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Weight]:
+        """Every parameter of the module, by its name there."""
+
+    # Arithmetic.
+    def num_params(self) -> int:
+        """Parameters."""
+        return sum(math.prod(weight.shape) for weight in self.weights.values())
+
+    def num_active_params(self) -> int:
+        """Parameters that one token uses."""
+        return self.num_params()
+
+    def products_per_token(self, seq_len: int) -> float:
+        """Multiply-adds of matrix products in one token's forward, in a row of ``seq_len``."""
+        return sum(math.prod(weight.shape) for weight in self._matrices())
+
+    # Memory.
+    def numbers(self, share: Workload) -> float:
+        """Of its matrices on one rank: whole over FSDP ranks, cut over tensor and expert ranks."""
+        ranks = {"colwise": share.tp, "rowwise": share.tp, "expert": share.ep}
+        return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
+
+    def activations(self, share: Workload) -> float:
+        """What it keeps for its backward, beside its input, if nothing is recomputed.
+
+        Here what every matrix product results in; a part that keeps something else says so.
+        """
+        numbers = sum(weight.shape[0] for weight in self._matrices())
+        return share.tokens * share.width * numbers / share.tp
+
+    def saved(self, share: Workload) -> Mapping[SavedName, float]:
+        """What each name of ``activation.save`` keeps of that."""
+        return {}
+
+    def working_set(self, share: Workload) -> float:
+        """Gradients of what is wider than the residual stream, while its backward runs."""
+        return 0.0
+
+    def cached_numbers(self) -> int:
+        """What generation keeps of every token that was read."""
+        return 0
+
+    def _matrices(self) -> Iterator[Weight]:
+        return (weight for weight in self.weights.values() if len(weight.shape) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPart(Part):
+    """A sub-layer that mixes tokens: ``module(x_BSD, context) -> y_BSD``."""
+
+    name = "attn"
+
+    window: int | None = None
+    """How many tokens back (itself included) a token sees; None: all."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head turn with the position; 0: none."""
+        return 0
+
 
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a
 # damaged config.json is to be refused, not to be computed with.
@@ -61,9 +192,9 @@ class RopeScaling(BaseModel):
 class Architecture(BaseModel):
     """Sizes and switches of one decoder-only transformer.
 
-    Each family has its own class (``Family.architecture``), which names the kinds of its parts;
-    :func:`moetrain.models.make_architecture` finds it. Fields that no part of a family reads keep
-    their defaults.
+    Each family has a subclass of its own (``Family.architecture``), which names the kinds of its
+    parts and may add fields; :func:`moetrain.models.families.make_architecture` finds it. Fields
+    that no part of a family reads keep their defaults.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -73,7 +204,7 @@ class Architecture(BaseModel):
     :meth:`feed_forward` say otherwise of some layers."""
 
     family: str
-    """Hugging Face ``model_type``; :mod:`moetrain.models.registry` knows them."""
+    """Hugging Face ``model_type``; :mod:`moetrain.models.families` knows them."""
     vocab_size: Size
     hidden_size: Size
     num_layers: int = Field(gt=0, le=MAX_LAYERS)

@@ -14,9 +14,8 @@ from moetrain.config import KernelsSection, MoeSection, SavedName
 from moetrain.kernels.attention.attention import attention
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rotary import rotary
-from moetrain.models.layers import Context, Linear, RMSNorm, linears
-from moetrain.models.parts import FP32, AttentionPart, Weight, Workload
-from moetrain.models.rope import Rotation
+from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
+from moetrain.models.layers import Context, Linear, RMSNorm, Rotation, linears
 from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 
 

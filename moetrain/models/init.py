@@ -1,19 +1,57 @@
-"""Initial values: each parameter's by its rule, the same however it is cut.
+"""A run's model as it begins: its modules with adapters, each parameter's rule, initial values.
 
-Every parameter has random numbers of its own, seeded by ``model``'s seed and its name: no value
-depends on other parameters or their order. A long parameter is drawn in blocks of rows, each seeded
-by its number too, so that a rank draws those that it holds some of and never the whole.
+Every parameter has random numbers of its own, seeded by the model's seed and its name, so no value
+depends on other parameters, on their order, or on how a parameter is cut. A long parameter is drawn
+in blocks of rows, each seeded by its number too: a rank draws the blocks that it holds some rows
+of, and never the whole.
 """
+
+from __future__ import annotations
 
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from moetrain.models.registry import find_family
-from moetrain.models.rules import Rule, parameter_rules
-from moetrain.models.transformer import Transformer
+from moetrain.config import Config
+from moetrain.models.architecture import Architecture
+from moetrain.models.families import find_family
+from moetrain.models.lora import add_adapters
+from moetrain.models.rules import Rule, narrowed, parameter_rules, train_only
+from moetrain.models.transformer import Transformer, build_model
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What ``train.dtype`` means on ``device``."""
+    if config.train.dtype != "auto":
+        return getattr(torch, config.train.dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def plan_model(
+    config: Config, arch: Architecture, dtype: torch.dtype
+) -> tuple[Transformer, dict[str, Rule]]:
+    """The model of ``arch`` on meta as ``config`` trains it, and the rules of its parameters.
+
+    Args:
+        dtype: the compute dtype.
+
+    Raises:
+        ConfigError: patterns of ``lora.targets`` or ``train.freeze`` that match nothing, and what
+            else cannot be trained so.
+    """
+    with torch.device("meta"):
+        model = build_model(arch, kernels=config.kernels, moe=config.moe)
+    if config.lora.rank:
+        add_adapters(model.layers, config.lora)
+    rules = parameter_rules(find_family(arch).plan(arch), model)
+    drawn = {"kaiming": config.lora.init}
+    rules = {n: replace(rule, init=drawn.get(rule.init, rule.init)) for n, rule in rules.items()}
+    rules = train_only(rules, config.train.freeze, dtype)
+    return model, narrowed(rules) if config.lora.base_dtype == "float8" else rules
+
 
 BLOCK_NUMBERS = 2**24
 

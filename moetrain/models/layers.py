@@ -1,17 +1,18 @@
-"""The dense parts of a decoder: norm, linear, embedding, MLP; and what a block is told.
+"""The dense parts of a decoder: norm, linear, embedding, rotary positions, vocabulary and MLP.
 
-They exist in our own form for one reason: parameters stay in their master dtype and each module
-casts its weight to the activations' dtype where it is used. ``self.weight`` is read once per
+They exist in our own form for one reason: parameters stay in their master dtype, and each module
+casts its weight to the activations' dtype where it uses it. ``self.weight`` is read once per
 forward, so whoever stores it differently (sharded, say) has a single place to hand out the tensor.
 
 Left out on purpose: dropout, and initial values (:mod:`moetrain.models.init` has all of them).
 
-Legend: B batch, S sequence, D model width, V vocabulary, F MLP width.
+Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, d head width.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -22,14 +23,170 @@ from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.swiglu import swiglu
+from moetrain.kernels.loss.linear_cross_entropy import (
+    SummedLoss,
+    TokenLosses,
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
+)
 from moetrain.kernels.low_rank import low_rank_products
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.linear_fp8 import linears_fp8
+from moetrain.models.architecture import Architecture, Part, Weight, Workload
 from moetrain.models.lora import Adaptable
-from moetrain.models.parts import Part, Weight, Workload
-from moetrain.models.rope import Rotation
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
-from moetrain.models.vocabulary import Vocabulary
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of each position's rotary angles, fp32 [B or 1, S, 1, d/2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """The angles of heads of which ``dim`` numbers turn."""
+
+    def __init__(self, arch: Architecture, dim: int) -> None:
+        super().__init__()
+        # Neither a parameter nor a buffer: it follows from the architecture alone, so it must
+        # outlive a meta-device init and must not be rounded by ``model.to(bfloat16)``.
+        self.inv_freq, self.scale = _rope_frequencies(arch, dim)
+        self._copies: dict[torch.device, torch.Tensor] = {}
+
+    def forward(self, positions_BS: torch.Tensor) -> Rotation:
+        """Angles of integer ``positions_BS``; computed once per forward, used by every layer."""
+        device = positions_BS.device
+        if device not in self._copies:
+            # non_blocking: a copy from pageable memory would otherwise wait for the device.
+            self._copies[device] = self.inv_freq.to(device, non_blocking=True)
+        angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
+        return Rotation(angles.cos() * self.scale, angles.sin() * self.scale)
+
+
+def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
+    """Radians a token of each of the d/2 pairs (fp32, CPU), and the factor on cos and sin."""
+    rope = arch.rope
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    inv_freq = 1.0 / arch.rope_theta**exponents
+    if rope.kind == "linear":
+        return inv_freq / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3_frequencies(arch, inv_freq), 1.0
+    if rope.kind == "yarn":
+        return _yarn_frequencies(arch, dim, inv_freq), _yarn_scale(arch)
+    return inv_freq, 1.0
+
+
+def _llama3_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Divides what turns slowly by ``factor``, keeps what turns fast, blends in between."""
+    rope = arch.rope
+    turns = (rope.original_max_positions or arch.max_positions) * inv_freq / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * inv_freq / rope.factor + blend * inv_freq
+
+
+def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
+    """A linear ramp over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
+    rope = arch.rope
+    context = rope.original_max_positions or arch.max_positions
+
+    def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often in a context
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001  # a step is a very steep ramp
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / width
+    keep = 1 - ramp.clamp(0, 1)
+    return inv_freq / rope.factor * (1 - keep) + inv_freq * keep
+
+
+def _yarn_scale(arch: Architecture) -> float:
+    rope = arch.rope
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    log_factor = 0.1 * math.log(max(rope.factor, 1.0))
+    if rope.mscale and rope.mscale_all_dim:
+        return (rope.mscale * log_factor + 1) / (rope.mscale_all_dim * log_factor + 1)
+    return log_factor + 1
+
+
+class Vocabulary(Protocol):
+    """Functions of the vocabulary matrix ``w_VD`` (the embedding's, or the head's).
+
+    Hidden states go in as they come out of ``Transformer.backbone``. Arguments and results are
+    those of :mod:`moetrain.kernels.loss.linear_cross_entropy`.
+    """
+
+    def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """Rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
+        ...
+
+    def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """``h @ w^T`` over the whole vocabulary: [B, S, V]."""
+        ...
+
+    def token_losses(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+    ) -> TokenLosses:
+        """Each token's loss (the negative log-probability of its target), lse and entropy."""
+        ...
+
+    def loss_sum(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+    ) -> SummedLoss:
+        """The weighted sum of losses; over several devices, this one's share of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """The :class:`Vocabulary` of a device that has all of it."""
+
+    backend: Backend = "auto"
+
+    def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens_BS, w_VD)
+
+    def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        return F.linear(h_BSD, w_VD.to(h_BSD.dtype))
+
+    def token_losses(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+    ) -> TokenLosses:
+        w_VD = w_VD.to(h_TD.dtype)
+        return linear_cross_entropy(
+            h_TD, w_VD, targets_T, temperature=temperature, backend=self.backend
+        )
+
+    def loss_sum(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+    ) -> SummedLoss:
+        w_VD = w_VD.to(h_TD.dtype)
+        return linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, backend=self.backend)
+
 
 _KERNELS = KernelsSection()
 

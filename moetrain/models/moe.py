@@ -26,9 +26,9 @@ from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.mlp_lora import adapted_expert_mlp
 from moetrain.kernels.experts.router import Routed, router_topk
 from moetrain.kernels.experts.router_logits import router_logits
+from moetrain.models.architecture import FP32, Part, Weight, Workload
 from moetrain.models.layers import Context
 from moetrain.models.lora import Adaptable
-from moetrain.models.parts import FP32, Part, Weight, Workload
 from moetrain.models.rules import EXPERT, ROUTER, PartStyle
 
 

@@ -18,7 +18,7 @@ from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.quant.mxfp8 import SCALED, widen_groups
 from moetrain.kernels.quant.rows import E4M3
 from moetrain.models.architecture import Architecture
-from moetrain.models.planned import plan_model
+from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs, Transformer
 

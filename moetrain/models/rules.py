@@ -1,10 +1,10 @@
-"""The plan of a model: what holds for each parameter and each part, as tables beside the code.
+"""The plan of a model: the rule of each parameter and the style of each part, as tables.
 
-A family has a :class:`ShardingPlan`: shell-style patterns over dotted names, to a :class:`Rule` for
-parameters and to a word for parts (what of a block, or of the model, sees activations). It is put
-together of what each part says of itself (:mod:`moetrain.models.parts`). All that differs from
-parameter to parameter is said there and nowhere else: how it is cut, drawn, decayed, stored,
-gathered, and whether it is trained.
+A family has a :class:`ShardingPlan`: shell-style patterns over dotted names that map a parameter to
+a :class:`Rule`, and a part (what of a block, or of the model, sees activations) to a word. It is
+put together from what each part says of itself (:mod:`moetrain.models.architecture`). All that
+differs from parameter to parameter is said there and nowhere else: how it is cut, initialised,
+decayed, stored and gathered, and whether it is trained.
 
 Styles of parameters, over tensor parallel (``expert``: expert parallel) ranks:
 

@@ -20,16 +20,14 @@ from torch import nn
 
 from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import find_family
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
-from moetrain.models.init import draw
+from moetrain.models.init import compute_dtype, draw, plan_model
 from moetrain.models.moe import Dispatcher
-from moetrain.models.planned import compute_dtype, plan_model
-from moetrain.models.recompute import set_recomputation
-from moetrain.models.registry import find_family
 from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
-from moetrain.models.transformer import Transformer, compile_blocks
+from moetrain.models.transformer import Transformer, compile_blocks, set_recomputation
 from moetrain.parallel.expert.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp.bucket import Twin

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moetrain.models.layers import Vocabulary, WholeVocabulary
 from moetrain.models.transformer import Transformer
-from moetrain.models.vocabulary import Vocabulary, WholeVocabulary
 from moetrain.rl.rows import RolloutBatch
 from moetrain.train.engine import Engine
 

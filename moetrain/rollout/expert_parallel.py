@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.kernels.backend import Backend
-from moetrain.models.registry import find_family
+from moetrain.models.families import find_family
 from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import set_dispatcher

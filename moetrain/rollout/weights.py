@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.models.planned import plan_model
+from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import transport_of

@@ -26,6 +26,8 @@ from moetrain.config import Config, ConfigError, launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotated
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import find_family
+from moetrain.models.family import all_pieces
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
 from moetrain.models.hf.save import (
@@ -36,14 +38,12 @@ from moetrain.models.hf.save import (
     warn_about_router_bias,
     what_does_not_fit,
 )
+from moetrain.models.init import compute_dtype
 from moetrain.models.lora import Adapter, own_draws
 from moetrain.models.moe import RoutingStats, update_router_bias
-from moetrain.models.planned import compute_dtype
-from moetrain.models.registry import find_family
 from moetrain.models.rehearsal import Place, rehearse
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.transformer import build_model
-from moetrain.models.weight_map import all_pieces
 from moetrain.optim.adamw import build_optimizer, guarded_step
 from moetrain.optim.state import load_optimizer_state, optimizer_parts
 from moetrain.parallel.apply import (

@@ -28,9 +28,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.hardware import GIB
 from moetrain.config.rl import SleepName
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
-from moetrain.models.architecture import Architecture
-from moetrain.models.parts import FP32, Part, Workload
-from moetrain.models.planned import plan_model
+from moetrain.models.architecture import FP32, Architecture, Part, Workload
+from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule
 from moetrain.parallel.apply import resharded_blocks
 from moetrain.parallel.fsdp.copy_engines import peer_bytes

@@ -29,8 +29,8 @@ from moetrain.kernels.quant.rows import MULTIPLE
 from moetrain.kernels.quant.scaled_mm import fp8_problem
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import export_in
-from moetrain.models.planned import compute_dtype
-from moetrain.models.presets import resolve_architecture
+from moetrain.models.hf.load import resolve_architecture
+from moetrain.models.init import compute_dtype
 from moetrain.models.rules import ROUTER
 from moetrain.parallel.expert.choose_ep import costs, describe
 from moetrain.parallel.expert.deepep import why_not_here

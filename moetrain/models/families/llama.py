@@ -1,7 +1,13 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.family import ATTENTION_BIAS, COMMON_DEFAULTS, DenseDecoder, Family, HFFamily
-from moetrain.models.weight_map import DENSE
+from moetrain.models.family import (
+    ATTENTION_BIAS,
+    COMMON_DEFAULTS,
+    DENSE,
+    DenseDecoder,
+    Family,
+    HFFamily,
+)
 
 FAMILY = Family(
     name="llama",

@@ -4,9 +4,16 @@ from typing import Any
 
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import COMMON_DEFAULTS, EXPERTS, Family, HFConfig, HFFamily
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DENSE,
+    EXPERTS,
+    Family,
+    HFConfig,
+    HFFamily,
+    moe_block,
+)
 from moetrain.models.moe import RoutedExperts
-from moetrain.models.weight_map import DENSE, moe_block
 
 
 class Mixtral(Architecture):

@@ -8,13 +8,13 @@ from typing import Any
 from moetrain.models.architecture import Architecture
 from moetrain.models.family import (
     COMMON_DEFAULTS,
+    DENSE,
     DenseDecoder,
     Family,
     HFConfig,
     HFFamily,
     config_error,
 )
-from moetrain.models.weight_map import DENSE
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

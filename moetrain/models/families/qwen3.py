@@ -1,8 +1,7 @@
 """Qwen3, dense: q/k norms, windows in some layers."""
 
 from moetrain.models.families.qwen2 import DEFAULTS, NULLABLE, read_windows, write_windows
-from moetrain.models.family import ATTENTION_BIAS, DenseDecoder, Family, HFFamily
-from moetrain.models.weight_map import DENSE
+from moetrain.models.family import ATTENTION_BIAS, DENSE, DenseDecoder, Family, HFFamily
 
 FAMILY = Family(
     name="qwen3",

@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from moetrain.models.architecture import Architecture
+from moetrain.models.architecture import Architecture, Part
 from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.family import (
     ATTENTION_BIAS,
     COMMON_DEFAULTS,
+    DENSE,
     EXPERTS,
     Family,
     HFConfig,
     HFFamily,
     config_error,
+    moe_block,
 )
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
-from moetrain.models.parts import Part
-from moetrain.models.weight_map import DENSE, moe_block
 
 
 class Qwen3Moe(Architecture):

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from moetrain.models.architecture import Architecture, RopeScaling
+from moetrain.models.families import FAMILIES
 from moetrain.models.family import Family, HFConfig, HFFamily, config_error
-from moetrain.models.registry import FAMILIES
 
 
 def architecture_from_hf(config: HFConfig) -> Architecture:

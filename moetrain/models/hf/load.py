@@ -22,19 +22,28 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
-from moetrain.models.architecture import Architecture
-from moetrain.models.family import HFConfig, config_error
+from moetrain.config import ConfigError, ModelSection
+from moetrain.config.sources import shortened
+from moetrain.models.architecture import Architecture, Part
+from moetrain.models.families import FAMILIES, PRESETS, find_family
+from moetrain.models.family import HFConfig, Piece, Place, all_pieces, config_error, find_scope
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
     CONFIG,
     GENERATION,
+    FileTensor,
+    HFSource,
+    Stamp,
     error,
     listing,
     open_shard,
@@ -44,10 +53,7 @@ from moetrain.models.hf.files import (
     small_files,
     stored_tensors,
 )
-from moetrain.models.registry import find_family
-from moetrain.models.source import FileTensor, HFSource, Stamp
 from moetrain.models.transformer import Transformer, build_model
-from moetrain.models.weight_map import Piece, Place, all_pieces, find_scope
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WritePiece = Callable[[str, Place, Any], None]
@@ -243,3 +249,56 @@ def _num_extra_layers(config: HFConfig) -> int:
     if value is not None and (type(value) is not int or value < 0):
         raise config_error(f"num_nextn_predict_layers is {value!r:.80}, expected 0 or more")
     return value or 0
+
+
+def resolve_architecture(section: ModelSection) -> Architecture:
+    """The architecture that ``model.path`` or ``model.preset`` (with overrides) stands for.
+
+    A checkpoint's headers are checked against it here, where nothing slow has been done yet.
+
+    Raises:
+        ConfigError: a bad path, ``config.json`` or weight file; an unknown preset; overrides that
+            do not fit it or each other.
+    """
+    if section.path is not None:
+        folder = resolve(section.path)
+        arch = architecture_from_hf(read_json(folder / CONFIG))
+        check_checkpoint(folder, arch)
+        return arch
+    preset = PRESETS.get(section.preset or "")
+    if preset is None:
+        name, known = section.preset or "", sorted(PRESETS)
+        near = "".join(f"did you mean {n}? " for n in get_close_matches(name.lower(), known, 1))
+        raise ConfigError(
+            "model.preset",
+            f"{shortened(name)} is not one of {', '.join(known)}; {near}For other models give "
+            "model.path, a Hugging Face folder or hub id",
+        )
+    overrides = section.overrides()
+    kinds = {kind for family in FAMILIES.values() for kind in family.architecture.kinds}
+    foreign = _fields_of(kinds) - _fields_of(preset.kinds)
+    for field in overrides:
+        if field in foreign:
+            problem = f"{overrides[field]}, but preset {section.preset!r} has no use for it"
+            raise ConfigError(f"model.{field}", f"{problem}; unset it")
+    try:
+        arch = type(preset).model_validate({**preset.model_dump(), **overrides})
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            raise ConfigError(
+                f"model.{first['loc'][0]}", f"{first['input']!r}: {problem}"
+            ) from None
+        guilty = next((name for name in overrides if name in problem.split()), "preset")
+        raise ConfigError(f"model.{guilty}", problem) from None
+    for part in arch.parts():
+        for field, multiple in part.aligned.items():
+            if getattr(part, field) % multiple:
+                problem = f"{getattr(part, field)} is not a multiple of {multiple}"
+                raise ConfigError(f"model.{field}", f"{problem}, which {part.name} weights need")
+    return arch
+
+
+def _fields_of(kinds: Iterable[type[Part]]) -> set[str]:
+    return {field.name for kind in kinds for field in fields(kind)}

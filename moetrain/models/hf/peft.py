@@ -33,13 +33,12 @@ from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, LoraSection
 from moetrain.models.architecture import Architecture
-from moetrain.models.family import HFFamily
+from moetrain.models.families import find_family
+from moetrain.models.family import HFFamily, Place, all_pieces
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, replace, write_json
 from moetrain.models.lora import Adapter, adaptable, add_adapters
-from moetrain.models.registry import find_family
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.models.weight_map import Place, all_pieces
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -33,6 +33,8 @@ from moetrain.models.hf.files import (
     GENERATION,
     INDEX,
     SINGLE,
+    HFSource,
+    Stamp,
     TokenizerFiles,
     copy_file,
     error,
@@ -47,7 +49,6 @@ from moetrain.models.hf.files import (
     write_text,
 )
 from moetrain.models.hf.load import check_checkpoint, pieces_of
-from moetrain.models.source import HFSource, Stamp
 from moetrain.models.transformer import Transformer
 
 DEFAULT_SHARD_BYTES = 5 * 10**9

@@ -36,7 +36,7 @@ from moetrain.kernels.experts.indices import ExpertIndices, expert_indices
 from moetrain.kernels.experts.permutation import permute_tokens, unpermute
 from moetrain.kernels.quant.rows import E4M3, Quantised, dequantise, quantise_rows
 from moetrain.kernels.saving import worth_saving
-from moetrain.models.parts import FP32
+from moetrain.models.architecture import FP32
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
 from moetrain.parallel.expert.expert import Received, count_local_experts
 

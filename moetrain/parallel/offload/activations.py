@@ -36,8 +36,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moetrain.config.hardware import BLOCK, HOST_LINK
+from moetrain.models.architecture import Part
 from moetrain.models.layers import Context
-from moetrain.models.parts import Part
 from moetrain.models.transformer import CallBlock, Transformer
 from moetrain.parallel.offload.pinned import HostMemory
 

@@ -21,9 +21,8 @@ from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.config.hardware import MEMORY, PRODUCTS
-from moetrain.models.architecture import Architecture
-from moetrain.models.parts import Workload
-from moetrain.models.planned import compute_dtype, plan_model
+from moetrain.models.architecture import Architecture, Workload
+from moetrain.models.init import compute_dtype, plan_model
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.layout import TensorSlice
