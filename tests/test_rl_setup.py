@@ -39,23 +39,6 @@ def one(line):
 
 def three(line, answer, tokenizer):
     return 1.0
-
-def text(line, answer):
-    return "1"
-
-def nothing(line, answer):
-    if answer == line["answer"]:
-        return 1.0
-
-async def later(line, answer):
-    return nothing(line, answer)
-
-class Scores:
-    def __init__(self, line, answer):
-        pass
-
-def huge(line, answer):
-    return 1e39
 """
 
 
@@ -64,15 +47,9 @@ def scored_by(name):
     return {"rl.env": "jsonl", "rl.prompts": "FOLDER/p.jsonl", "rl.reward": f"{file}:{name}"}
 
 
-FIRST = "'FOLDER/rewards.py:{}', of line 1 of rl.prompts and the answer '{}', returns a".format
 REFUSED = [
     (scored_by("one"), "rl.reward: 'FOLDER/rewards.py:one' takes (line), and is called with"),
     (scored_by("three"), "rl.reward: 'FOLDER/rewards.py:three' takes (line, answer, tokenizer), a"),
-    (scored_by("text"), f"rl.reward: {FIRST('text', 'b')} str that is no finite number"),
-    (scored_by("nothing"), f"rl.reward: {FIRST('nothing', '')} NoneType that is no finite number"),
-    (scored_by("later"), f"rl.reward: {FIRST('later', '')} NoneType that is no finite number"),
-    (scored_by("Scores"), f"rl.reward: {FIRST('Scores', 'b')} Scores that is no finite number"),
-    (scored_by("huge"), f"rl.reward: {FIRST('huge', 'b')[:-1]}1e+39; all of a trajectory's"),
     ({"rl.env": "sorted"}, "rl.env: 'sorted' is neither yes_no_maybe, sort, "),
     ({"rl.env": "FOLDER/none.py:Even"}, "rl.env: 'FOLDER/none.py:Even' is neither "),
     ({"rl.env": "FOLDER/bad.py:Nobody"}, "rl.env: cannot load 'FOLDER/bad.py:Nobody': "),

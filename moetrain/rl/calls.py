@@ -1,180 +1,221 @@
-"""Calls of an environment, each with a time limit, none of which can stop the others.
+"""Calls of an environment: each has a time limit, and a failure costs its own trajectory alone.
 
-Every call starts in a thread beside the caller's. One that gives its answer there is waited for, so
-that a run whose environment is quick is the same at every rerun. One that gives an awaitable goes
-on, on an event loop that all of them share, beside whatever else is done meanwhile.
+Every call begins in a daemon thread of its own. A plain answer is waited for, so that a run whose
+environment is quick is the same at every rerun; an awaitable goes on, on one event loop for all,
+while text is generated. A thread cannot be ended from outside: one that hangs is left behind. A run
+in which every trajectory fails in the same way, step after step, ends at once (:class:`Failing`),
+as it would otherwise end well and have learned nothing.
 
-One thread makes all calls that are quick; where one is not, there are soon as many as calls. A
-thread cannot be ended from outside: one that hangs is left behind, as a daemon that does not keep
-the process alive. So is a loop that somebody blocks.
+Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 import threading
 import time
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
-from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
-logger = logging.getLogger("moetrain")
+from moetrain.config import RunFailed
+from moetrain.rl.envs import Demonstrates, Demonstration
+from moetrain.rl.trajectory import Trajectory
 
 K = TypeVar("K")
 
-PATIENCE = 1.0
+HOPELESS_STEPS = 3
+"""Steps in a row in which every trajectory fails for one reason before the run ends: time enough to
+restart a service that answers for an environment."""
+LARGEST_REWARD = 1e12
+"""Gradients grow with rewards, and their squares are summed in fp32, which ends at 3.4e38: above
+about 1e19 the norm is infinite and every step is skipped. The rest is room for the gradient of the
+log-probability."""
+_PATIENCE = 1.0
 """Seconds between looks at calls whose answers come later, where nothing else is to be done."""
-GRACE_SECONDS = 1.0
-"""After its limit, in which a loop that works has ended a call."""
-QUICK_SECONDS = 0.005
-"""What a call may take before others no longer wait for its thread."""
 
 
 class Failed(NamedTuple):
-    """What came of a call instead of an answer."""
+    """Takes the place of an answer."""
 
     reason: str
-    """A word to count by: ``raised`` or ``timeout``; others have more."""
+    """A word to count by: ``raised``, ``timeout``, or one of the caller's."""
     detail: str
 
 
 class Calls(Generic[K]):
-    """Calls under way, each by a key of the caller's."""
+    """Calls under way, each under a key of the caller's."""
 
     def __init__(self, limit: float) -> None:
         """``limit``: seconds for one call."""
         self.limit = limit
-        self._plain: dict[K, _Call] = {}
-        self._later: dict[K, _Call] = {}
+        self._plain: dict[K, tuple[Future[Any], float]] = {}
+        """Each call's answer and deadline. An awaitable's answer is another future, ..."""
+        self._later: dict[K, tuple[Future[Any], float]] = {}
+        """... which moves here."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._num_threads = 0
 
     def start(self, key: K, function: Callable[..., Any], *args: Any) -> None:
         """Begin ``function(*args)``."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        call = _Call(Future(), Future(), self.limit, self._loop)
-        self._queue.put(partial(call.run, function, *args))
-        if not self._num_threads:
-            self._add_threads(1)
-        self._plain[key] = call
+        answer: Future[Any] = Future()
+        call = (answer, self._loop, function, args)
+        self._plain[key] = answer, time.monotonic() + self.limit
+        threading.Thread(target=_call, args=call, daemon=True).start()
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._later)
 
     def finished(self, patience: float = 0.0) -> list[tuple[K, Any]]:
-        """What has come, in the order of the calls: results, or :class:`Failed`.
+        """Return the answers that have come, or :class:`Failed`, in the order of the calls.
 
-        Waits for those that answer where they are called, and, where these are none, up to
-        ``patience`` seconds for one of the others.
+        Waits for plain calls, and, where these are none, up to ``patience`` seconds for one of the
+        others.
         """
         done: list[tuple[K, Any]] = []
-        for key, call in self._plain.items():
-            while not self._queue.empty() and not _is_done(call.future, QUICK_SECONDS):
-                self._add_threads(min(self._num_threads, self._queue.qsize()))
-            result = _result(call.future, call.deadline() - time.monotonic())
+        for key, (answer, deadline) in self._plain.items():
+            result = _result(answer, deadline - time.monotonic())
             if isinstance(result, Future):
-                self._later[key] = call._replace(future=result)
+                self._later[key] = result, deadline
             else:
                 done.append((key, result))
         self._plain.clear()
         if not done and self._later and patience:
-            wait([call.future for call in self._later.values()], patience, FIRST_COMPLETED)
-        for key, call in list(self._later.items()):
-            is_done = call.future.done()
-            if is_done or time.monotonic() > call.deadline() + GRACE_SECONDS:
-                done.append((key, _result(call.future, 0)))
+            wait([answer for answer, _ in self._later.values()], patience, FIRST_COMPLETED)
+        for key, (answer, deadline) in list(self._later.items()):
+            if answer.done() or time.monotonic() > deadline:
+                done.append((key, _result(answer, 0)))
+                answer.cancel()
                 del self._later[key]
-                if not is_done and call.loop is self._loop:  # blocked: the next get another
-                    self._loop = None
         return done
 
     def wait_for_all(self) -> dict[K, Any]:
-        """What comes of all calls under way, as :meth:`finished` has it."""
+        """Return what comes of all calls under way, as :meth:`finished` does."""
         found: dict[K, Any] = {}
         while len(self):
-            found |= dict(self.finished(PATIENCE))
+            found |= dict(self.finished(_PATIENCE))
         return found
 
-    def _add_threads(self, number: int) -> None:
-        for _ in range(number):
-            threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
-        self._num_threads += number
 
-
-def _work(queue: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        queue.get()()
-
-
-class _Call(NamedTuple):
-    """A call under way."""
-
-    future: Future[Any]
-    """Of its result; or of another future, where that is still to come."""
-    begun: Future[float]
-    """Of when a thread has taken it up: what waits for its turn behind others is not late."""
-    limit: float
-    loop: asyncio.AbstractEventLoop
-
-    def deadline(self) -> float:
-        """Of a call that no longer waits for a thread."""
-        return self.begun.result() + self.limit
-
-    def run(self, function: Callable[..., Any], *args: Any) -> None:
-        """In one of the threads."""
-        self.begun.set_result(time.monotonic())
-        try:
-            result = function(*args)
-            if isinstance(result, Awaitable):
-                left = max(0.0, self.deadline() - time.monotonic())
-                result = asyncio.run_coroutine_threadsafe(_limited(result, left), self.loop)
-            self.future.set_result(result)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
-            self.future.set_exception(error)
-
-
-async def _limited(result: Awaitable[Any], seconds: float) -> Any:
-    try:
-        return await asyncio.wait_for(_contained(result), seconds)
-    except asyncio.CancelledError as error:  # the environment's own: nobody here cancels a call
-        return _failed(error)
-
-
-async def _contained(result: Awaitable[Any]) -> Any:
-    """``result``, without what would end the loop, and with it everybody's calls."""
-    try:
+def _call(
+    answer: Future[Any], loop: asyncio.AbstractEventLoop, function: Callable[..., Any], args: Any
+) -> None:
+    async def awaited(result: Awaitable[Any]) -> Any:
         return await result
-    except (SystemExit, KeyboardInterrupt) as error:
-        return _failed(error)
 
-
-def _result(future: Future[Any], seconds: float) -> Any:
-    """What ``future`` has come to after ``seconds`` at most, or why nothing."""
-    if not _is_done(future, max(0, seconds)):
-        return Failed("timeout", "no answer within rl.step_timeout")
-    error = future.exception()
-    if error is None:
-        return future.result()
-    return _failed(error)
-
-
-def _is_done(future: Future[Any], seconds: float) -> bool:
-    """Whether it is, within ``seconds``."""
-    return future.done() or bool(wait([future], seconds).done)
-
-
-def _failed(error: BaseException) -> Failed:
-    """Of ``error``, whose text may raise too."""
-    reason = "timeout" if issubclass(type(error), TimeoutError) else "raised"
     try:
-        text = "".join(traceback.format_exception_only(error))
-    except BaseException:  # noqa: BLE001 - what looks for notes in it runs code of its own
-        text = f"{type(error).__name__}, which cannot be printed"
-    return Failed(reason, " ".join(text.split()))
+        result = function(*args)
+        if isinstance(result, Awaitable):
+            result = asyncio.run_coroutine_threadsafe(awaited(result), loop)
+        answer.set_result(result)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
+        answer.set_exception(error)
+
+
+def _result(answer: Future[Any], seconds: float) -> Any:
+    """Return what ``answer`` comes to within ``seconds``, or why there is none."""
+    if not wait([answer], max(0.0, seconds)).done:
+        return Failed("timeout", "no answer within rl.step_timeout")
+    if answer.cancelled():
+        return Failed("raised", "it was cancelled")
+    if (error := answer.exception()) is None:
+        return answer.result()
+    reason = "timeout" if isinstance(error, TimeoutError) else "raised"
+    return Failed(reason, " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+class Failing:
+    """Counts the steps in a row in which every trajectory has failed for one reason."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.first: Trajectory | None = None
+        """One that failed in the newest of these steps."""
+
+    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
+        """Take in all trajectories of a step."""
+        reasons = {t.fault for t in trajectories}
+        last = None if self.first is None else self.first.fault
+        if len(reasons) > 1 or None in reasons:
+            self.steps, self.first = 0, None
+            return
+        self.steps = self.steps + 1 if reasons == {last} else 1
+        self.first = trajectories[0]
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.steps >= HOPELESS_STEPS
+
+    def describe(self) -> str:
+        """Say what has failed, in the environment's own words."""
+        assert self.first is not None  # something has
+        return (
+            f"every trajectory of {self.steps} steps in a row failed ({self.first.fault}), and "
+            f"nothing was learned; of task {self.first.task}: {self.first.detail[:400]}"
+        )
+
+
+def demonstrations(
+    environment: Demonstrates, tasks: Sequence[int], limit: float, vocabulary: int
+) -> list[Demonstration]:
+    """Ask for a demonstration of each task.
+
+    Args:
+        limit: seconds for each.
+        vocabulary: tokens are below it.
+
+    Raises:
+        RunFailed: one raises, takes too long, or is none: two tokens at least, and as many truth
+            values, of which the first is false.
+    """
+    calls: Calls[int] = Calls(limit)
+    for number, task in enumerate(tasks):
+        calls.start(number, environment.demonstrate, task)
+    found = calls.wait_for_all()
+    for number, task in enumerate(tasks):
+        shown, problem = found[number], None
+        if isinstance(shown, Failed):
+            problem = f"failed ({shown.reason}): {shown.detail[:400]}"
+        elif not _is_demonstration(shown, vocabulary):
+            problem = (
+                f"is none: a Demonstration is a tuple of two or more tokens of 0 to "
+                f"{vocabulary - 1}, and as many truth values, of which the first is false"
+            )
+        if problem is not None:
+            raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
+        found[number] = shown._replace(mask=tuple(map(bool, shown.mask)))
+    return [found[number] for number in range(len(tasks))]
+
+
+def _is_demonstration(shown: object, vocabulary: int) -> bool:
+    if not isinstance(shown, Demonstration) or not are_tokens(shown.tokens, vocabulary):
+        return False
+    tokens, mask = shown
+    return len(tokens) >= 2 and isinstance(mask, tuple) and len(mask) == len(tokens) and not mask[0]
+
+
+def number_of(value: Any) -> float | None:
+    """Return ``value`` of Python, NumPy or torch as a float; None: it is no finite number."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last
+        return None
+    return number if math.isfinite(number) else None
+
+
+def not_a_reward(value: object, before: float = 0.0) -> str | None:
+    """Say what is wrong with ``value`` as a reward, added to ``before``; None: nothing."""
+    number = number_of(value)
+    if number is None:
+        return f"a {type(value).__name__} that is no finite number"
+    if abs(before + number) > LARGEST_REWARD:
+        return f"{number:g}; all of a trajectory's together are at most {LARGEST_REWARD:g} in size"
+    return None
+
+
+def are_tokens(tokens: object, vocabulary: int) -> bool:
+    """Whether an environment may say ``tokens``: a tuple of integers below ``vocabulary``."""
+    return isinstance(tokens, tuple) and all(type(t) is int and 0 <= t < vocabulary for t in tokens)

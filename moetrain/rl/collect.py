@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetrain.config.rl import RlSection
-from moetrain.rl.calls import Calls, Failed
+from moetrain.rl.calls import Calls, Failed, are_tokens, not_a_reward, number_of
 from moetrain.rl.envs import Environment, Episode, Turn
-from moetrain.rl.faults import are_tokens, not_a_reward, number_of
 from moetrain.rl.trajectory import Trajectory
 from moetrain.rollout import Completion, Generator, Request, SamplingParams
 
@@ -188,11 +187,10 @@ class Collector:
         self._speak(name, part)
 
     def _checked(self, trajectory: Trajectory, answer: Any) -> Turn | Failed:
-        """``answer``, if it is one; else what is wrong with it. By types: to ask an object that
-        nobody knows what it is runs code of its own."""
-        if type(answer) is Failed:
+        """Return ``answer`` if it is one, else what is wrong with it."""
+        if isinstance(answer, Failed):
             return answer
-        if not issubclass(type(answer), Turn):
+        if not isinstance(answer, Turn):
             return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
         tokens, (reward, done) = answer.tokens, map(number_of, answer[1:])
         vocabulary = self.generator.model.arch.vocab_size

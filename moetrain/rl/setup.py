@@ -29,8 +29,6 @@ from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.buffer import Tasks
 from moetrain.rl.envs import Demonstrates, Environment, open_environment
-from moetrain.rl.envs.jsonl import Jsonl
-from moetrain.rl.faults import try_reward
 from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.train.plan import plan_memory
 
@@ -71,8 +69,7 @@ def plan(config: Config, arch: Architecture) -> str:
 
 
 def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
-    """Look at everything that ``config`` names. Imports the user's files, opens the environment and
-    calls the reward function once or twice.
+    """Look at everything that ``config`` names. Imports the user's files and opens the environment.
 
     Raises:
         ConfigError: settings of several sections do not fit, one has no effect on this model or
@@ -97,8 +94,6 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
             f"model's vocabulary of {arch.vocab_size}; use the model's own",
         )
     environment = open_environment(rl, tokenizer)
-    if isinstance(environment, Jsonl):
-        try_reward(environment, str(rl.reward), rl.step_timeout)
     if rl.supervised_steps and not isinstance(environment, Demonstrates):
         problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
         raise ConfigError("rl.supervised_steps", problem)

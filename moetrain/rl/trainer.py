@@ -28,10 +28,10 @@ from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.layout import TensorSlice
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.buffer import Window
+from moetrain.rl.calls import Failing, demonstrations
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Demonstrates, Demonstration
 from moetrain.rl.evaluate import figures, write_completions
-from moetrain.rl.faults import Demonstrations, Failing
 from moetrain.rl.learn import Learned, Learner, gather
 from moetrain.rl.rows import Sample
 from moetrain.rl.setup import check_same_tasks, set_up, without_code
@@ -85,10 +85,7 @@ class RlTrainer(Run[Learned]):
         self.setup = set_up(config, arch, self.device.type)
         self.total_steps = self.setup.total_steps
         self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
-        self.environment, self.demonstrations = self.setup.environment, None
-        if isinstance(self.environment, Demonstrates):
-            limit = config.rl.step_timeout
-            self.demonstrations = Demonstrations(self.environment, limit, arch.vocab_size)
+        self.environment = self.setup.environment
         self.engine = Engine(config, arch, self.world)
         self.learner = Learner(config, self.engine)
         self.supervised = Pretraining.of(config, arch)
@@ -176,11 +173,13 @@ class RlTrainer(Run[Learned]):
 
     def _imitate(self) -> Learned:
         """One update on demonstrations."""
-        assert self.demonstrations is not None  # there are supervised steps
-        size = self.config.train.global_batch_size
+        assert isinstance(self.environment, Demonstrates)  # set_up has seen to that
+        size, limit = self.config.train.global_batch_size, self.config.rl.step_timeout
         numbers = range(self.step * size, (self.step + 1) * size)
         with self.time.part("rewards"):
-            shown = self.demonstrations.of([self.tasks.trained(number) for number in numbers])
+            tasks = [self.tasks.trained(number) for number in numbers]
+            vocabulary = self.engine.arch.vocab_size
+            shown = demonstrations(self.environment, tasks, limit, vocabulary)
         samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"

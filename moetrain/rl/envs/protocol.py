@@ -8,8 +8,8 @@ Tokens in, tokens out: what text becomes is the environment's business (:mod:`mo
 does it for those that are text). Each call may be plain or ``async``. Plain ones are waited for,
 which keeps a run the same at every rerun, and are for what answers at once; asynchronous ones run
 beside generation, on an event loop that all share, and must not block it. Every call has a time
-limit (:mod:`moetrain.rl.calls`), and one that fails costs its own trajectory alone; where all fail
-alike for several steps, or a demonstration does, the run ends (:mod:`moetrain.rl.faults`).
+limit, and one that fails costs its own trajectory alone; where all fail alike for several steps, or
+a demonstration does, the run ends (:mod:`moetrain.rl.calls`).
 """
 
 from __future__ import annotations
