@@ -13,11 +13,10 @@ a rank does:
     busy      between the marks; they are set after the wait for what has not arrived
     bubble    the mean over ranks of 1 - busy / time from a rank's first mark to its last (of ranks
               the longest: the first stage's, which begins first and ends last)
-    on paper  the same by the simulator, with the median times that were measured for each stage
+    simulated the same by the simulator, with the median times that were measured for each stage
 
-A row that fails says why in a line, and the next one runs. Schedules that split the backward run
-eager, as they must. ``--profile``: the share of dispatch and combine that is hidden, by a trace of
-rank 0. A JSON line a row, and a table in the end.
+A row that fails says why in a line, and the next one runs. ``--profile``: the share of dispatch and
+combine that is hidden, by a trace of rank 0. A JSON line a row, and a table in the end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -52,9 +50,7 @@ from bench_train import (
 
 from moetrain.cli.launch import start_ranks
 from moetrain.config import Config, launched_place
-from moetrain.parallel.pipeline.schedules import RECIPES, Work
-from moetrain.parallel.pipeline.simulator import run_on_paper
-from moetrain.parallel.pipeline.stages import SPLIT
+from moetrain.parallel.pipeline.schedules import SCHEDULES, Action, simulate
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.run import garbage_collector_off
@@ -79,15 +75,13 @@ class Layout(NamedTuple):
     def words(self) -> list[str]:
         """Its settings."""
         words = [f"parallel.{key}={getattr(self, key)}" for key in ("pp", "ep")]
-        words += [f"parallel.pp_schedule={self.schedule}"] * (self.pp > 1)
-        return words + ["compile.enabled=no"] * (self.schedule in SPLIT)
+        return words + [f"parallel.pp_schedule={self.schedule}"] * (self.pp > 1)
 
 
 def layouts(nproc: int) -> list[Layout]:
     """All rows, the one without stages first."""
-    schedules = sorted(RECIPES, key=lambda name: name in SPLIT)
     meshes = dict.fromkeys([(2, nproc // 2), (nproc, 1)])
-    return [Layout(1, nproc, "")] + [Layout(*mesh, name) for mesh in meshes for name in schedules]
+    return [Layout(1, nproc, "")] + [Layout(*mesh, name) for mesh in meshes for name in SCHEDULES]
 
 
 def main() -> int:
@@ -193,19 +187,19 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines for people."""
     yield (
         f"{'':22} {'ms/step':>8} {'tok/s/GPU':>10} {'of pp1':>6} {'GiB':>6} "
-        f"{'loss err':>8} {'norm err':>8} {'bubble':>7} {'paper':>7} {'hidden':>7}  idle by rank"
+        f"{'loss err':>8} {'norm err':>8} {'bubble':>7} {'simul.':>7} {'hidden':>7}  idle by rank"
     )
     for row in rows:
         if "error" in row:
             yield f"{row['row']:22} {row['error']}"
             continue
-        share = {key: _percent(row.get(key)) for key in ("of_pp1", "bubble", "paper", "hidden")}
+        share = {key: _percent(row.get(key)) for key in ("of_pp1", "bubble", "simulated", "hidden")}
         idle = " ".join(f"{x:.1%}" for x in row.get("idle", []))
         errors = f"{row.get('loss_error', 0):8.1e} {row.get('norm_error', 0):8.1e}"
         yield (
             f"{row['row']:22} {1e3 * row['step_seconds']:8.1f} "
             f"{row['tokens_per_second_per_device']:10,.0f} {share['of_pp1']:>6} "
-            f"{row['memory_gib']:6.1f} {errors} {share['bubble']:>7} {share['paper']:>7} "
+            f"{row['memory_gib']:6.1f} {errors} {share['bubble']:>7} {share['simulated']:>7} "
             f"{share['hidden']:>7}  {idle}{'' if row.get('equal', True) else '  NOT EQUAL'}"
         )
 
@@ -258,21 +252,9 @@ def gather(mine: Any) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Times of works, by :func:`kind_of`."""
-
-    times: dict[str, float]
-    communication: float = 0.0
-
-    def of(self, work: Work) -> float:
-        """Seconds."""
-        return self.times[kind_of(work)]
-
-
-def kind_of(work: Work) -> str:
-    """The work without its micro-batches."""
-    return " ".join(f"{part.kind}{part.stage}" for part in work.parts)
+def kind_of(action: Action) -> str:
+    """The action without its micro-batch."""
+    return f"{action.kind}{action.stage}"
 
 
 def idle_times(trainer: Trainer) -> dict[str, Any]:
@@ -281,15 +263,15 @@ def idle_times(trainer: Trainer) -> dict[str, Any]:
     assert pipeline is not None  # the caller has looked
     makespan, bubbles, idle, everything = 0.0, [], [], defaultdict(list)
     number = trainer.config.train.micro_batches(trainer.world.dims.data_ranks)
-    schedule, _ = pipeline.program(number, True)
+    schedule, _ = pipeline.plan(number, True)
     for _ in range(MARKED_STEPS):
         marks = marked_step(trainer, schedule.actions[stages.rank])
-        spans = {work: seconds_between(*pair) for work, pair in marks.items()}
-        for work, seconds in spans.items():
-            everything[kind_of(work)].append(seconds)
-        works = schedule.actions[stages.rank]
-        total = seconds_between(marks[works[0]][0], marks[works[-1]][1])
-        by_rank = gather((stages.rank, sum(spans.values()), total))
+        seconds_of = {action: seconds_between(*pair) for action, pair in marks.items()}
+        for action, seconds in seconds_of.items():
+            everything[kind_of(action)].append(seconds)
+        actions = schedule.actions[stages.rank]
+        total = seconds_between(marks[actions[0]][0], marks[actions[-1]][1])
+        by_rank = gather((stages.rank, sum(seconds_of.values()), total))
         makespan = max(total for *_, total in by_rank)
         # Of ranks with the same stages, the mean.
         shares = [
@@ -306,20 +288,20 @@ def idle_times(trainer: Trainer) -> dict[str, Any]:
         "bubble": statistics.median(bubbles),
         "idle": [statistics.median(shares) for shares in zip(*idle, strict=True)],
         "pipeline_seconds": makespan,
-        "paper": run_on_paper(schedule, Measured(merged)).bubble,
+        "simulated": simulate(schedule, lambda action: merged[kind_of(action)]).bubble,
         "times": merged,
     }
 
 
-def marked_step(trainer: Trainer, works: Sequence[Work]) -> dict[Work, tuple[Any, Any]]:
-    """A step's marks before and after each of this rank's ``works``, done."""
-    found: dict[Work, tuple[Any, Any]] = {}
+def marked_step(trainer: Trainer, actions: Sequence[Action]) -> dict[Action, tuple[Any, Any]]:
+    """A step's marks before and after each of this rank's ``actions``, done."""
+    found: dict[Action, tuple[Any, Any]] = {}
 
     @contextmanager
-    def watch(work: Work) -> Iterator[None]:
+    def watch(action: Action) -> Iterator[None]:
         begin = mark(trainer.device)
         yield
-        found[work] = begin, mark(trainer.device)  # a pass that counts ahead comes before
+        found[action] = begin, mark(trainer.device)  # a pass that counts ahead comes before
 
     pipeline = trainer.engine.passes.pipeline
     assert pipeline is not None  # the caller has looked
@@ -328,7 +310,7 @@ def marked_step(trainer: Trainer, works: Sequence[Work]) -> dict[Work, tuple[Any
     trainer.train_step()
     pipeline.watch = before
     wait(trainer)
-    return {work: found[work] for work in works}
+    return {action: found[action] for action in actions}
 
 
 if __name__ == "__main__":

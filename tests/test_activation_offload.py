@@ -183,8 +183,7 @@ def test_every_mesh_gives_the_same_bits(tiny_words):
         "ep selective": [*words, "parallel.ep=2", *compiled, "activation.policy=selective"],
         "tp": [*words, "parallel.tp=2", "model.num_kv_heads=2"],
         "pp": pp,
-        "pp pairs": [*pp, "parallel.pp_schedule=merged_1f1b"],
-        "pp split": [*pp, "parallel.pp_schedule=zero_bubble"],
+        "pp gpipe": [*pp, "parallel.pp_schedule=gpipe"],
     }
     for found in spawn(2, same_on_ranks, runs, timeout=240):
         for name, (is_same, sent, is_free) in found.items():

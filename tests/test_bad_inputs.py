@@ -165,7 +165,7 @@ VALUES = [
     ("--parallel.tp two", "parallel.tp", "'two'"),
     ("--parallel.dp_shard -2", "parallel.dp_shard", "greater than or equal to -1"),
     ("--parallel.reduce fp16", "parallel.reduce", "'fp16'"),
-    ("--parallel.pp_schedule zbv", "parallel.pp_schedule", "'zbv' contradicts parallel.pp 1"),
+    ("--parallel.pp_schedule gpipe", "parallel.pp_schedule", "'gpipe' contradicts parallel.pp 1"),
     ("--parallel.pp_stages 2", "parallel.pp_stages", "2 contradicts parallel.pp 1"),
     ("--parallel.pp_split 2,2", "parallel.pp_split", "'2,2' contradicts parallel.pp 1"),
     ("--moe.deepep_num_sms 7", "moe.deepep_num_sms", "positive even number"),
@@ -566,10 +566,10 @@ FILES = [
     ("--parallel.ep 2", "parallel.ep", "2 does not divide"),
     ("--parallel.dp_replicate 2", "parallel.dp_replicate", "world of 1"),
     ("--launch.nproc 2 --parallel.pp 2", "parallel.pp", "2 is more than the 1 micro-batches"),
-    (PP + " --parallel.pp_schedule 2f2b", "parallel.pp_schedule", "'gpipe', '1f1b', 'interleaved"),
+    (PP + " --parallel.pp_schedule 2f2b", "parallel.pp_schedule", "'gpipe', '1f1b' or 'int"),
     (PP + " --model.num_layers 1", "parallel.pp", "2 stages, and the model has 1 blocks; use 1 or"),
     (
-        PP + " --parallel.pp_schedule zbv --model.num_layers 3",
+        PP + " --parallel.pp_schedule interleaved_1f1b --model.num_layers 3",
         "parallel.pp",
         "use 1 or fewer, or fewer stages",
     ),
@@ -584,24 +584,9 @@ FILES = [
         "use exact",
     ),
     (
-        PP + " --parallel.pp_schedule zbv --activation.policy full --model.num_layers 4",
-        "parallel.pp_schedule",
-        "cannot split the backward",
-    ),
-    (
         "--parallel.reshard_after_forward -3",
         "parallel.reshard_after_forward",
         "give yes, no, or a number of blocks from 2 on",
-    ),
-    (
-        PP + " --parallel.pp_schedule merged_1f1b --parallel.reshard_after_forward yes",
-        "parallel.reshard_after_forward",
-        "halves would take each other's parameters away; use no",
-    ),
-    (
-        PP + " --parallel.pp_schedule merged_1f1b --parallel.reshard_after_forward 2",
-        "parallel.reshard_after_forward",
-        "2 does not work with parallel.pp_schedule 'merged_1f1b'",
     ),
     (
         "--launch.nproc 2 --parallel.pp 2 --parallel.pp_schedule interleaved_1f1b "

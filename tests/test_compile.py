@@ -194,7 +194,6 @@ PIPELINE = ["parallel.pp=2", "launch.nproc=2"]
         (["compile.enabled=yes"], False, True),
         (["train.device=cpu"], True, False),
         (PIPELINE, True, True),
-        ([*PIPELINE, "parallel.pp_schedule=zero_bubble"], True, False),
     ],
 )
 def test_blocks_are_compiled_where_there_is_cuda(words, on_cuda, is_on, monkeypatch):

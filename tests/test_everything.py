@@ -31,7 +31,7 @@ from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.families import PRESETS, make_architecture
 from moetrain.parallel import mesh
-from moetrain.parallel.pipeline.schedules import RECIPES
+from moetrain.parallel.pipeline.schedules import SCHEDULES
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
@@ -179,14 +179,12 @@ def draw_settings(d, degrees, layers):
     """Words of how ranks share the work."""
     p = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     if degrees["pp"] > 1:
-        name = d.choice(list(RECIPES))
+        name = d.choice(list(SCHEDULES))
         p["parallel.pp_schedule"] = name
         stages = degrees["pp"]
         if name == "interleaved_1f1b":
             p["parallel.pp_stages"] = d.choice([2, 3])
             stages *= p["parallel.pp_stages"]
-        elif name == "zbv":
-            stages *= 2
         if stages <= layers and d.random() < 0.5:
             ends = sorted(d.sample(range(1, layers), stages - 1))
             sizes = (b - a for a, b in zip([0, *ends], [*ends, layers], strict=True))

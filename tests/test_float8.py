@@ -132,7 +132,6 @@ RUNS = {
         "ep": ["parallel.ep=2"],
         "tp": ["parallel.tp=2"],
         "pp": ["parallel.pp=2"],
-        "pp zero_bubble": ["parallel.pp=2", "parallel.pp_schedule=zero_bubble"],
     },
     4: {
         "dp+tp+ep": ["parallel.tp=2", "parallel.ep=4"],

@@ -210,7 +210,7 @@ def test_every_mesh_gives_the_single_process_answer(world, tiny_words):
         # One micro-batch, so that no pass counts ahead: that is evaluation's graph, compiled above.
         one = ["compile.enabled=yes", "train.micro_batch_size=4"]
         runs["ep compile"] = [*runs["ep plain"], *one]
-        split = ["parallel.pp=2", "parallel.pp_schedule=zero_bubble", "train.micro_batch_size=4"]
+        split = ["parallel.pp=2", "train.micro_batch_size=4"]
         runs["pp plain"] = [*words, *split]
     expected = run([*words, "train.micro_batch_size=8"])
     answers = spawn(world, run_layouts, runs, timeout=300)[0]

@@ -206,8 +206,7 @@ LAYOUTS = {
         "ep selective": ["parallel.ep=2", "activation.policy=selective"],
         "tp": ["parallel.tp=2"],
         "tp+ep kernels": ["parallel.tp=2", "parallel.ep=2", "kernels.backend=triton"],
-        "pp zero_bubble": ["parallel.pp=2", "parallel.pp_schedule=zero_bubble"],
-        "pp merged": ["parallel.pp=2", "parallel.pp_schedule=merged_1f1b"],
+        "pp": ["parallel.pp=2"],
     },
     4: {
         "dp+tp+ep": ["parallel.tp=2", "parallel.ep=4"],

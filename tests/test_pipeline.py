@@ -67,8 +67,7 @@ def cases(world, tiny_words):
         # With three terms fewer, whose gradients then do not come back.
         seven = ["train.global_batch_size=7", "moe.aux_loss_coef=0", "moe.z_loss_coef=0"]
         seven += ["moe.aux_loss_scope=micro_batch"]
-        interleaved, zbv = schedule("interleaved_1f1b"), schedule("zbv")
-        merged = schedule("merged_1f1b")
+        interleaved = schedule("interleaved_1f1b")
         return {
             "moe": Case(
                 words,
@@ -79,15 +78,13 @@ def cases(world, tiny_words):
                     "interleaved reshard": schedule(
                         "interleaved_1f1b", reshard_after_forward="yes"
                     ),
-                    "zero_bubble last": schedule("zero_bubble", reduce_at="last"),
-                    "zbv": zbv,
-                    "merged recompute": [*merged, "activation.policy=full"],
-                    "merged compile": [*merged, "compile.enabled=yes", "parallel.reduce_at=last"],
+                    "interleaved recompute": [*interleaved, "activation.policy=full"],
+                    "1f1b compile last": ["compile.enabled=yes", "parallel.reduce_at=last"],
                 },
             ),
-            "tied": Case(tied, {"interleaved": interleaved, "zbv": zbv, "merged": merged}),
+            "tied": Case(tied, {"1f1b": [], "interleaved": interleaved}),
             "pads": Case(by_batch, {"1f1b": [], "interleaved": interleaved}, 1, pads=True),
-            "seven": Case(words_of(tiny_words, *seven), {"1f1b": [], "zbv": zbv, "m": merged}, 7),
+            "seven": Case(words_of(tiny_words, *seven), {"1f1b": []}, 7),
             "pooled": Case(words_of(tiny_words, "moe.aux_loss_layers=pooled"), {"1f1b": []}),
         }
     both = {"tp": 2, "ep": 2}
@@ -95,14 +92,14 @@ def cases(world, tiny_words):
         "moe": Case(
             words,
             {
-                "pp4 zero_bubble": schedule("zero_bubble", pp=4),
+                "pp4": schedule("1f1b", pp=4),
                 "dp": [],
-                "ep zbv reshard": schedule("zbv", ep=2, reshard_after_forward="yes"),
-                "tp zero_bubble": schedule("zero_bubble", tp=2),
+                "ep reshard": schedule("1f1b", ep=2, reshard_after_forward="yes"),
+                "tp": schedule("1f1b", tp=2),
                 "ddp": ["parallel.dp_replicate=2"],
                 "ep interleaved": schedule("interleaved_1f1b", ep=2),
                 "ep gpipe last": schedule("gpipe", ep=2, reduce_at="last"),
-                "tp+ep merged": schedule("merged_1f1b", **both),
+                "tp+ep": schedule("1f1b", **both),
             },
         ),
         "tied": Case(tied, {"pp4": ["parallel.pp=4"], "tp": ["parallel.tp=2"]}),
@@ -177,9 +174,9 @@ LARGER = {
         "dp+tp+ep": {"tp": 4, "ep": 8},
         "hsdp+tp+ep": {"dp_replicate": 2, "tp": 2, "ep": 4},
         "pp+dp+tp": {"pp": 2, "tp": 2},
-        "pp+hsdp+ep": {"pp": 2, "dp_replicate": 2, "ep": 2, "pp_schedule": "zbv"},
+        "pp+hsdp+ep": {"pp": 2, "dp_replicate": 2, "ep": 2, "pp_schedule": "gpipe"},
         "pp+tp+ep": {"pp": 2, "tp": 4, "ep": 4, "pp_schedule": "interleaved_1f1b"},
-        "pp4+ep": {"pp": 4, "ep": 2, "pp_schedule": "merged_1f1b"},
+        "pp4+ep": {"pp": 4, "ep": 2},
     },
 }
 
@@ -232,7 +229,7 @@ def test_a_checkpoint_goes_on_on_other_stages(tiny_words, tmp_path):
     steps = [
         ["train.steps=3", "parallel.pp=4"],
         ["train.steps=4", *schedule("interleaved_1f1b", pp=2, ep=2)],
-        ["train.steps=5", *schedule("merged_1f1b", pp=2, pp_split="3,1")],
+        ["train.steps=5", *schedule("gpipe", pp=2, pp_split="3,1")],
     ]
     fit([*moved, "train.steps=2"])
     spawn(4, fit_all, [[*moved, *step] for step in steps], timeout=200)
@@ -285,12 +282,12 @@ def measured(names, folder):
     return None if "losses" not in row else row | bench_pipeline.compared(row, plain, TOLERANCE)
 
 
-def test_the_benchmark_holds_a_schedule_against_none_and_paper(tmp_path):
-    row, nothing = spawn(2, measured, ["pp1", "pp2-ep1-merged_1f1b"], str(tmp_path), timeout=100)
+def test_the_benchmark_holds_a_schedule_against_none_and_the_simulator(tmp_path):
+    row, nothing = spawn(2, measured, ["pp1", "pp2-ep1-1f1b"], str(tmp_path), timeout=100)
     assert nothing is None
     assert row["equal"]
-    assert set(row["times"]) == {"F0", "B0", "F1", "F1 B1", "B1", "F0 B0"}
-    assert 0 < row["paper"] < 1
+    assert set(row["times"]) == {"F0", "B0", "F1", "B1"}
+    assert 0 < row["simulated"] < 1
     assert 0 < row["bubble"] < 1
     assert len(row["idle"]) == 2
 
@@ -298,7 +295,8 @@ def test_the_benchmark_holds_a_schedule_against_none_and_paper(tmp_path):
 def test_the_benchmark_outlives_a_row_that_fails(tmp_path, monkeypatch, capsys):
     results = tmp_path / "results.jsonl"
     words = ["bench_pipeline.py", "--recipe", "debug", *SETTINGS, "--timeout", "300"]
-    words += ["--layers", "2", "--sequences", "4", "--only", "zbv", "--results", str(results)]
+    words += ["--layers", "2", "--sequences", "4", "--only", "interleaved"]
+    words += ["--results", str(results)]
     monkeypatch.syspath_prepend(SCRIPTS)
     import bench_pipeline  # scripts are no package
 
@@ -310,7 +308,7 @@ def test_the_benchmark_outlives_a_row_that_fails(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"{row['row']:22} {row['error']}"
 
 
-def share_names_of_equal_objectives(rank_that_keeps):
+def names_of_equal_objectives(rank_that_keeps):
     """What two ranks are told of objectives that are equal, of which one forgets the first."""
     told, kept = [], []
     pipeline = Pipeline.__new__(Pipeline)
@@ -321,12 +319,12 @@ def share_names_of_equal_objectives(rank_that_keeps):
         if dist.get_rank() == rank_that_keeps:
             kept.append(objective)
         names = [f"term {number // 2}"] if dist.get_rank() == 1 else []
-        told.append(pipeline.share_names(objective, names))
+        told.append(pipeline.broadcast_names(objective, names))
         del objective
         gc.collect()
     return told
 
 
 def test_ranks_remember_the_same_objectives():
-    answers = spawn(2, share_names_of_equal_objectives, 0, timeout=30)
+    answers = spawn(2, names_of_equal_objectives, 0, timeout=30)
     assert answers[0] == answers[1] == [[f"term {n // 2}"] for n in range(3 * REMEMBERED)]

@@ -29,17 +29,12 @@ class ParallelSection(Section):
     """Tensor parallel ranks."""
     pp: int = Field(default=1, gt=0)
     """Pipeline ranks: the model's blocks are cut into stages, and each rank has some of them."""
-    pp_schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "merged_1f1b"
-    ] = "1f1b"
-    """In which order stages work on micro-batches. gpipe: all forwards first; 1f1b: backwards as
-    soon as they can, for less memory; interleaved_1f1b: the same with several stages a rank, for
-    shorter waits, and micro-batches in multiples of pp; zero_bubble: 1f1b with weights' gradients
-    apart, which fill waits; zbv: the same with two stages a rank, in a V, and hardly a wait;
-    merged_1f1b: 1f1b with a forward beside each backward, block by block, so that dispatch passes
-    while the other computes, for twice the memory."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """The order in which stages work on micro-batches. gpipe: all forwards first; 1f1b: each
+    backward as soon as it can run, for less memory; interleaved_1f1b: the same with several stages
+    a rank, for shorter waits; it takes micro-batches in multiples of pp."""
     pp_stages: Literal["auto"] | int = "auto"
-    """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), 2 with zbv, else 1."""
+    """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), else 1."""
     pp_split: tuple[int, ...] | None = None
     """How many blocks each stage has, with commas between, in the model's order; unset: such that
     the slowest rank has the least arithmetic, which for the last stage includes the head's."""
@@ -174,9 +169,8 @@ class CompileSection(Section):
     with every layer (16, aot_eager on a CPU: 15 s; blocks share one graph: 1 s)."""
 
     enabled: bool | Literal["auto"] = "auto"
-    """Compile every transformer block with fullgraph=True. auto: on CUDA, unless the schedule of
-    parallel.pp_schedule splits the backward, which compiled blocks do not allow. On a CPU yes needs
-    a C++ compiler."""
+    """Compile every transformer block with fullgraph=True. auto: on CUDA. On a CPU yes needs a C++
+    compiler."""
 
     @property
     def is_on(self) -> bool:

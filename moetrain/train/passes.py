@@ -228,8 +228,8 @@ class Pass(Generic[B]):
             sums = self.passes.world.sum(torch.stack(self.values).double().sum(0))
             routing = RoutingStats.together(self.routings) if self.routings else None
         if (pipeline := self.passes.pipeline) is not None:
-            self.names = pipeline.share_names(self.objective, self.names)
-            sums, routing = pipeline.share_sums(len(self.names) + 1, sums, routing)
+            self.names = pipeline.broadcast_names(self.objective, self.names)
+            sums, routing = pipeline.broadcast_sums(len(self.names) + 1, sums, routing)
         assert sums is not None  # the last stage is somewhere
         total, *terms = sums.unbind()
         return Totals(total, dict(zip(self.names, terms, strict=True)), routing)

@@ -34,7 +34,6 @@ from moetrain.models.init import compute_dtype
 from moetrain.models.rules import ROUTER
 from moetrain.parallel.expert.choose_ep import costs, describe
 from moetrain.parallel.expert.deepep import why_not_here
-from moetrain.parallel.pipeline.stages import SPLIT
 from moetrain.parallel.processes import device_capacity, planned_machine
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train.memory import check_memory, estimate_memory, least_sleep
@@ -156,9 +155,7 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
-        splits = config.parallel.pp > 1 and config.parallel.pp_schedule in SPLIT
-        is_on = runs_on_cuda(config) and not splits
-        config = config.filled({"compile.enabled": is_on}, "auto, by the device and the schedule")
+        config = config.filled({"compile.enabled": runs_on_cuda(config)}, "auto, by the device")
         config.check()
     if config.parallel.ep == AUTO:
         config = _with_expert_ranks(config, arch)

@@ -192,8 +192,6 @@ class FSDP:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
         self._num_works = 0
-        self.splits = False
-        """Whether every parameter has a node of its own in autograd's graph, to be asked for."""
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
         """Append the unit of ``modules``; units are added in the order their forwards run."""
@@ -229,9 +227,9 @@ class FSDP:
         try:
             self.engines.begin()
             yield
-            self.finish_reductions()
+            self._finish_reductions()
             self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
-            self.finish_reductions()
+            self._finish_reductions()
         finally:
             self.engines.end()
             self._is_working, self._is_last = False, False
@@ -308,10 +306,10 @@ class FSDP:
             if bucket.is_trained:
                 now = self._is_last or not self.reduce_last
                 started.append(bucket.start_reduce(mine, self.mode, now=now))
-        self.finish_reductions()
+        self._finish_reductions()
         self._reducing = _under_way(started)
 
-    def finish_reductions(self) -> None:
+    def _finish_reductions(self) -> None:
         """Wait, on the device, for those under way."""
         for pending in self._reducing:
             pending.finish()
@@ -356,8 +354,7 @@ class FSDP:
         """Full parameters of ``unit``, differentiable where they are trained."""
         self.unshard(unit)
         unit.graphs += torch.is_grad_enabled()
-        full = list(UnshardFunction.apply(self._anchor, self, unit))
-        return [x.view_as(x) for x in full] if self.splits else full
+        return list(_Unshard.apply(self._anchor, self, unit))
 
     def backward(
         self,
@@ -379,11 +376,6 @@ class FSDP:
                 return
             outputs, gradients = zip(*wanted, strict=True)
         torch.autograd.backward(outputs, gradients)
-
-    def give(self, unit: Unit, gradients: Sequence[torch.Tensor | None], *, is_last: bool) -> None:
-        """:meth:`reduce` what a backward outside of :meth:`backward` has found."""
-        self._is_last = is_last
-        self.reduce(unit, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
         """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
@@ -455,7 +447,7 @@ def _under_way(pending: Iterable[Reducing | None]) -> list[Reducing]:
     return [one for one in pending if one is not None]
 
 
-class UnshardFunction(torch.autograd.Function):
+class _Unshard(torch.autograd.Function):
     """Hands out a unit's full parameters; its backward reduces their gradients into the shards.
 
     The shards' gradients do not flow through autograd: they are summed in fp32 into buffers that

@@ -1,95 +1,56 @@
-"""Pipeline schedules as data: for every rank what it runs, on which micro-batch, in which order.
+"""Pipeline schedules as data: who runs what in which order, and what time and messages it takes.
 
-A stage is a range of a model's blocks; each rank has as many of them (``virtual``). What a stage
-does to a micro-batch is an :class:`Action`:
-
-    F  forward           needs the activations of the stage before
-    B  backward          needs the gradient of what the stage gave; makes the one of what it got
-    I  backward-input    the half of B that the stage before waits for
-    W  backward-weight   the other half, of which nobody waits
-
-A :class:`Pair` is a forward and a backward of other micro-batches that a rank runs side by side, a
-block of the one and a block of the other by turns: what one waits for passes while the other works.
-
-A schedule is made by a pure function of three numbers, and holds nothing else: what is sent and
-received follows from it (:mod:`moetrain.parallel.pipeline.transfers`), and so do time and memory
-(:mod:`moetrain.parallel.pipeline.simulator`). Worked example, 1f1b of 2 ranks, 3 micro-batches::
+A stage is a range of a model's blocks, and every rank has one or several. An :class:`Action` is the
+forward (F) or the backward (B) of one micro-batch in one stage. F needs the activations of the
+stage before; B needs the gradient that the stage after makes. A :class:`Schedule` lists every
+rank's actions in order, and everything else follows from it: :func:`simulate` finds time, bubble
+and deadlocks, :func:`in_flight` memory, :func:`plan_steps` the messages. Worked example, 1f1b of 2
+ranks and 3 micro-batches::
 
     rank 0   F0 F1    B0 F2    B1    B2
     rank 1      F0 B0 F1    B1 F2 B2
 
-Bubble (the time that a rank idles) and peak (micro-batches of a stage whose activations rank r has
-at once), of p ranks with v stages each and m micro-batches, where a stage takes f, i and w for F, I
-and W:
+Rank r of p, with v stages of forward time f / v and backward time b / v, idles for (p-1)(f+b) / v
+in each schedule. They differ in how many (stage, micro-batch) pairs of m micro-batches it keeps
+activations of at most:
 
-    gpipe             arXiv 1811.06965   (p-1)(f+i+w)    m
-    1f1b              arXiv 2104.04473   (p-1)(f+i+w)    p-r
-    interleaved_1f1b  arXiv 2104.04473   (p-1)(f+i+w)    (v-1)p + 2(p-r) - 1    f, i, w / v each
-    zero_bubble       arXiv 2401.10241   (p-1)(f+i-w)    p                      ZB-H1
-    zbv               arXiv 2405.15362   (p-1) f         2p                     v=2, in a V
-    merged_1f1b       arXiv 2412.19437   (p-1)(f+i+w)    2(p-r)
+    gpipe             arXiv 1811.06965   m
+    1f1b              arXiv 2104.04473   p-r                  v = 1
+    interleaved_1f1b  arXiv 2104.04473   (v-1)p + 2(p-r) - 1  v > 1
 
-The last one is 1f1b with DualPipe's idea: every backward has a forward beside it, for which it
-needs micro-batches to choose from, twice as many as 1f1b. The bubble is that of pairs which save
-nothing; it shrinks with the pairs.
+Left out on purpose: schedules that split the backward (zero bubble), which compiled blocks do not
+allow, and forwards merged with backwards; LOG.md has what they gave.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import product
 from typing import Literal, NamedTuple
-
-Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """What a rank does at once."""
+    """The forward or the backward of one micro-batch in one stage."""
 
-    kind: Kind
+    kind: Literal["F", "B"]
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
-        """``F3.1``: the forward of micro-batch 3 in stage 1."""
+        """``F3.1`` is the forward of micro-batch 3 in stage 1."""
         return f"{self.kind}{self.micro_batch}.{self.stage}"
-
-    @property
-    def parts(self) -> tuple[Action, ...]:
-        """Itself alone."""
-        return (self,)
-
-
-class Pair(NamedTuple):
-    """A forward and a backward at once: each needs what it needs by itself."""
-
-    forward: Action
-    backward: Action
-
-    def __str__(self) -> str:
-        return f"{self.forward}+{self.backward}"
-
-    @property
-    def parts(self) -> tuple[Action, ...]:
-        """Both."""
-        return (self.forward, self.backward)
-
-
-Work = Action | Pair
-"""What a rank does between two looks at what has arrived."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what when."""
+    """Every rank's actions."""
 
     name: str
     rank_of_stage: tuple[int, ...]
     num_micro_batches: int
-    actions: tuple[tuple[Work, ...], ...]
-    """Of every rank, in order."""
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank, in order."""
 
     @property
     def num_stages(self) -> int:
@@ -99,31 +60,18 @@ class Schedule:
     def num_ranks(self) -> int:
         return len(self.actions)
 
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages that ``rank`` has, in the order of the model."""
-        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
-
     def needs(self, action: Action) -> list[Action]:
-        """What must be done before, one of each list's kinds: see the head of this file."""
+        """The actions that must be done before ``action``."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
-        if kind == "W":
-            return [Action("I", stage, micro_batch)]
         own = Action("F", stage, micro_batch)
-        if stage == self.num_stages - 1:
-            return [own]
-        return [own, Action(self.gradient_kind, stage + 1, micro_batch)]
-
-    @cached_property
-    def gradient_kind(self) -> Kind:
-        """Of the actions that make the gradient which the stage before needs."""
-        kinds = {part.kind for rank in self.actions for work in rank for part in work.parts}
-        return "I" if "I" in kinds else "B"
+        is_last = stage == self.num_stages - 1
+        return [own] if is_last else [own, Action("B", stage + 1, micro_batch)]
 
     def receiver(self, action: Action) -> int | None:
-        """The stage that needs what ``action`` makes; None: no stage does."""
-        after = {"F": action.stage + 1, "W": -1}.get(action.kind, action.stage - 1)
+        """The stage that needs what ``action`` makes, or None if no stage does."""
+        after = action.stage + (1 if action.kind == "F" else -1)
         return after if 0 <= after < self.num_stages else None
 
 
@@ -131,169 +79,79 @@ class Schedule:
 
 
 def _weave(
-    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], warmup: int
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
 ) -> Iterator[Action]:
-    """``warmup`` forwards, then a forward and a backward by turns, then what backwards are left."""
+    """Yield ``warmup`` forwards, then forwards and backwards by turns, then the backwards left."""
     yield from forwards[:warmup]
     rest = forwards[warmup:]
     for i, backward in enumerate(backwards):
         yield from rest[i : i + 1]
-        yield from backward
+        yield backward
 
 
 def _gpipe(r: int, p: int, v: int, m: int) -> Iterator[Action]:
-    forwards = [Action("F", r, k) for k in range(m)]
-    return _weave(forwards, [[Action("B", r, k)] for k in range(m)], m)
+    return _weave([Action("F", r, k) for k in range(m)], [Action("B", r, k) for k in range(m)], m)
 
 
 def _one_by_one(r: int, p: int, v: int, m: int) -> Iterator[Action]:
     """Micro-batches go in groups of p through one stage of this rank after the other."""
     rounds = [(k // (v * p) * p + k % p, k // p % v) for k in range(v * m)]
     forwards = [Action("F", r + chunk * p, k) for k, chunk in rounds]
-    backwards = [[Action("B", r + (v - 1 - chunk) * p, k)] for k, chunk in rounds]
+    backwards = [Action("B", r + (v - 1 - chunk) * p, k) for k, chunk in rounds]
     warmup = p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * p
     return _weave(forwards, backwards, warmup)
 
 
-def _merged(r: int, p: int, v: int, m: int) -> Iterator[Work]:
-    """A rank's next forward is there once the rank before had a pair's time more than it needs for
-    1f1b; and so is its next backward: on every rank they are an odd number of micro-batches apart.
-    """
-    warmup = min(m, 2 * (p - r) - 1)
-    yield from (Action("F", r, k) for k in range(warmup))
-    for k in range(m):
-        backward, next_one = Action("B", r, k), k + warmup
-        yield Pair(Action("F", r, next_one), backward) if next_one < m else backward
+class ScheduleKind(NamedTuple):
+    """How schedules of one name are made."""
 
-
-def _zero_bubble(r: int, p: int, v: int, m: int) -> Iterator[Action]:
-    """1f1b whose weight gradients come r backwards late: then as much is kept on every rank."""
-    forwards = [Action("F", r, k) for k in range(m)]
-    halves = [[Action("I", r, k), *_late(r, k - r)] for k in range(m)]
-    yield from _weave(forwards, halves, p - r - 1)
-    for k in range(max(0, m - r), m):
-        yield Action("W", r, k)
-
-
-def _late(stage: int, micro_batch: int) -> list[Action]:
-    return [Action("W", stage, micro_batch)] if micro_batch >= 0 else []
-
-
-def _zbv(r: int, p: int, v: int, m: int) -> Iterator[Action]:
-    """Rank r has the stages r (words with a 0) and 2p-1-r (a 1), so that the last stage's backward
-    follows its forward on the rank where the first stage is. Each word takes its next micro-batch;
-    the pattern is of 2p-1 micro-batches at least, and those too many are left out."""
-    n = max(m, 2 * p - 1)
-    words = ["F0"] * (2 * (p - r) - 1) + ["F1", "F0"] * r + ["F1", "I1", "W1"] * (p - r)
-    for k in range(n - p):
-        words += ["F0"] * (k < n - (2 * p - r - 1)) + ["I0", "W0", "F1", "I1", "W1"]
-    words += ["I0", "I1"] * r + ["I0", "W0"] * (p - r) + ["W1"] * r + ["W0"] * r
-    done: Counter[str] = Counter()
-    kinds: dict[str, Kind] = {"F": "F", "I": "I", "W": "W"}
-    for word in words:
-        if done[word] < m:
-            yield Action(kinds[word[0]], r if word[1] == "0" else 2 * p - 1 - r, done[word])
-        done[word] += 1
-
-
-# ---- the table ----------------------------------------------------------------------------------
-
-
-class Costs(NamedTuple):
-    """How long a stage takes, in any unit."""
-
-    forward: float = 1.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
-    communication: float = 0.0
-    """From the end of an action until another rank has what it made."""
-    saving: float = 0.0
-    """The time by which a pair is shorter than its two halves."""
-    scale: Sequence[float] | None = None
-    """By what each stage's times are to be multiplied; None: stages are alike."""
-
-    def of(self, work: Work) -> float:
-        """The time of an action or a pair."""
-        times = {"F": self[0], "B": self[1] + self[2], "I": self[1], "W": self[2]}
-        time = sum(times[part.kind] for part in work.parts)
-        time -= self.saving * (len(work.parts) - 1)
-        return time * (1 if self.scale is None else self.scale[work.parts[0].stage])
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A kind of schedule."""
-
-    actions: Callable[[int, int, int, int], Iterator[Work]]
-    """Of rank r of p, with v stages, for m micro-batches."""
-    virtual: Sequence[int]
-    """How many stages a rank can have."""
-    peak: Callable[[int, int, int, int], int]
-    """The most (stage, micro-batch) pairs whose activations rank r of p has at once."""
-    bubble: Callable[[Costs], float]
-    """The idle time of a rank over p - 1, if communication takes none and p micro-batches or more
-    (zbv: 2p-1) keep it busy; ``zero_bubble`` and ``zbv`` with f, i and w alike."""
-    is_v: bool = False
-    """Whether stages go back from the last rank to the first."""
+    actions: Callable[[int, int, int, int], Iterator[Action]]
+    """The actions of rank r of p, with v stages, for m micro-batches."""
+    stages_per_rank: range = range(1, 2)
+    """The numbers of stages that a rank can have."""
     by_rounds: bool = False
     """Whether micro-batches must be a multiple of the ranks."""
 
+    def check_stages(self, name: str, stages: int) -> None:
+        """Raise ValueError unless a rank can have ``stages`` stages."""
+        low, high = self.stages_per_rank[0], self.stages_per_rank[-1]
+        if not low <= stages <= high:
+            wanted = str(low) if low == high else f"{low} to {high}"
+            raise ValueError(f"{stages} stages a rank, where {name} takes {wanted}")
 
-def _whole(costs: Costs) -> float:
-    return costs.forward + costs.backward_input + costs.backward_weight
 
-
-RECIPES: Mapping[str, Recipe] = {
-    "gpipe": Recipe(_gpipe, (1,), lambda r, p, v, m: m, _whole),
-    "1f1b": Recipe(_one_by_one, (1,), lambda r, p, v, m: min(m, p - r), _whole),
-    "interleaved_1f1b": Recipe(
-        _one_by_one,
-        range(2, 65),
-        lambda r, p, v, m: min(v * m, (v - 1) * p + 2 * (p - r) - 1),
-        _whole,
-        by_rounds=True,
-    ),
-    "zero_bubble": Recipe(
-        _zero_bubble,
-        (1,),
-        lambda r, p, v, m: min(m, p),
-        lambda c: c.forward + c.backward_input - c.backward_weight,
-    ),
-    "zbv": Recipe(_zbv, (2,), lambda r, p, v, m: min(2 * m, 2 * p), lambda c: c.forward, is_v=True),
-    "merged_1f1b": Recipe(_merged, (1,), lambda r, p, v, m: min(m, 2 * (p - r)), _whole),
+SCHEDULES: Mapping[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(_gpipe),
+    "1f1b": ScheduleKind(_one_by_one),
+    "interleaved_1f1b": ScheduleKind(_one_by_one, range(2, 65), by_rounds=True),
 }
 
 
-def make_schedule(name: str, ranks: int, virtual: int, micro_batches: int) -> Schedule:
-    """The schedule ``name`` of ``ranks`` with ``virtual`` stages each.
+def make_schedule(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    """Make the schedule ``name`` of ``ranks`` with ``stages_per_rank`` stages each.
 
     Raises:
-        ValueError: there is none; it lists what is possible.
+        ValueError: there is none; the message lists what is possible.
     """
-    if name not in RECIPES:
-        raise ValueError(f"{name!r} is no schedule; use one of {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
-    if virtual not in recipe.virtual:
-        low, high = recipe.virtual[0], recipe.virtual[-1]
-        wanted = str(low) if low == high else f"{low} to {high}"
-        raise ValueError(f"{virtual} stages a rank, where {name} takes {wanted}")
+    if name not in SCHEDULES:
+        raise ValueError(f"{name!r} is no schedule; use one of {', '.join(SCHEDULES)}")
+    kind = SCHEDULES[name]
+    kind.check_stages(name, stages_per_rank)
     if ranks < 1 or micro_batches < 1:
         raise ValueError(f"{ranks} ranks and {micro_batches} micro-batches; use 1 or more of each")
-    if recipe.by_rounds and micro_batches % ranks:
+    if kind.by_rounds and micro_batches % ranks:
         raise ValueError(
             f"{micro_batches} micro-batches, where {name} takes a multiple of its {ranks} ranks; "
-            f"{', '.join(other for other, r in RECIPES.items() if not r.by_rounds)} take any number"
+            f"{', '.join(other for other, k in SCHEDULES.items() if not k.by_rounds)} take any "
+            "number"
         )
-    return Schedule(
-        name,
-        place_stages(ranks, virtual, is_v=recipe.is_v),
-        micro_batches,
-        tuple(tuple(recipe.actions(r, ranks, virtual, micro_batches)) for r in range(ranks)),
-    )
+    counts = ranks, stages_per_rank, micro_batches
+    actions = tuple(tuple(kind.actions(rank, *counts)) for rank in range(ranks))
+    return Schedule(name, place_stages(ranks, stages_per_rank), micro_batches, actions)
 
 
 def forward_only(rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Every stage's forward of each micro-batch, in turn."""
+    """Make the schedule of every stage's forward of each micro-batch, in turn."""
     stages = list(enumerate(rank_of_stage))
     actions = tuple(
         tuple(Action("F", s, k) for k in range(micro_batches) for s, owner in stages if owner == r)
@@ -302,9 +160,170 @@ def forward_only(rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule
     return Schedule("forward", rank_of_stage, micro_batches, actions)
 
 
-def place_stages(ranks: int, virtual: int, *, is_v: bool) -> tuple[int, ...]:
-    """The rank of every stage: round after round, or back and forth."""
-    return tuple(
-        ranks - 1 - stage % ranks if is_v and stage // ranks % 2 else stage % ranks
-        for stage in range(ranks * virtual)
-    )
+def place_stages(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Give the rank of every stage: round after round."""
+    return tuple(range(ranks)) * stages_per_rank
+
+
+# ---- what it takes ------------------------------------------------------------------------------
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot run."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action runs, if each starts as soon as its rank and what it needs allow."""
+
+    schedule: Schedule
+    times: Mapping[Action, tuple[float, float]]
+    """Start and end of every action, in the order in which they were found."""
+
+    @property
+    def makespan(self) -> float:
+        """When the last action ends; the first starts at 0."""
+        return max(end for _, end in self.times.values())
+
+    def busy(self, rank: int) -> float:
+        """How long ``rank`` works."""
+        times = [self.times[action] for action in self.schedule.actions[rank]]
+        return sum(end - start for start, end in times)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which a rank idles, a mean over ranks."""
+        ranks = self.schedule.num_ranks
+        return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
+
+
+def unit_time(action: Action) -> float:
+    """The time of an action in forwards: a backward takes two."""
+    return 1.0 if action.kind == "F" else 2.0
+
+
+def simulate(
+    schedule: Schedule,
+    time_of: Callable[[Action], float] = unit_time,
+    communication: float = 0.0,
+) -> Timeline:
+    """Find when every action runs.
+
+    Args:
+        time_of: how long an action takes, in any unit.
+        communication: how long after an action another rank has what it made.
+
+    Raises:
+        ScheduleError: actions are missing, doubled or in an order that cannot be; or ranks wait
+            for each other for ever, and the message names what each of them waits with.
+    """
+    _check_order(schedule)
+    times: dict[Action, tuple[float, float]] = {}
+    position, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+    waiting = set(range(schedule.num_ranks))
+    while waiting:
+        before = sum(position)
+        for rank in sorted(waiting):
+            for action in schedule.actions[rank][position[rank] :]:
+                needed = schedule.needs(action)
+                if any(other not in times for other in needed):
+                    break
+                for other in needed:
+                    is_here = schedule.rank_of_stage[other.stage] == rank
+                    arrival = times[other][1] + (0.0 if is_here else communication)
+                    now[rank] = max(now[rank], arrival)
+                times[action] = now[rank], now[rank] + time_of(action)
+                now[rank] = times[action][1]
+                position[rank] += 1
+        waiting = {r for r in waiting if position[r] < len(schedule.actions[r])}
+        if waiting and sum(position) == before:
+            blocked = (f"rank {r} at {schedule.actions[r][position[r]]}" for r in sorted(waiting))
+            raise ScheduleError(f"{schedule.name}: deadlock, with {', '.join(blocked)}")
+    return Timeline(schedule, times)
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Raise :class:`ScheduleError` unless every stage's rank, and no other, does all that is to be
+    done to every micro-batch, once, each thing after what it needs of the same rank."""
+    done: set[Action] = set()
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action in done:
+                raise ScheduleError(f"{schedule.name}: {action} twice")
+            if schedule.rank_of_stage[action.stage] != rank:
+                raise ScheduleError(f"{schedule.name}: {action} on rank {rank}, which lacks it")
+            for other in schedule.needs(action):
+                if schedule.rank_of_stage[other.stage] == rank and other not in done:
+                    raise ScheduleError(f"{schedule.name}: {action} before {other}")
+            done.add(action)
+    kinds = "F" if schedule.name == "forward" else "FB"
+    wanted = product(kinds, range(schedule.num_stages), range(schedule.num_micro_batches))
+    if odd := set(wanted) ^ {tuple(action) for action in done}:
+        raise ScheduleError(f"{schedule.name}: {len(odd)} actions missing or unasked")
+
+
+def in_flight(schedule: Schedule, rank: int) -> list[int]:
+    """Count, after each action of ``rank``, the (stage, micro-batch) pairs whose activations it
+    has: those with a forward whose backward is still to come."""
+    counts, held = [], 0
+    for action in schedule.actions[rank]:
+        held += 1 if action.kind == "F" else -1
+        counts.append(held)
+    return counts
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """One message: what ``made`` it gives to the stage ``receiver``."""
+
+    made: Action
+    receiver: int
+    source: int
+    """Rank."""
+    target: int
+    """Rank."""
+
+
+class Transfers(NamedTuple):
+    """What a rank sends and receives at one time, in one order on all ranks."""
+
+    time: float
+    transfers: tuple[Transfer, ...]
+
+
+Step = Action | Transfers
+
+
+def plan_steps(schedule: Schedule) -> list[list[Step]]:
+    """List every rank's actions and transfers in an order in which no ranks can deadlock.
+
+    What an action makes for a stage of another rank leaves when the action ends, in times that all
+    ranks know: those of :func:`simulate` in whole numbers. All that leaves or arrives at one time
+    is one batch of a rank. A rank posts its batches in the order of time: the earlier ones, then an
+    action, then the batch of the moment in which the action ends.
+
+    No rank can wait for ever. Take the earliest batch that does. Each of its senders made what it
+    sends with an action that began before, for which it needed earlier batches alone; these are
+    done. So its senders have posted it, or are about to, and its receivers have done only earlier
+    things. This holds even if a batch blocks its rank until all of it is done, which is more than
+    the executor asks: it waits for what is received where it is needed.
+    """
+    times = simulate(schedule).times
+    batches: list[dict[float, list[Transfer]]] = [{} for _ in schedule.actions]
+    for action, (_, end) in sorted(times.items(), key=lambda item: (item[1][1], item[0])):
+        receiver = schedule.receiver(action)
+        if receiver is None:
+            continue
+        source, target = (schedule.rank_of_stage[s] for s in (action.stage, receiver))
+        if source != target:
+            for rank in (source, target):
+                transfer = Transfer(action, receiver, source, target)
+                batches[rank].setdefault(end, []).append(transfer)
+    plans: list[list[Step]] = []
+    for actions, mine in zip(schedule.actions, batches, strict=True):
+        steps: list[tuple[float, int, Step]] = [(times[a][1], 0, a) for a in actions]
+        steps += [(time, 1, Transfers(time, tuple(found))) for time, found in mine.items()]
+        plans.append([step for _, _, step in sorted(steps, key=lambda item: item[:2])])
+    return plans

@@ -28,20 +28,17 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (
-    RECIPES,
-    Costs,
+    SCHEDULES,
     Schedule,
+    in_flight,
     make_schedule,
     place_stages,
+    simulate,
+    unit_time,
 )
-from moetrain.parallel.pipeline.simulator import in_flight, run_on_paper
 
-SPLIT = ("zero_bubble", "zbv")
-"""Schedules with gradients of weights by themselves."""
 _BYTES_MOVED = 16
-"""A parameter and micro-batch: read twice in bf16, its gradient written and added up in fp32."""
-PAIRS = ("merged_1f1b",)
-"""Schedules with a forward and a backward at once."""
+"""For each parameter and micro-batch: two reads in bf16, a gradient written and added in fp32."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,8 @@ def plan_stages(config: Config, arch: Architecture) -> StagePlan:
         ConfigError: more stages than blocks, or a split that is none of the blocks.
     """
     parallel = config.parallel
-    recipe = RECIPES[parallel.pp_schedule if parallel.pp > 1 else "1f1b"]
     virtual = _stages_per_rank(parallel)
-    rank_of_stage = place_stages(parallel.pp, virtual, is_v=recipe.is_v)
+    rank_of_stage = place_stages(parallel.pp, virtual)
     count, blocks = len(rank_of_stage), arch.num_layers
     if count > blocks:
         fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
@@ -111,7 +107,6 @@ def plan_stages(config: Config, arch: Architecture) -> StagePlan:
 
 def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> None:
     """Raise :class:`ConfigError` if ``dims.pp`` ranks cannot train ``arch`` as ``config`` says."""
-    parallel = config.parallel
     if dims.pp == 1:
         return
     plan_stages(config, arch)
@@ -120,22 +115,6 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
             "moe.dispatch_mode",
             f"'static' does not work with parallel.pp {dims.pp}: a step cannot be done again over "
             "stages; use exact",
-        )
-    is_whole = not config.compile.is_on and config.activation.policy == "none"
-    if parallel.pp_schedule in SPLIT and not is_whole:
-        raise ConfigError(
-            "parallel.pp_schedule",
-            f"{parallel.pp_schedule!r} cannot split the backward of blocks that are compiled or "
-            f"recomputed; use one of {', '.join(name for name in RECIPES if name not in SPLIT)}, "
-            "or compile.enabled no and activation.policy none",
-        )
-    reshard = parallel.reshard_after_forward
-    if parallel.pp_schedule in PAIRS and reshard:
-        raise ConfigError(
-            "parallel.reshard_after_forward",
-            f"{'yes' if reshard is True else reshard} does not work with parallel.pp_schedule "
-            f"{parallel.pp_schedule!r}, whose halves would take each other's parameters away; "
-            "use no",
         )
     number = config.train.micro_batches(dims.data_ranks)
     if number < dims.pp:
@@ -165,17 +144,13 @@ def schedule_of(config: Config, dims: ParallelDims, micro_batches: int) -> Sched
 def _stages_per_rank(parallel: ParallelSection) -> int:
     if parallel.pp == 1:
         return 1
-    recipe = RECIPES[parallel.pp_schedule]
-    wanted = parallel.pp_stages
+    kind, wanted = SCHEDULES[parallel.pp_schedule], parallel.pp_stages
     if wanted == "auto":
-        return recipe.virtual[0]
-    if wanted not in recipe.virtual:
-        low, high = recipe.virtual[0], recipe.virtual[-1]
-        raise ConfigError(
-            "parallel.pp_stages",
-            f"{wanted} stages a rank, where parallel.pp_schedule {parallel.pp_schedule} takes "
-            f"{low if low == high else f'{low} to {high}'}",
-        )
+        return kind.stages_per_rank[0]
+    try:
+        kind.check_stages(f"parallel.pp_schedule {parallel.pp_schedule}", wanted)
+    except ValueError as error:
+        raise ConfigError("parallel.pp_stages", str(error)) from None
     return wanted
 
 
@@ -199,7 +174,7 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
     *costs, head = _costs(config, arch)
     scale = [sum(costs[i] for i in blocks) for blocks in plan.ranges]
     scale[-1] += head
-    bubble = run_on_paper(schedule, Costs(scale=scale)).bubble
+    bubble = simulate(schedule, lambda action: unit_time(action) * scale[action.stage]).bubble
     sizes = ",".join(str(len(blocks)) for blocks in plan.ranges)
     held = " ".join(map(str, activations_in_flight(config, dims)))
     return (
@@ -383,16 +358,16 @@ class Stages:
         holder = entry.holders[0]
         x = make() if self.rank == holder else None
         dtype = torch.float32 if entry.rule is None else entry.rule.storage
-        return self.share(holder, x, entry.shape, dtype)
+        return self.broadcast(holder, x, entry.shape, dtype)
 
-    def share(
+    def broadcast(
         self,
         holder: int,
         x: torch.Tensor | None,
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """``x`` of pipeline rank ``holder``, on all of them. Collective over the group."""
+        """Give all pipeline ranks the ``x`` of rank ``holder``. Collective over the group."""
         if self.group.size() == 1:
             assert x is not None
             return x
