@@ -163,6 +163,8 @@ VALUES = [
     ("--data.cache_dir=", "data.cache_dir", "is empty"),
     ("--parallel.tp 0", "parallel.tp", "greater than 0"),
     ("--parallel.tp two", "parallel.tp", "'two'"),
+    ("--parallel.ep 0", "parallel.ep", "greater than 0"),
+    ("--parallel.ep auto", "parallel.ep", "'auto'"),
     ("--parallel.dp_shard -2", "parallel.dp_shard", "greater than or equal to -1"),
     ("--parallel.reduce fp16", "parallel.reduce", "'fp16'"),
     ("--parallel.pp_schedule gpipe", "parallel.pp_schedule", "'gpipe' contradicts parallel.pp 1"),

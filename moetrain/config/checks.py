@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
-from moetrain.config.compute import AUTO, AttentionName
+from moetrain.config.compute import AttentionName
 from moetrain.config.sections import LoraSection
 
 CUDA, DEEPEP, EXPERTS, DRY_RUN = "a CUDA device", "DeepEP", "experts", "--dry_run"
@@ -95,7 +95,7 @@ NEEDS: tuple[Need, ...] = (
     Need("moe.deepep_num_sms", {"moe.dispatcher": {"auto", "deepep"}}),
     Need("moe.deepep_num_sms", {"parallel.ep": SEVERAL}),
     Need("moe.deepep_num_sms", {DEEPEP: HELD}),
-    Need("moe.dispatcher", {"parallel.ep": {1, AUTO}}, {"local"}),
+    Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
     Need("moe.dispatcher", {"parallel.ep": SEVERAL}, {"alltoall", "deepep"}),
     Need("moe.dispatcher", {DEEPEP: HELD}, {"deepep"}),
     Need("moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),

@@ -41,10 +41,6 @@ BLOCK = 450e12
 """FLOP/s of a whole block of a MoE model, at most."""
 MEMORY = 4.26e12
 """Bytes/s that a copy reads and writes."""
-EXCHANGE = 300e9
-"""Bytes/s of dispatch and combine between GPUs."""
-GATHER = 350e9
-"""Bytes/s of FSDP's gathers and reductions between GPUs."""
 HOST_LINK = 50e9
 """Bytes/s to pinned host memory and back, over PCIe 5.0 x16."""
 

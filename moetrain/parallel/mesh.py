@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moetrain.config import ConfigError, ParallelSection
-from moetrain.config.compute import AUTO
 from moetrain.models.architecture import Architecture
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -77,8 +76,6 @@ class ParallelDims:
         Raises:
             ConfigError: the degrees do not fit the world or the model; it names them all.
         """
-        if degrees.ep == AUTO:
-            raise ValueError("ParallelDims: parallel.ep is auto, which setup.resolve_run finds")
         given = {name: getattr(degrees, name) for name in (*DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:

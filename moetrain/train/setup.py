@@ -21,7 +21,6 @@ import torch
 
 from moetrain.config import Config, ConfigError, c_compiler, launched_place
 from moetrain.config.checks import DEEPEP, DRY_RUN, EXPERTS
-from moetrain.config.compute import AUTO
 from moetrain.config.rl import SleepName
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
@@ -32,10 +31,9 @@ from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.init import compute_dtype
 from moetrain.models.rules import ROUTER
-from moetrain.parallel.expert.choose_ep import costs, describe
 from moetrain.parallel.expert.deepep import why_not_here
-from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.parallel.world import join_world, plan_world
+from moetrain.parallel.processes import device_capacity
+from moetrain.parallel.world import join_world
 from moetrain.train.memory import check_memory, estimate_memory, least_sleep
 from moetrain.train.plan import check_effects, check_host
 from moetrain.train.run_folder import check_output_folder, check_own_files_are_no_data, check_room
@@ -157,8 +155,6 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     if config.compile.enabled == "auto":
         config = config.filled({"compile.enabled": runs_on_cuda(config)}, "auto, by the device")
         config.check()
-    if config.parallel.ep == AUTO:
-        config = _with_expert_ranks(config, arch)
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
     scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
     longest = max(arch.max_positions, scaled)
@@ -176,26 +172,6 @@ def runs_on_cuda(config: Config) -> bool:
     """Whether ``train.device`` means a GPU, on this machine or on what is planned for."""
     device, is_planned = config.train.device, (config.launch.gpus or config.launch.gpu) is not None
     return device == "cuda" or (device == "auto" and (is_planned or torch.cuda.is_available()))
-
-
-def _with_expert_ranks(config: Config, arch: Architecture) -> Config:
-    """``parallel.ep`` auto: the fastest that the devices have room for."""
-    machine, p = planned_machine(config), config.parallel
-    size = machine.processes
-    ranks = p.dp_shard * p.cp * p.tp if p.dp_shard > 0 else size // (p.dp_replicate * p.pp)
-    here = config.filled({"train.device": machine.device.type}, "auto")
-    # Experts are gathered, and tokens sent, within a machine: what is further was not measured.
-    found = costs(here, arch, min(max(1, ranks), machine.on_machine))
-    chosen, dtype = found[0], compute_dtype(config, machine.device)
-    for cost in found:
-        tried = here.filled({"parallel.ep": cost.ep}, "auto")
-        dims = plan_world(tried, arch, size)
-        if estimate_memory(tried, arch, dims, dtype).total <= machine.capacity:
-            chosen = cost
-            break
-    if launched_place() is None:
-        logger.info("%s", describe(chosen.ep, found))
-    return config.filled({"parallel.ep": chosen.ep}, "auto, by measured rates")
 
 
 def _check_widths(config: Config, arch: Architecture) -> None:
