@@ -20,8 +20,8 @@ import pytest
 
 from moetrain.cli.checkpoint import main as checkpoint
 from moetrain.cli.generate import main as generate
-from moetrain.cli.rl import run as rl
 from moetrain.cli.train import main
+from moetrain.cli.train import run_rl as rl
 from moetrain.config import Config, ConfigError
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.save import save_hf

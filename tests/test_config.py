@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError, recipe_names
-from moetrain.config.help import format_help
+from moetrain.cli import checkpoint, generate, serve
+from moetrain.cli.command import settings_help
+from moetrain.cli.train import main, run_jobs, run_rl
+from moetrain.config import TRAIN_RECIPES, Config, ConfigError, recipe_names
 from moetrain.config.sections import TrainSection
 from moetrain.train.setup import resolve_run
 
@@ -124,8 +125,26 @@ def test_help_lists_every_setting_with_default_and_meaning(capsys):
         for name in settings:
             assert f"--{section}.{name} (" in text
     assert "Optimizer steps." in text
-    for line in format_help().splitlines():
+    for line in settings_help("train", TRAIN_RECIPES).splitlines():
         assert len(line) <= 200
+
+
+SETTINGS_COMMANDS = {"train": main, "rl": run_rl, "jobs": run_jobs}
+OPTION_COMMANDS = {"generate": generate.main, "serve": serve.main, "checkpoint": checkpoint.main}
+
+
+@pytest.mark.parametrize("name", [*SETTINGS_COMMANDS, *OPTION_COMMANDS])
+def test_every_command_says_its_version_and_how_it_is_called(name, capsys):
+    def output_of(word):
+        if name in SETTINGS_COMMANDS:
+            assert SETTINGS_COMMANDS[name]([word]) == 0
+        else:
+            with pytest.raises(SystemExit, match=r"^0$"):  # argparse ends the process
+                OPTION_COMMANDS[name]([word])
+        return capsys.readouterr().out
+
+    assert output_of("--version") == "moetrain 0.1.0\n"
+    assert output_of("--help").startswith(f"usage: python -m moetrain.{name} [")
 
 
 def test_dry_run_prints_json_that_loads_again(capsys):
@@ -282,7 +301,7 @@ def test_a_home_folder_is_found_in_any_source(monkeypatch):
 
 
 def test_axes_that_are_not_there_yet_say_so_in_the_help():
-    text = format_help()
+    text = settings_help("train", TRAIN_RECIPES)
     for name in ("cp",):
         entry = text[text.index(f"--parallel.{name} (") :].splitlines()[1]
         assert "Not available yet: must be 1." in entry

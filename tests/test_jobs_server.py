@@ -16,7 +16,7 @@ import pytest
 from command_lines import settled
 from test_jobs import WORDS, Course, adapter_of, config_of, run_alone
 
-from moetrain.cli.jobs import run
+from moetrain.cli.train import run_jobs as run
 from moetrain.config import ConfigError
 from moetrain.jobs.client import Client, RequestFailed
 from moetrain.jobs.run import access_of

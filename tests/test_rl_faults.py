@@ -7,7 +7,7 @@ import time
 import pytest
 from test_rl_run import fitted, lines_of, words_of
 
-from moetrain.cli.rl import run
+from moetrain.cli.train import run_rl as run
 from moetrain.config import RunFailed
 from moetrain.rl.calls import (
     HOPELESS_STEPS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from checkpoints import tensors_of
 
-from moetrain.cli.rl import run
 from moetrain.cli.train import main
+from moetrain.cli.train import run_rl as run
 from moetrain.config import RL_RECIPES, Config, ConfigError
 from moetrain.rl.timing import PARTS
 from moetrain.rl.token_stats import score

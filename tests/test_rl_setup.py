@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 
-from moetrain.cli.rl import run
+from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims

@@ -1,14 +1,14 @@
-"""``python -m moetrain.checkpoint``: look at checkpoints and convert them, on a CPU alone.
+"""``python -m moetrain.checkpoint``: inspect, verify, convert and compare checkpoints, on a CPU.
 
-    inspect PATH        what it is of, and every group; with --tensors every tensor
-    verify PATH         read every byte; exit code 1 if one is not what was written
-    export-hf PATH OUT  a Hugging Face checkpoint, as checkpoint.save_hf writes it
-    import-hf PATH OUT  of a Hugging Face folder a checkpoint of step 0 in OUT
-    diff PATH OTHER     which tensors differ, and by how much; exit code 1 if any does
+    inspect PATH        print the model and every group; with --tensors every tensor
+    verify PATH         read every byte; exit code 1 if one differs from what was written
+    export-hf PATH OUT  write a Hugging Face checkpoint, as checkpoint.save_hf does
+    import-hf PATH OUT  write a checkpoint of step 0 into OUT from a Hugging Face folder
+    diff PATH OTHER     print which tensors differ, and by how much; exit code 1 if any does
 
-PATH is a step-... folder, or the output_dir of a run, whose newest it then is. Host memory: of
-export-hf one parameter and two files, of the others a file. Other exit codes: 0, or 2 with one line
-for what is wrong.
+PATH is a step-... folder, or the output_dir of a run, which means its newest checkpoint. export-hf
+holds one parameter and two files in host memory, the others one file. Other exit codes: 0, or 2 and
+one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moetrain.checkpoint.folder import begin, commit, list_checkpoints, newest_i
 from moetrain.checkpoint.format import Contents, DamagedCheckpoint, write_manifest, write_tensors
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.checkpoint.save import SavePlan, cut_to_files
-from moetrain.cli.command import Parser, reader_may_leave, refuse
+from moetrain.cli.command import Parser, run_command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import FAMILIES, find_family
@@ -46,32 +46,30 @@ from moetrain.parallel.layout import TensorSlice
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code."""
+    return run_command(_run, argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    words = _parse(argv)
     try:
-        with reader_may_leave():
-            words = _parse(argv)
-            return COMMANDS[words.command](words)
-        return 0  # whoever reads standard output has left
+        return _COMMANDS[words.command](words)
     except DamagedCheckpoint as error:
         print(f"damaged: {error.problem}", file=sys.stderr)
         return 1
-    except ConfigError as error:
-        return refuse(error)
-    except (OSError, SafetensorError) as error:  # of PATH or OUT: of no folder, no room, no right
-        return refuse(ConfigError("checkpoint", f"{error}; give another path, or make room"))
-    except KeyboardInterrupt:
-        return 130
+    except BrokenPipeError:  # standard output, not a file
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("checkpoint", f"{error}; give another path, or make room") from None
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser("moetrain.checkpoint", description=__doc__, formatter_class=formatter)
-    parser.add_argument("command", choices=list(COMMANDS))
+    parser = Parser("checkpoint", __doc__)
+    parser.add_argument("command", choices=list(_COMMANDS))
     parser.add_argument("path", metavar="PATH", type=Path)
-    parser.add_argument("other", metavar="OUT", type=Path, nargs="?", help="OTHER, of diff")
-    parser.add_argument("--tensors", action="store_true", help="of inspect: name every tensor")
-    parser.add_argument(
-        "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto"
-    )
+    parser.add_argument("other", metavar="OUT", type=Path, nargs="?", help="OTHER for diff")
+    parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
+    dtypes = ["auto", "bfloat16", "float16", "float32"]
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help="export-hf: what to store")
     words = parser.parse_args(argv)
     if (words.other is None) != (words.command in ("inspect", "verify")):
         raise ConfigError("checkpoint", f"{words.command} takes {_TAKES[words.other is None]}")
@@ -82,7 +80,7 @@ _TAKES = {True: "a second path", False: "one path"}
 
 
 def _open(path: Path) -> Checkpoint:
-    """The checkpoint ``path``, or the newest one in it."""
+    """Open the checkpoint ``path``, or the newest one in it."""
     try:
         return open_checkpoint(newest_in(path))
     except DamagedCheckpoint:
@@ -150,7 +148,7 @@ def _diff(words: argparse.Namespace) -> int:
 
 
 def _only_in(path: Path, mine: Iterable[str], others: Iterable[str]) -> Iterator[str]:
-    """A line for each name that ``others`` lack, and one for a group: import-hf writes no optim."""
+    """Write a line for each name that ``others`` lack, or one for a whole group (optim, say)."""
     absent, groups = {*mine} - {*others}, {_group(name) for name in others}
     for group, count in Counter(map(_group, absent)).items():
         if group not in groups:
@@ -163,7 +161,7 @@ def _group(name: str) -> str:
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """fp64, how far ``x`` is from ``y``: 0 where both are the same infinity, or both NaN."""
+    """Return ``x - y`` in fp64, and 0 where both are the same infinity or both are NaN."""
     x, y = x.double(), y.double()
     return (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
 
@@ -177,7 +175,7 @@ def _export_hf(words: argparse.Namespace) -> int:
     out = words.other.resolve()
     if out.is_relative_to(found.folder.resolve()):
         raise ConfigError("checkpoint", f"OUT {str(words.other)!r} is in the checkpoint itself")
-    if list_checkpoints(out / "checkpoints"):  # which could not be resumed afterwards
+    if list_checkpoints(out / "checkpoints"):  # it could not be resumed afterwards
         problem = "is a run's output folder, whose config.json would be replaced; give another"
         raise ConfigError("checkpoint", f"OUT {str(words.other)!r} {problem}")
     arch = _architecture(found)
@@ -201,7 +199,7 @@ def _export_hf(words: argparse.Namespace) -> int:
 
 
 def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight by its name in Hugging Face's files; a parameter at a time is read."""
+    """Yield every weight by its name in Hugging Face's files, reading a parameter at a time."""
     stored, parameters = found.group("model"), dict(model.named_parameters())
     before, whole = "", torch.empty(0)
     for name, parameter, place in pieces_of(model.arch, parameters):
@@ -211,7 +209,7 @@ def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def _tokenizer(config: dict[str, Any]) -> Any:
-    """The tokenizer that a run of ``config`` exports."""
+    """Load the tokenizer that a run of ``config`` exports."""
     from moetrain.data.tokenizer import load_tokenizer
     from moetrain.data.tokenizer_files import tokenizer_files
 
@@ -247,7 +245,7 @@ def _import_hf(words: argparse.Namespace) -> int:
 
 
 def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSlice]]:
-    """The parameters of a Hugging Face checkpoint, those of one of our files at a time."""
+    """Yield the parameters of a Hugging Face checkpoint, those of one of our files at a time."""
     _, stored, pieces = check_checkpoint(folder, arch)
     with torch.device("meta"):
         model = build_model(arch)
@@ -269,7 +267,7 @@ def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSl
             yield {name: TensorSlice.all_of(tensor) for name, tensor in whole.items()}
 
 
-COMMANDS = {
+_COMMANDS = {
     "inspect": _inspect,
     "verify": _verify,
     "export-hf": _export_hf,

@@ -1,42 +1,17 @@
 """``python -m moetrain.generate PATH --prompt TEXT``: continue a text with a checkpoint.
 
-PATH is a Hugging Face folder (``output_dir/hf`` of a run, say) or a hub id. The continuation goes
-to standard output as it is made. Exit codes: 0, or 2 with one line for what is wrong.
+PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. The continuation is
+written to standard output as it is made. Exit codes: 0, or 2 and one line that says what is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from moetrain.cli import command
-from moetrain.cli.command import reader_may_leave, refuse
-from moetrain.config import ConfigError, let_idle_threads_sleep
-
-
-class GenerateParser(command.Parser):
-    """Options of a command over a model."""
-
-    def add_model(self) -> None:
-        """What names a model and where it runs."""
-        self.add_argument("path", metavar="PATH", help="a Hugging Face folder or a hub id")
-        self.add_argument("--adapter", help="a folder in PEFT's format, as a run with lora writes")
-        self.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-        self.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-
-
-def run_command(work: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
-    """``work(argv)``; the exit code, and one line on standard error for a ConfigError."""
-    let_idle_threads_sleep()
-    try:
-        with reader_may_leave():
-            work(argv)
-    except ConfigError as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+from moetrain.cli.command import Parser, run_command
+from moetrain.config import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,17 +20,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = GenerateParser(prog="moetrain.generate", description=__doc__, allow_abbrev=False)
+    parser = Parser("generate", __doc__)
     parser.add_model()
-    parser.add_argument("--prompt", required=True, help="the text; with --chat, the user's turn")
-    parser.add_argument("--chat", action="store_true", help="by the checkpoint's chat template")
-    parser.add_argument("--max_tokens", type=int, help="default 256, or what fits")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
-    parser.add_argument("--top_k", type=int, default=0, help="0: all")
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--min_p", type=float, default=0.0)
+    parser.add_argument(
+        "--prompt", required=True, help="text to continue; with --chat, the user's turn"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="format the prompt by the checkpoint's chat template"
+    )
+    parser.add_argument(
+        "--max_tokens", type=int, help="most tokens to generate; default 256, or as many as fit"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 takes the likeliest token"
+    )
+    parser.add_argument("--top_k", type=int, default=0, help="sample among the k likeliest; 0: all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling")
+    parser.add_argument("--min_p", type=float, default=0.0, help="share of the largest")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], help="a text to end before")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="text to stop before; may be repeated"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,8 @@
-"""``python -m moetrain.serve PATH``: an HTTP server in OpenAI's protocol over a checkpoint.
+"""``python -m moetrain.serve PATH``: serve a checkpoint over HTTP in OpenAI's protocol.
 
-PATH is a Hugging Face folder (``output_dir/hf`` of a run, say) or a hub id. SIGTERM and Ctrl-C stop
-it: what is being served then ends. Exit codes: 0, or 2 with one line for what is wrong.
+PATH is a Hugging Face folder (such as ``output_dir/hf`` of a run) or a hub id. SIGTERM and Ctrl-C
+stop the server once it has answered the requests that it has begun. Exit codes: 0, or 2 and one
+line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from moetrain.cli.generate import GenerateParser, run_command
+from moetrain.cli.command import Parser, run_command
 from moetrain.config import ConfigError, user_cache_dir
 from moetrain.rollout.access import Access, Auth
 
@@ -22,29 +23,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = GenerateParser(prog="moetrain.serve", description=__doc__, allow_abbrev=False)
+    parser = Parser("serve", __doc__)
     parser.add_model()
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one, which is printed")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port, which is printed")
     parser.add_argument(
         "--auth",
         choices=get_args(Auth),
         default="auto",
-        help="token: whoever sends the bearer token is served; none: everybody who can connect; "
+        help="token: serve those who send the bearer token; none: serve everybody who can connect; "
         "auto: none where --host is a loopback address, else token",
     )
-    parser.add_argument("--token_file", help="that holds the token; else one is made and named")
-    parser.add_argument("--name", help="of the model, in replies; default PATH")
-    parser.add_argument("--cache_tokens", type=int, default=2**16, help="that the cache holds")
-    parser.add_argument("--max_sequences", type=int, default=64, help="that run at once")
-    parser.add_argument("--max_step_tokens", type=int, default=2048, help="that one step reads")
+    parser.add_argument(
+        "--token_file", help="file with the bearer token; unset: one is made and named"
+    )
+    parser.add_argument("--name", help="model's name in replies; default PATH")
+    parser.add_argument(
+        "--cache_tokens", type=int, default=2**16, help="tokens in the key/value cache"
+    )
+    parser.add_argument(
+        "--max_sequences", type=int, default=64, help="completions generated at once"
+    )
+    parser.add_argument("--max_step_tokens", type=int, default=2048, help="most tokens in one step")
     parser.add_argument(
         "--max_queue",
         type=int,
         default=1024,
-        help="completions that may run or wait at once; requests for more are answered 429",
+        help="completions that may run or wait; requests for more are answered with 429",
     )
-    parser.add_argument("--max_request_mib", type=int, default=4, help="size of a request's body")
+    parser.add_argument(
+        "--max_request_mib", type=int, default=4, help="largest body of a request, in MiB"
+    )
     args = parser.parse_args(argv)
     numbers = ("cache_tokens", "max_sequences", "max_step_tokens", "max_queue", "max_request_mib")
     for name in numbers:

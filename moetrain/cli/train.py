@@ -1,4 +1,4 @@
-"""``python -m moetrain.train``: parse the config, start the ranks or be one, say how it went.
+"""``python -m moetrain.train``, ``.rl`` and ``.jobs``: load settings, start the ranks or be one.
 
 Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 a failed run,
 143 after SIGTERM and 130 after Ctrl-C, each with a checkpoint written.
@@ -21,9 +21,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetrain.cli.command import one_line, reader_may_leave
+from moetrain.cli.command import error_line, reader_may_leave, settings_help, version
 from moetrain.cli.rank import pass_gate
 from moetrain.config import (
+    JOB_RECIPES,
+    RL_RECIPES,
     TRAIN_RECIPES,
     Config,
     ConfigError,
@@ -33,44 +35,91 @@ from moetrain.config import (
     launched_place,
     let_idle_threads_sleep,
 )
-from moetrain.config.help import format_help
+from moetrain.config.rl import RlSection
+from moetrain.config.sections import CheckpointSection
 
 
 class Program(NamedTuple):
-    """A command that runs a training: what differs between one and another."""
+    """A command that takes settings, and what differs between one and another.
 
-    module: str
-    """``python -m`` of it."""
+    ``MODULE:NAME`` strings are imported when they are needed, so that ``--help`` waits for nothing.
+    """
+
+    name: str
+    """The command is ``python -m moetrain.NAME``."""
     run: str
-    """``MODULE:CLASS`` of its :class:`moetrain.train.run.Run`, imported when a run begins."""
+    """``MODULE:CLASS``; ``CLASS(config).fit()`` runs it in one process or rank."""
     recipes: Recipes
-    foreign: tuple[str, ...] = ()
-    """Beginnings of names of settings that it has no use for."""
+    foreign: tuple[str, ...]
+    """Beginnings of the names of settings that this command does not use."""
     plan: str = "moetrain.train.plan:plan_memory"
-    """``MODULE:FUNCTION`` of settings and model, for a dry run: raises ConfigError for what the run
-    would refuse, and says how much memory it takes."""
+    """``MODULE:FUNCTION``, called for a dry run with config and architecture. It raises ConfigError
+    for what the run would refuse, and returns in words how much memory the run takes."""
     inspect: str | None = None
-    """The same while several processes start, without a look at devices; None: no need."""
+    """The same check while several processes start, without a look at devices; None: not needed."""
 
     @staticmethod
     def find(name: str) -> Any:
-        """What ``MODULE:NAME`` means."""
+        """Import what ``MODULE:NAME`` means."""
         module, _, key = name.partition(":")
         return getattr(import_module(module), key)
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for a setting that would change nothing."""
+        """Raise ConfigError for a setting that this command does not use."""
         for name, origin in config.origins.items():
             if name.startswith(self.foreign) and origin.startswith("recipe "):
                 problem = f"{origin.split()[1]!r} is for another command: it sets {name}, which"
-                use = f"python -m {self.module} has no use for; its own is {self.recipes.default}"
-                raise ConfigError("recipe", f"{problem} {use}")
+                use = f"python -m moetrain.{self.name} has no use for; its own is"
+                raise ConfigError("recipe", f"{problem} {use} {self.recipes.default}")
             if name.startswith(self.foreign):
-                problem = f"set ({origin}), but python -m {self.module} has no use for it"
+                problem = f"set ({origin}), but python -m moetrain.{self.name} has no use for it"
                 raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = Program("moetrain.train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, ("rl.", "jobs."))
+TRAIN = Program("train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs."))
+RL = Program(
+    "rl",
+    "moetrain.rl.trainer:RlTrainer",
+    RL_RECIPES,
+    foreign=(
+        *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
+        *("data.text_field", "train.eval_rows", "train.sample", "jobs."),
+    ),
+    plan="moetrain.rl.setup:plan",
+    inspect="moetrain.rl.setup:inspect",
+)
+JOBS = Program(
+    "jobs",
+    "moetrain.jobs.run:JobRun",
+    JOB_RECIPES,
+    foreign=(
+        # Jobs bring data, steps and learning rates with them.
+        *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
+        *("data.text_field", "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
+        *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
+        *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
+        *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
+        *(f"rl.{x}" for x in RlSection.model_fields if x not in ("max_sequences", "cache_tokens")),
+    ),
+    plan="moetrain.jobs.run:plan",
+    inspect="moetrain.jobs.run:inspect",
+)
+
+
+def run_rl(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m moetrain.rl``: reinforcement learning.
+
+    Without arguments: a toy that learns to sort digits on two CPU cores within minutes.
+    """
+    return main(argv, RL)
+
+
+def run_jobs(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m moetrain.jobs``: fine-tune many adapters beside one model that stays loaded.
+
+    Without arguments: the service over a small model with random weights, at port 8100.
+    """
+    return main(argv, JOBS)
 
 
 def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
@@ -80,9 +129,10 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
     """
     let_idle_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in words or "-h" in words:
+    if asked := {"--help", "-h", "--version"} & {*words}:
         with reader_may_leave():
-            print(format_help(program.module, program.recipes))
+            is_version = asked == {"--version"}
+            print(version() if is_version else settings_help(program.name, program.recipes))
         return 0
     dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
@@ -97,21 +147,13 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         config = Config.load(source, overrides, recipes=program.recipes, once=True)
         program.check(config)
         if dry_run:
-            from moetrain.train.plan import plan_host  # imports torch, as all below
-            from moetrain.train.setup import resolve_run
-
-            config, arch = resolve_run(config)
-            estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
-            if place is None or place.rank == 0:
-                with reader_may_leave():
-                    print(json.dumps(config.to_dict(), indent=2))
-                print(*filter(None, estimates), sep="\n", file=sys.stderr)
+            _plan(config, program, shows=place is None or place.rank == 0)
             return 0
         if place is not None:
             return _fit(config, program, place)
         return _launch(config, words, program)
     except ConfigError as error:
-        return _end(place, 2, one_line(f"error: {error}"))
+        return _end(place, 2, error_line(f"error: {error}"))
     except Exception as error:
         if place is None:
             raise
@@ -124,7 +166,21 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         return _end(place, 130, "interrupted")
 
 
+def _plan(config: Config, program: Program, *, shows: bool) -> None:
+    """Print the resolved config as JSON, and the memory it takes to standard error."""
+    from moetrain.train.plan import plan_host  # imports torch, as all below
+    from moetrain.train.setup import resolve_run
+
+    config, arch = resolve_run(config)
+    estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
+    if shows:
+        with reader_may_leave():
+            print(json.dumps(config.to_dict(), indent=2))
+        print(*filter(None, estimates), sep="\n", file=sys.stderr)
+
+
 def _launch(config: Config, words: Sequence[str], program: Program) -> int:
+    """Be the only rank, or start ``launch.nproc`` of them; returns the exit code."""
     # These import torch, which --help or a misspelt setting need not wait for.
     from moetrain.parallel.processes import num_processes
 
@@ -151,10 +207,11 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
         if program.inspect is not None:
             program.find(program.inspect)(*resolved)
 
-    return start_ranks(["-m", program.module, *words], nproc, max_restarts, check)
+    return start_ranks(["-m", f"moetrain.{program.name}", *words], nproc, max_restarts, check)
 
 
 def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
+    """Run ``program`` in this process; returns the exit code."""
     from safetensors import SafetensorError
 
     run = program.find(program.run)
@@ -164,26 +221,26 @@ def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()
     except RunFailed as failure:
-        return _end(place, 1, one_line(f"failed: {failure}"))
+        return _end(place, 1, error_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:
         reason = _why_no_disk(error, config.output_dir)
         if reason is None:
             raise
         where = _file_of(error) or f"in output_dir {config.output_dir!r}"
-        return _end(place, 1, one_line(f"failed: {reason}: {where}"))
+        return _end(place, 1, error_line(f"failed: {reason}: {where}"))
     return 0
 
 
-# The disk is full, broken, gone or not to be written to; whoever read standard output has gone.
+# The disk is full, broken, gone or read-only, or standard output has no reader any more.
 _DISK_ERRORS = {"ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EPIPE"}
 # safetensors has an error of its own, whose text alone holds the number.
 _OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
 
 
 def _why_no_disk(error: Exception, folder: str) -> str | None:
-    """What went wrong with the disk rather than with us; None: it is another error.
+    """Say what went wrong with the disk; None: the error is of another kind.
 
-    Of the output folder any error is: who moves or removes it under a run meets many kinds.
+    Every error of a file in the output folder counts: moving it under a run causes many kinds.
     """
     number = getattr(error, "errno", None)
     if number is None and (match := _OS_ERROR.search(str(error))):
@@ -195,14 +252,14 @@ def _why_no_disk(error: Exception, folder: str) -> str | None:
 
 
 def _file_of(error: Exception) -> str:
-    """The file that ``error`` names; empty: none, or a descriptor."""
+    """Return the file that ``error`` names; empty: none, or a descriptor."""
     name = getattr(error, "filename", None)
     return os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
 
 
 @contextmanager
 def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
-    """TensorBoard writes in a thread, and raises what that met again where the run next writes."""
+    """Hide disk errors of threads: the run meets those of TensorBoard's thread again itself."""
     before = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
@@ -218,7 +275,7 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
 
 
 def _end(place: LaunchedPlace | None, code: int, reason: str) -> int:
-    """Print why a run did not succeed, once; returns ``code``, or exits where ranks are several."""
+    """Print once why a run did not succeed; return ``code``, or exit if ranks are several."""
     if place is None:
         print(reason, file=sys.stderr)
         return code
@@ -231,9 +288,9 @@ def _end(place: LaunchedPlace | None, code: int, reason: str) -> int:
 
 
 def _is_first_to_fail(place: LaunchedPlace) -> bool:
-    """Whether no rank of this machine failed before: the others fail because it did, or alike.
+    """Return whether no rank of this machine failed before; the others fail because it did.
 
-    Where no launcher of torch gave the ranks a folder (srun), every one reports.
+    Without one of torch's launchers (under srun) ranks share no folder, and every one reports.
     """
     if not place.error_file:
         return True

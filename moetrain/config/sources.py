@@ -163,7 +163,7 @@ def read_cli(
             )
         if key not in settings:
             spelt = "--{}".format if word.startswith("--") else str
-            near = hint(key, [*settings, "dry_run", "help"], spelt)
+            near = hint(key, [*settings, "dry_run", "help", "version"], spelt)
             raise ConfigError(_cut(key or word), f"unknown setting{near}")
         if not has_value:
             if not rest or rest[0].startswith("--"):

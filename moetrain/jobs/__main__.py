@@ -1,6 +1,6 @@
 import sys
 
-from moetrain.cli.jobs import run
+from moetrain.cli.train import run_jobs
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_jobs())

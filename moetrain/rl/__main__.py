@@ -1,6 +1,6 @@
 import sys
 
-from moetrain.cli.rl import run
+from moetrain.cli.train import run_rl
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_rl())
