@@ -26,7 +26,7 @@ from moetrain.config import (
     MoeSection,
     SavedName,
 )
-from moetrain.kernels import saving
+from moetrain.kernels import backend
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model, compile_blocks, set_recomputation
@@ -160,18 +160,18 @@ def test_the_backward_repeats_what_was_not_kept(policy):
 
 def test_every_name_stands_for_ops_that_exist():
     known = set(torch._C._dispatch_get_all_op_names()) | {"flex_attention"}
-    routing = saving.saved_ops([])
+    routing = backend.saved_ops([])
     assert routing == {
         "moetrain::router_topk",
         "moetrain::expert_indices",
         "aten::sort.stable",
     }
-    groups = {name: saving.saved_ops([name]) - routing for name in get_args(SavedName)}
+    groups = {name: backend.saved_ops([name]) - routing for name in get_args(SavedName)}
     assert all(groups.values())
-    assert saving.saved_ops(groups) == routing.union(*groups.values()) <= known
+    assert backend.saved_ops(groups) == routing.union(*groups.values()) <= known
     assert sum(map(len, groups.values())) == len(set().union(*groups.values()))  # each in one
     with pytest.raises(KeyError, match="mlp"):
-        saving.worth_saving("mlp", torch.ops.aten.mm.default)  # pyright: ignore
+        backend.worth_saving("mlp", torch.ops.aten.mm.default)  # pyright: ignore
 
 
 def test_an_op_that_joins_a_group_late_is_kept(monkeypatch):
@@ -184,16 +184,16 @@ def test_an_op_that_joins_a_group_late_is_kept(monkeypatch):
         return count.calls["aten::_fused_rms_norm"] + count.calls["aten::rsqrt"]
 
     assert repeats() > 0
-    monkeypatch.setitem(saving._OPS, "attention", set(saving._OPS["attention"]))
+    monkeypatch.setitem(backend._OPS, "attention", set(backend._OPS["attention"]))
     norms = torch.ops.aten._fused_rms_norm.default, torch.ops.aten.rsqrt.default
-    saving.worth_saving("attention", *norms)
+    backend.worth_saving("attention", *norms)
     assert repeats() == 0
 
 
 def test_a_group_has_ops_once_what_runs_them_is_imported():
     """No token can travel before."""
     program = """
-from moetrain.kernels.saving import saved_ops
+from moetrain.kernels.backend import saved_ops
 import moetrain.models
 assert saved_ops(["dispatch"]) == saved_ops([])
 import moetrain.parallel.expert.alltoall
@@ -358,7 +358,7 @@ def test_policies_on_a_gpu(attention, compiled):
         count = Count() if counted else nullcontext()
         gradients[policy], kept[policy] = gpu_step(policy, attention, compiled, count)
         if policy == "selective" and isinstance(count, Count):
-            assert not {op for op in saving.saved_ops(["attention"]) if count.calls[op]}
+            assert not {op for op in backend.saved_ops(["attention"]) if count.calls[op]}
             assert not count.calls["moetrain::expert_mlp"]
             assert not count.calls["moetrain::router_topk"]
     assert kept["full"] < kept["selective"] < kept["none"]

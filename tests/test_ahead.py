@@ -10,8 +10,8 @@ from distributed import spawn
 from test_engine import DENSE, make_batches, make_engine, objective_of
 
 from moetrain.kernels import ahead
+from moetrain.kernels.backend import TensorDescriptor, triton
 from moetrain.kernels.norm.rms_norm import rms_norm
-from moetrain.kernels.triton import TensorDescriptor, triton
 from moetrain.models.rehearsal import rehearse
 from moetrain.train.engine import rehearsal_place
 

@@ -15,11 +15,11 @@ from moetrain.kernels.attention.batch_invariant import (
     store_in_pages,
 )
 from moetrain.kernels.attention.packed import attention_packed_reference
+from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.experts.mlp import expert_rows
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from moetrain.kernels.loss.sampling import sample_tokens, sample_tokens_reference
-from moetrain.kernels.low_rank import low_rank_products
-from moetrain.kernels.triton import INTERPRETED
+from moetrain.kernels.small_m import low_rank_products
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model
 from moetrain.rollout import Generator, Request, SamplingParams

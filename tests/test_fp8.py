@@ -20,7 +20,7 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.kernels.experts.indices import expert_indices
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
-from moetrain.kernels.quant.linear_fp8 import linears_fp8
+from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.quant.rows import LARGEST, quantise_columns, quantise_rows
 from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights

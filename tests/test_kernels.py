@@ -29,24 +29,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moetrain.kernels
 from moetrain.kernels.optim.reduction import block_squares, sum_chunks
 
-# Files of moetrain/kernels that offer no kernel of their own: the rules, what ops say of them,
-# wrappers of torch's and cuDNN's operators, parts of other files' kernels; and what generation
-# alone uses, neither differentiated nor compiled (tests/test_batch_invariant.py).
+# Files of moetrain/kernels without an op of their own: what kernels share, tracing, wrappers of
+# torch's and cuDNN's operators, parts of other files' kernels, and what generation alone uses,
+# neither differentiated nor compiled (tests/test_batch_invariant.py).
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
     "moetrain.kernels.attention.attention",
-    "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.attention.batch_invariant",
+    "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.backend",
     "moetrain.kernels.experts.grouped_mm",
     "moetrain.kernels.experts.router_triton",
     "moetrain.kernels.loss.sampling",
     "moetrain.kernels.loss.vocabulary_chunk",
-    "moetrain.kernels.quant.scaled_mm",
-    "moetrain.kernels.saving",
-    "moetrain.kernels.small_m",
-    "moetrain.kernels.triton",
 }
 
 

@@ -14,8 +14,8 @@ from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.loss.sampling import gumbel
-from moetrain.kernels.triton import INTERPRETED
 from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from moetrain.kernels.backend import INTERPRETED, tl, triton
 from moetrain.kernels.loss.sampling import (
     MASK,
     gumbel,
@@ -17,7 +18,6 @@ from moetrain.kernels.loss.sampling import (
 )
 from moetrain.kernels.loss.vocabulary_chunk import noise_of as triton_noise_of
 from moetrain.kernels.loss.vocabulary_chunk import uniform_of as triton_uniform_of
-from moetrain.kernels.triton import INTERPRETED, tl, triton
 from moetrain.rollout import SamplingParams
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of
 

@@ -1,63 +1,72 @@
-"""Products of few rows: as fast as their weights can be read, and with the bits of many rows' ones.
+"""Small-M and low-rank matrix products whose rows have the same bits among any number of rows.
 
-In generation a step has a row a sequence, and a product's time is that of reading its weights.
-These kernels sum over the inner width in ascending order whatever the number of rows, as cuBLAS and
-the grouped product do for many rows on Hopper: a row has the same bits here and there (measured;
-cuBLAS itself splits that sum where rows are few and long). No autograd: what trains takes the
-library's products.
+In a step of generation each sequence has one row, and a product takes the time of reading its
+weights. These kernels sum over the inner width in ascending order whatever the number of rows M, as
+cuBLAS and the grouped product do for many rows on Hopper. So a row has the same bits in generation
+as in training (measured; cuBLAS itself splits the sum where M is small and the inner width large).
 
-:func:`linears` is several products of the same rows; :func:`expert_mlp` is the expert MLP of
-:mod:`moetrain.kernels.experts.mlp`, with SwiGLU in the first product's epilogue. The rows of one
-expert are read by all of its programs, its weights by one each, whose cache serves the later row
-tiles.
+:func:`linears` multiplies the same rows by several weights in one launch. :func:`expert_mlp` is the
+expert MLP of :mod:`moetrain.kernels.experts.mlp` with SwiGLU in the first product's epilogue: every
+program of an expert reads all of its rows, and each reads a part of its weights, which the cache
+keeps for later row tiles. Neither has autograd: training takes the library's products.
 
-Legend: R rows, D inner width, N outer width, E experts, F expert width.
+:func:`low_rank_products` is :func:`linears` with autograd, as one op, for the A matrices of LoRA
+adapters. cuBLAS splits the sum of a product of outer width 16 to 64 below some 5,000 rows (measured
+on one H200), which would make a row's bits depend on the rows beside it. The backward is plain
+torch::
+
+    u_i = x @ a_i^T        dx = sum_i du_i @ a_i        da_i = du_i^T @ x
+
+Legend: R or T rows, D inner width, N outer width, r outer width of a low-rank matrix, E experts,
+F expert width.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from moetrain.kernels.triton import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.backend import INTERPRETED, Backend, TensorDescriptor, tl, triton, use_fast
 
 MAX_ROWS = 128
-"""Rows up to which products are few rows'; with more cuBLAS does not split the sum either."""
-MAX_ROWS_PER_EXPERT = 64
-"""The same of experts, on the average."""
+"""The largest M these kernels take; above it cuBLAS does not split the sum either."""
+_MAX_ROWS_PER_EXPERT = 64
+"""The same limit for experts, on average."""
 _MOST_WEIGHTS = 3
 
 
 def runs(x: torch.Tensor) -> bool:
-    """Whether these kernels take ``x``: bf16 on CUDA, and nothing to differentiate or compile."""
+    """Return True if ``x`` is bf16 on CUDA and nothing is differentiated or compiled."""
     is_fast = x.is_cuda and x.dtype == torch.bfloat16
     return is_fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def runs_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
-    """Whether :func:`expert_mlp` is to take the rows of ``x``, of which that many are usual."""
+    """Return True if :func:`expert_mlp` should take ``x``, of which ``typical_rows`` are usual."""
     experts, dim, width = w_down_EDF.shape
     fits = dim % 32 == width % 32 == 0 and runs(x_TD)
-    return fits and typical_rows <= MAX_ROWS_PER_EXPERT * experts
+    return fits and typical_rows <= _MAX_ROWS_PER_EXPERT * experts
 
 
 def takes(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether :func:`linears` takes ``weights``."""
+    """Return True if :func:`linears` takes ``weights``, by their number, widths and strides."""
     aligned = all(w.is_contiguous() and w.shape[0] % 16 == w.shape[1] % 8 == 0 for w in weights)
     return aligned and len(weights) <= _MOST_WEIGHTS
 
 
 def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``x @ w^T`` of up to three ``w`` [N, D], contiguous in ``x``'s dtype, in one launch.
+    """Multiply ``x`` by up to three ``w`` [N, D] in one launch: views [R, N] of one tensor.
 
-    The results are views [R, N] of one tensor; ``D`` is a multiple of 8 and every N of 16.
+    Weights are contiguous in ``x``'s dtype; ``D`` is a multiple of 8 and every N of 16.
     """
     return product(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
 
 
 def product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`linears`, as one tensor [R, sum of N]."""
+    """Return what :func:`linears` does as one tensor [R, sum of N]."""
     (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
     out_RN = x_RD.new_empty(R, sum(sizes))
     # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
@@ -116,9 +125,9 @@ def expert_mlp(
     weights_R: torch.Tensor,
     typical_rows: int,
 ) -> torch.Tensor:
-    """``y_RD`` as :func:`moetrain.kernels.experts.mlp.expert_rows`; contiguous inputs.
+    """Return ``y_RD`` as :func:`moetrain.kernels.experts.mlp.expert_rows`; inputs are contiguous.
 
-    D and F are multiples of 32; tiles are for ``typical_rows``.
+    D and F are multiples of 32; ``typical_rows`` decides the tile sizes.
     """
     (R, D), (E, _, F) = x_RD.shape, w_down_EDF.shape
     h_RF, y_RD = x_RD.new_empty(R, F), torch.empty_like(x_RD)
@@ -186,3 +195,71 @@ def _down_kernel(
         row = first + tl.arange(0, BR)
         at = row.to(tl.int64)[:, None] * D + (n + tl.arange(0, BN))[None, :]
         tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None])
+
+
+_MULTIPLE = 16
+"""The kernel's outer widths are multiples of this; others are padded."""
+
+
+def low_rank_products(
+    x_TD: torch.Tensor, weights: Sequence[torch.Tensor], backend: Backend = "auto"
+) -> tuple[torch.Tensor, ...]:
+    """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each.
+
+    Raises:
+        ValueError: for matrices of another width or dtype, or more than three.
+    """
+    if len(weights) > 3 or any(
+        a.shape[1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
+    ):
+        given = ", ".join(f"{a.dtype} {tuple(a.shape)}" for a in weights)
+        raise ValueError(
+            f"low_rank_products: was given x {x_TD.dtype} {tuple(x_TD.shape)} and {given}; it "
+            "takes up to three [r, D] in x's dtype"
+        )
+    # Generation multiplies bf16 alone, and a descriptor takes rows of 16-byte multiples alone.
+    is_for_it = x_TD.dtype == torch.bfloat16 and x_TD.shape[1] % 8 == 0
+    if not is_for_it or not use_fast(backend, x_TD):
+        return low_rank_products_reference(x_TD, weights)
+    sizes = [a.shape[0] for a in weights]
+    return _low_rank_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
+
+
+def low_rank_products_reference(
+    x_TD: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """:func:`low_rank_products` in plain torch."""
+    return tuple(F.linear(x_TD, a) for a in weights)
+
+
+@torch.library.custom_op("moetrain::low_rank_products", mutates_args=())
+def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The products side by side in one tensor [T, sum of r]."""
+    missing = [-a.shape[0] % _MULTIPLE for a in weights]
+    padded = [F.pad(a, (0, 0, 0, n)) if n else a for a, n in zip(weights, missing, strict=True)]
+    u_TR = product(x_TD, padded)
+    if not any(missing):
+        return u_TR
+    parts = u_TR.split([a.shape[0] for a in padded], 1)
+    return torch.cat([u[:, : a.shape[0]] for u, a in zip(parts, weights, strict=True)], 1)
+
+
+@_low_rank_products.register_fake
+def _(x_TD, weights):
+    return x_TD.new_empty(x_TD.shape[0], sum(a.shape[0] for a in weights))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x_TD, weights = inputs
+    ctx.save_for_backward(x_TD, *weights)
+
+
+def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
+    x_TD, *weights = ctx.saved_tensors
+    da_RD = du_TR.t() @ x_TD if any(ctx.needs_input_grad[1]) else None
+    dx_TD = du_TR @ torch.cat(weights) if ctx.needs_input_grad[0] else None
+    sizes = [a.shape[0] for a in weights]
+    return dx_TD, list(da_RD.split(sizes)) if da_RD is not None else [None] * len(weights)
+
+
+_low_rank_products.register_autograd(_differentiate, setup_context=_save)

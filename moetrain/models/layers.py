@@ -29,9 +29,9 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
-from moetrain.kernels.low_rank import low_rank_products
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
-from moetrain.kernels.quant.linear_fp8 import linears_fp8
+from moetrain.kernels.quant.products import linears_fp8
+from moetrain.kernels.small_m import low_rank_products
 from moetrain.models.architecture import Architecture, Part, Weight, Workload
 from moetrain.models.lora import Adaptable
 from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS

@@ -24,8 +24,7 @@ from moetrain.kernels.experts.indices import ExpertIndices, expert_indices
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.mlp_lora import adapted_expert_mlp
-from moetrain.kernels.experts.router import Routed, router_topk
-from moetrain.kernels.experts.router_logits import router_logits
+from moetrain.kernels.experts.router import Routed, router_logits, router_topk
 from moetrain.models.architecture import FP32, Part, Weight, Workload
 from moetrain.models.layers import Context
 from moetrain.models.lora import Adaptable

@@ -10,7 +10,7 @@ A block's forward keeps tensors for its backward as ``activation.policy`` says:
     none       every tensor that a gradient needs
     full       the block's inputs; the backward runs the whole block again
     selective  the inputs, the routing, and the results of the ops in the groups that were asked for
-               (:mod:`moetrain.kernels.saving`); the backward runs the rest of the block again
+               (:mod:`moetrain.kernels.backend`); the backward runs the rest of the block again
 
 Selective recomputation lies inside the block's forward, where ``full`` lies around it. So it is
 part of what is compiled, and the compiler cuts the joint graph by it: of an op with several results
@@ -44,7 +44,7 @@ from torch.utils.checkpoint import (
 from moetrain.config import ActivationSection, KernelsSection, MoeSection, SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import attention_mask
-from moetrain.kernels.saving import saved_ops
+from moetrain.kernels.backend import saved_ops
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import HFSource
 from moetrain.models.layers import (

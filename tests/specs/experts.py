@@ -23,12 +23,15 @@ from moetrain.kernels.experts.mlp_lora import (
     adapted_expert_mlp,
     adapted_expert_mlp_reference,
 )
-from moetrain.kernels.experts.swiglu import _swiglu, _swiglu_backward, swiglu, swiglu_reference
-from moetrain.kernels.experts.swiglu_fp8 import (
+from moetrain.kernels.experts.swiglu import (
+    _swiglu,
+    _swiglu_backward,
     _swiglu_backward_quantised,
     _swiglu_quantised,
+    swiglu,
     swiglu_backward_quantised,
     swiglu_quantised,
+    swiglu_reference,
 )
 from moetrain.kernels.quant.rows import quantise_rows_reference
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform

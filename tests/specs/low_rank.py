@@ -2,7 +2,7 @@
 
 import torch
 
-from moetrain.kernels.low_rank import (
+from moetrain.kernels.small_m import (
     _low_rank_products,
     low_rank_products,
     low_rank_products_reference,

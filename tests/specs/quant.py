@@ -5,13 +5,13 @@ from functools import partial
 import torch
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.quant.linear_fp8 import (
+from moetrain.kernels.quant.mxfp8 import SCALED, _widen_groups, quantise_groups, widen_groups
+from moetrain.kernels.quant.products import (
     _linears_fp8,
     _linears_fp8_backward,
     linears_fp8,
     linears_fp8_reference,
 )
-from moetrain.kernels.quant.mxfp8 import SCALED, _widen_groups, quantise_groups, widen_groups
 from moetrain.kernels.quant.rows import (
     E4M3,
     Quantised,

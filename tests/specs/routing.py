@@ -24,16 +24,14 @@ from moetrain.kernels.experts.permutation import (
     unpermute_reference,
 )
 from moetrain.kernels.experts.router import (
-    _router_topk,
-    _router_topk_backward,
-    router_topk,
-    router_topk_reference,
-)
-from moetrain.kernels.experts.router_logits import (
     _router_logits,
     _router_logits_backward,
+    _router_topk,
+    _router_topk_backward,
     router_logits,
     router_logits_reference,
+    router_topk,
+    router_topk_reference,
 )
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 

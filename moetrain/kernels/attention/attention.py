@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.attention.packed import attention_packed, flex
-from moetrain.kernels.saving import worth_saving
+from moetrain.kernels.backend import worth_saving
 
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.triton import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
 
 BLOCK = 64
 """Keys at a time. Part of what a row's bits depend on: every tile has the same."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels.triton import tl, triton
+from moetrain.kernels.backend import tl, triton
 
 logger = logging.getLogger("moetrain")
 

@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.saving import worth_saving
+from moetrain.kernels.backend import worth_saving
 
 PackedBackend = Literal["auto", "cudnn", "exact", "flex", "reference"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm as _grouped_mm
 
-from moetrain.kernels.saving import worth_saving
+from moetrain.kernels.backend import worth_saving
 
 ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 

@@ -29,9 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.triton import tl, triton
+from moetrain.kernels.backend import Backend, tl, triton, use_fast, worth_saving
 
 # Launch settings, measured on one H200.
 TILE, WARPS = 128, 4  # ids ranked at once, by comparing all pairs

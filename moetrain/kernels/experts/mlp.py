@@ -29,7 +29,7 @@ import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.indices import ExpertIndices
 from moetrain.kernels.experts.permutation import (
@@ -42,7 +42,6 @@ from moetrain.kernels.experts.permutation import (
     unpermute_reference,
 )
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
-from moetrain.kernels.saving import worth_saving
 
 
 def expert_mlp(

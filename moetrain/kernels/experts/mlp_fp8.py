@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.indices import ExpertIndices
 from moetrain.kernels.experts.mlp import (
@@ -41,8 +41,12 @@ from moetrain.kernels.experts.permutation import (
     sum_rows,
     unpermute_reference,
 )
-from moetrain.kernels.experts.swiglu import swiglu_reference
-from moetrain.kernels.experts.swiglu_fp8 import swiglu_backward_quantised, swiglu_quantised
+from moetrain.kernels.experts.swiglu import (
+    swiglu_backward_quantised,
+    swiglu_quantised,
+    swiglu_reference,
+)
+from moetrain.kernels.quant.products import scaled_grouped_mm
 from moetrain.kernels.quant.rows import (
     MULTIPLE,
     quantise_columns,
@@ -51,8 +55,6 @@ from moetrain.kernels.quant.rows import (
     quantise_rows_reference,
     quantise_to_rows,
 )
-from moetrain.kernels.quant.scaled_mm import scaled_grouped_mm
-from moetrain.kernels.saving import worth_saving
 
 
 def expert_mlp_fp8(

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
 from moetrain.kernels.experts.indices import ExpertIndices
 from moetrain.kernels.experts.mlp import check_experts
@@ -38,7 +38,6 @@ from moetrain.kernels.experts.permutation import (
     unpermute_reference,
 )
 from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
-from moetrain.kernels.saving import worth_saving
 
 
 def adapted_expert_mlp(

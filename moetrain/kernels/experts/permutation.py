@@ -21,11 +21,10 @@ Legend: T tokens, K experts a token, R rows (T * K, or as many as the index maps
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, require_contiguous, use_fast
+from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast
 from moetrain.kernels.experts.indices import (
     ExpertIndices,
 )
-from moetrain.kernels.triton import tl, triton
 
 BLOCK, WARPS = 1024, 2  # columns a program copies or sums, measured on one H200
 

@@ -1,4 +1,4 @@
-"""Router top-k: scores to expert ids, weights, and the statistics the balancing losses need.
+"""The router: logits, top-k, weights, and the statistics that the balancing losses need.
 
     p = softmax(logits)      s = p (or sigmoid(logits))      chosen = the K largest of s + bias
     weight = scale * s[chosen], divided by the sum of s[chosen] if ``normalize``
@@ -8,16 +8,25 @@ With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the ``top
 whose two best s + bias have the largest sums. All arithmetic is fp32. Equal scores go to the lower
 expert id, equal group scores to the lower group.
 
-Legend: T tokens, E experts, K experts a token, G expert groups, M = E / G experts a group,
-P programs, C tile columns (E with each group padded to a power of two), S slots (K, padded).
-
 Worked example, E=4, K=2, softmax, normalised: logits [0, ln 3, 0, ln 4] give
 p = [1, 3, 1, 4] / 9, ids [3, 1], weights [4/7, 3/7]; a tie between experts 0 and 2 would go to 0.
 
 The forward is one kernel that walks tokens in a fixed order and leaves each program's sums in
 memory, and one small kernel that adds them up, so equal inputs give equal bits. The backward is one
-kernel; it recomputes the probabilities. Padding is left out of everything: a pad's ids are -1, its
-weights 0, and it counts in no sum. Left out: a gradient of the entropy and of the bias.
+kernel, which recomputes the probabilities (both in ``router_triton.py``). Padding is left out of
+everything: a pad's ids are -1, its weights 0, and it counts in no sum. The entropy and the bias
+have no gradients.
+
+:func:`router_logits` is ``x @ weight^T`` in fp32 from bf16 operands at the speed of bf16. A product
+of two bf16 numbers is exact in fp32, so nothing is lost by multiplying the operands as they are:
+the tensor cores' sums are fp32. In the backward the upstream gradient is fp32, and rounding it to
+bf16 would lose something; it is split into two bf16 numbers that hold its leading 16 bits,
+``d = high + low + O(2^-17) d``, whose products are summed in fp32::
+
+    dx = [high low] @ [weight; weight]        d_weight = high^T @ x + low^T @ x
+
+Legend: T tokens, D width, E experts, K experts a token, G expert groups, M = E / G experts a group,
+P programs, C tile columns (E with each group padded to a power of two), S slots (K, padded).
 """
 
 # pyright: reportArgumentType=false
@@ -25,28 +34,27 @@ weights 0, and it counts in no sum. Left out: a gradient of the entropy and of t
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, triton, use_fast, worth_saving
 from moetrain.kernels.experts.router_triton import (
     route_backward_kernel,
     route_kernel,
     sum_programs_kernel,
 )
-from moetrain.kernels.saving import worth_saving
-from moetrain.kernels.triton import triton
 
 MAX_EXPERTS = 512
-MAX_K = 32
+_MAX_K = 32
 # 16 tokens of 128 experts: 16 values a thread in every tile-sized variable. Measured on one H200.
 _TILE_ELEMENTS = 2048
 _MAX_PROGRAMS = 264  # two for each of an H200's multiprocessors; more only adds partial sums
 
 
 class Routed(NamedTuple):
-    """One router call's decision and its sums over tokens (all that balancing needs)."""
+    """The decision of one router call, and its sums over tokens, which balancing needs."""
 
     ids_TK: torch.Tensor
-    """int32, largest s + bias first; -1 for a pad."""
+    """int32, the largest s + bias first; -1 for a pad."""
     weights_TK: torch.Tensor
     """fp32, differentiable."""
     counts_E: torch.Tensor
@@ -81,7 +89,7 @@ def router_topk(
         scale: multiplies the weights.
 
     Raises:
-        ValueError: a dtype, shape or option that does not fit, with what was given.
+        ValueError: for a dtype, shape or option that does not fit; it names what was given.
     """
     _check(logits_TE, k, score, bias_E, is_pad_T, num_groups, topk_groups)
     if not use_fast(backend, logits_TE):
@@ -123,7 +131,7 @@ def router_topk_reference(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> Routed:
-    """:func:`router_topk` in plain torch."""
+    """Compute :func:`router_topk` in plain torch."""
     log_probs_TE = logits_TE.log_softmax(-1)
     probs_TE = log_probs_TE.exp()
     scores_TE = probs_TE if score == "softmax" else logits_TE.sigmoid()
@@ -204,10 +212,10 @@ def _check_fast(logits_TE: torch.Tensor, k: int, bias_E: torch.Tensor | None) ->
             f"router_topk: logits are {logits_TE.dtype} with strides {logits_TE.stride()}; the "
             "fast path takes float32 with contiguous rows"
         )
-    if logits_TE.shape[1] > MAX_EXPERTS or k > MAX_K:
+    if logits_TE.shape[1] > MAX_EXPERTS or k > _MAX_K:
         raise ValueError(
             f"router_topk: k is {k} of {logits_TE.shape[1]} experts; the fast path takes at most "
-            f"{MAX_K} of {MAX_EXPERTS}"
+            f"{_MAX_K} of {MAX_EXPERTS}"
         )
     if bias_E is not None and (bias_E.dtype != torch.float32 or not bias_E.is_contiguous()):
         raise ValueError(
@@ -315,5 +323,84 @@ def _backward(ctx: Any, grad_weights, grad_prob_sum, grad_z_sum, *_):
 
 
 _router_topk.register_autograd(_backward, setup_context=_save)
-# And what chooses in the reference.
+# The sort is what chooses in the reference.
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
+
+
+def router_logits(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, backend: Backend = "auto"
+) -> torch.Tensor:
+    """Return ``logits_TE`` in fp32 (float64 for a float64 ``x``).
+
+    Args:
+        x_TD: any floating dtype; bf16 takes the fast path, others the reference.
+        weight_ED: any floating dtype; it is rounded to ``x``'s. Its gradient has its own dtype.
+
+    Raises:
+        ValueError: if the widths differ.
+    """
+    if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
+        raise ValueError(
+            f"router_logits: x and weight were given as {tuple(x_TD.shape)} and "
+            f"{tuple(weight_ED.shape)}; it takes [T, D] and [E, D]"
+        )
+    if x_TD.dtype == torch.bfloat16 and use_fast(backend, x_TD):
+        return _router_logits(x_TD, weight_ED)
+    return router_logits_reference(x_TD, weight_ED)
+
+
+def router_logits_reference(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    """Compute :func:`router_logits` in plain torch."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    return F.linear(x_TD.to(wide), weight_ED.to(x_TD.dtype).to(wide))
+
+
+@torch.library.custom_op("moetrain::router_logits", mutates_args=())
+def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    return _wide_product(x_TD, weight_ED.to(x_TD.dtype).t())
+
+
+@torch.library.custom_op("moetrain::router_logits_backward", mutates_args=())
+def _router_logits_backward(
+    parts_T2E: torch.Tensor, x_TD: torch.Tensor, weight_ED: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of ``x``, and those of ``weight`` from each part, fp32 [2E, D]."""
+    d_x_TD = parts_T2E @ weight_ED.to(x_TD.dtype).repeat(2, 1)
+    return d_x_TD, _wide_product(parts_T2E.t(), x_TD)
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` in fp32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+@_router_logits.register_fake
+def _(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
+
+
+@_router_logits_backward.register_fake
+def _(parts_T2E, x_TD, weight_ED):
+    experts, width = weight_ED.shape
+    return torch.empty_like(x_TD), x_TD.new_empty(2 * experts, width, dtype=torch.float32)
+
+
+def _save_logits(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_logits(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD, weight_ED = ctx.saved_tensors
+    # The split is outside the op, so that the compiler fuses it.
+    high_TE = d_logits_TE.to(x_TD.dtype)
+    low_TE = (d_logits_TE - high_TE.float()).to(x_TD.dtype)
+    parts_T2E = torch.cat((high_TE, low_TE), dim=1)
+    d_x_TD, d_weights_2ED = _router_logits_backward(parts_T2E, x_TD, weight_ED)
+    high_ED, low_ED = d_weights_2ED.chunk(2)
+    return d_x_TD, (high_ED + low_ED).to(weight_ED.dtype)
+
+
+_router_logits.register_autograd(_differentiate_logits, setup_context=_save_logits)
+worth_saving("linear", torch.ops.moetrain.router_logits.default)

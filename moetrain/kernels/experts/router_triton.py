@@ -6,7 +6,7 @@ They know nothing of torch: router.py checks, allocates and launches.
 # Triton's language is not Python to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
-from moetrain.kernels.triton import tl, triton
+from moetrain.kernels.backend import tl, triton
 
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every score
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, tl, triton, use_fast
 from moetrain.kernels.loss.vocabulary_chunk import (
     ALIGNMENT_BYTES,
     CHUNK_ELEMENTS,
@@ -37,7 +37,6 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     loss_gradients,
     token_stats,
 )
-from moetrain.kernels.triton import tl, triton
 
 _SCALE_BLOCK = 4096
 

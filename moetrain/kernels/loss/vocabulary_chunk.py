@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.triton import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
 
 ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
 

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, require_contiguous, use_fast
-from moetrain.kernels.triton import tl, triton
+from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast
 
 
 def rms_norm(

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, require_contiguous, use_fast
+from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast
 from moetrain.kernels.norm.rms_norm import rms_norm_reference
-from moetrain.kernels.triton import tl, triton
 
 _HEADS = 8  # heads of one token that a program turns
 

@@ -24,8 +24,7 @@ Legend: R chunks (ranks), N elements a chunk, B blocks of :data:`BLOCK` elements
 import torch
 import torch.nn.functional as F
 
-from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.triton import tl, triton
+from moetrain.kernels.backend import Backend, tl, triton, use_fast
 
 # Launch settings, measured on one H200.
 BLOCK, WARPS = 1024, 4

@@ -17,9 +17,8 @@ Legend: W ranks, N numbers of whole groups, G groups.
 
 import torch
 
-from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.backend import Backend, tl, triton, use_fast
 from moetrain.kernels.quant.rows import E4M3, quantise_rows_reference
-from moetrain.kernels.triton import tl, triton
 
 SCALED = 32
 """Numbers of a group."""

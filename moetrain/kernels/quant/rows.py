@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, require_contiguous, use_fast
-from moetrain.kernels.triton import INTERPRETED, tl, triton
+from moetrain.kernels.backend import INTERPRETED, Backend, require_contiguous, tl, triton, use_fast
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3

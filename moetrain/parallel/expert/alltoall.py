@@ -31,11 +31,10 @@ import torch.distributed as dist
 
 from moetrain.config import Precision
 from moetrain.kernels.annotate import annotate
-from moetrain.kernels.backend import Backend
+from moetrain.kernels.backend import Backend, worth_saving
 from moetrain.kernels.experts.indices import ExpertIndices, expert_indices
 from moetrain.kernels.experts.permutation import permute_tokens, unpermute
 from moetrain.kernels.quant.rows import E4M3, Quantised, dequantise, quantise_rows
-from moetrain.kernels.saving import worth_saving
 from moetrain.models.architecture import FP32
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
 from moetrain.parallel.expert.expert import Received, count_local_experts

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from moetrain.kernels.annotate import annotate
+from moetrain.kernels.backend import worth_saving
 from moetrain.kernels.quant.rows import Quantised, dequantise, quantise_rows
-from moetrain.kernels.saving import worth_saving
 
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 
