@@ -39,8 +39,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moetrain.checkpoint.folder import list_checkpoints
-from moetrain.checkpoint.format import DamagedCheckpoint
+from moetrain.checkpoint.format import DamagedCheckpoint, list_checkpoints
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.train.metrics import read_metrics
 

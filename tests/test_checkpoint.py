@@ -18,7 +18,7 @@ from checkpoints import GROUPS, rewrite, save, state_of, tensors_of
 from command_lines import settled
 
 from moetrain.checkpoint import format as checkpoint_format
-from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.checkpoint.format import list_checkpoints
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
@@ -75,7 +75,9 @@ def kill_after(monkeypatch):
 
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
         guard(os, name)
-    guard(checkpoint_format, "write_all", lambda file, data: os.write(file, data[: len(data) // 2]))
+    guard(
+        checkpoint_format, "_write_all", lambda file, data: os.write(file, data[: len(data) // 2])
+    )
 
     def set_left(number):
         calls["left"] = number

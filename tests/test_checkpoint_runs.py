@@ -23,7 +23,7 @@ from distributed import fork_server, spawn
 from test_rl_run import config_of as rl_config
 
 from moetrain.checkpoint import save as checkpoint_save
-from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.checkpoint.format import list_checkpoints
 from moetrain.cli.train import main
 from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
 from moetrain.config.sources import LaunchedPlace

@@ -18,7 +18,7 @@ import torch
 from command_lines import settled
 from rich.console import Console
 
-from moetrain.checkpoint.folder import list_checkpoints
+from moetrain.checkpoint.format import list_checkpoints
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection, RunFailed

@@ -1,11 +1,12 @@
-"""The files of a checkpoint: tensors in pieces as safetensors, and a manifest that vouches for all.
+"""The files of a checkpoint, their manifest, and the names of checkpoints' folders.
 
-Each rank writes pieces of tensors into files of its own; ``manifest.json`` says of every tensor in
-which files its pieces lie, and has a CRC-32 of every 4 MiB of them, of every file's header and of
-itself. So a reader takes the bytes it needs alone, and knows that they are what was written. The
-files are safetensors that any program reads: their headers are not needed here, but are checked.
+Each rank writes pieces of tensors into safetensors files of its own. ``manifest.json`` says for
+every tensor in which files its pieces lie, and holds a CRC-32 of every 4 MiB of them, of every
+file's header and of itself. So a reader takes only the bytes that it needs, and knows that they are
+what was written. Any program can read the safetensors files by their headers, which are not used
+here but are checked.
 
-``manifest.json``, of one line::
+``manifest.json`` is one line::
 
     {"format": 2,
      "files": {"model-00000-00.safetensors": [size, length of header, its CRC], "state.json": ...},
@@ -13,16 +14,25 @@ files are safetensors that any program reads: their headers are not needed here,
                                           "pieces": [[file, offset, starts, stops, CRCs]]}}},
      "crc32": "89abcdef"}
 
-Left out on purpose: folders and their names (:mod:`moetrain.checkpoint.folder`), models, ranks. The
-checksums find accidents, not intent: whoever writes the files can write the manifest.
+Beside a complete ``step-N``, a folder of checkpoints may hold these names:
+
+    failed-step-N       what a failed run left, which is read only where it is named
+    .step-N.replaced    step N, for the instant in which another save of that step takes its place
+    .step-N.<other>     a checkpoint that is being written or removed, or that a killed process left
+
+Left out on purpose: models and ranks, and which checkpoint a run resumes
+(:mod:`moetrain.train.run_folder`). The checksums find accidents, not intent: whoever can write the
+files can write the manifest.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,44 +43,49 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.models.hf.files import DTYPES
+from moetrain.config.files import SAFETENSORS_DTYPES, fsync
 from moetrain.parallel.layout import TensorSlice
 
 FORMAT = 2
 """Version of the files. Version 1, which is no longer read, had whole tensors and no manifest."""
 MANIFEST, STATE = "manifest.json", "state.json"
 CHUNK = 4 << 20
-"""Bytes under one checksum: little to read in vain where a piece is cut, and long for a disk."""
+"""Bytes under one checksum: few to read in vain where a piece is cut, and many for a disk."""
 CRC_DIGITS = 8
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
 _SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
+_NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
+_LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
+
+logger = logging.getLogger("moetrain")
 
 
 def sealed(text: str) -> bytes:
-    """``text``, an object of JSON that is not empty, with a checksum of it as its last key."""
+    """Add to ``text``, a JSON object that is not empty, its checksum as the last key."""
     body = text.encode()[:-1]
     return body + f', "crc32": "{crc_of(body)}"}}\n'.encode()
 
 
 def holds_seal(data: bytes) -> bool | None:
-    """Whether ``data`` is what :func:`sealed` gave; None: it has no checksum."""
+    """Return whether ``data`` is what :func:`sealed` returned, or None if it has no checksum."""
     seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     return None if seal is None else crc_of(memoryview(data)[:-_SEAL_BYTES]) == seal[1].decode()
 
 
 class DamagedCheckpoint(ConfigError):
-    """A checkpoint's files are not what was written; an earlier one may do."""
+    """A checkpoint's files are not what was written; an earlier checkpoint may be intact."""
 
 
 def unreadable(path: Path, why: object) -> DamagedCheckpoint:
-    """The error of a file that cannot be read, or not trusted."""
+    """Make the error for a file that cannot be read or cannot be trusted."""
     return DamagedCheckpoint("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Where a piece of a tensor lies: ``whole[starts:stops]``, row-major, from ``offset`` on."""
+    """A piece ``whole[starts:stops]`` of a tensor lies row-major in ``file`` from ``offset`` on."""
 
     file: str
     offset: int
@@ -78,6 +93,11 @@ class FilePiece:
     stops: tuple[int, ...]
     crcs: str
     """Checksums of the piece's chunks of :data:`CHUNK` bytes, 8 hexadecimal digits each."""
+
+    @property
+    def numel(self) -> int:
+        """How many numbers the piece has."""
+        return torch.Size(b - a for a, b in zip(self.starts, self.stops, strict=True)).numel()
 
 
 @dataclass(frozen=True)
@@ -89,33 +109,32 @@ class ManifestEntry:
     pieces: tuple[FilePiece, ...]
 
     def covers(self) -> bool:
-        """Whether the pieces, which lie apart, are the whole."""
-        numels = (_numel(p.starts, p.stops) for p in self.pieces)
-        return sum(numels) == torch.Size(self.shape).numel()
+        """Return whether the pieces, which never overlap, make up the whole tensor."""
+        return sum(piece.numel for piece in self.pieces) == torch.Size(self.shape).numel()
 
 
 class FileSum(NamedTuple):
-    """What is known of a file by itself."""
+    """What the manifest says of a file as such."""
 
     size: int
     head: int
-    """Bytes at its beginning, of which ``crc`` is."""
+    """How many bytes at the beginning ``crc`` is the checksum of."""
     crc: str
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in some files of a checkpoint; a rank's report, or all of it."""
+    """What lies in some files of a checkpoint: one rank's report, or the whole manifest."""
 
     files: dict[str, FileSum]
     groups: dict[str, dict[str, ManifestEntry]]
 
     def to_json(self) -> dict[str, Any]:
-        """As in the manifest."""
+        """Return the object that the manifest holds."""
         groups = {
             group: {
                 name: {
-                    "dtype": _NAMES[entry.dtype],
+                    "dtype": _DTYPE_NAMES[entry.dtype],
                     "shape": entry.shape,
                     "pieces": [astuple(piece) for piece in entry.pieces],
                 }
@@ -127,12 +146,12 @@ class Contents:
 
     @classmethod
     def from_json(cls, value: Any) -> Contents:
-        """Inverse of :meth:`to_json`; KeyError, TypeError or ValueError: it is none."""
+        """Invert :meth:`to_json`; raises KeyError, TypeError or ValueError for anything else."""
         files = {_plain(name): FileSum(*known) for name, known in value["files"].items()}
         groups = {
             group: {
                 name: ManifestEntry(
-                    DTYPES[entry["dtype"]],
+                    _DTYPES[entry["dtype"]],
                     tuple(entry["shape"]),
                     tuple(
                         FilePiece(_plain(file), offset, tuple(starts), tuple(stops), crcs)
@@ -147,10 +166,11 @@ class Contents:
 
     @classmethod
     def together(cls, parts: Sequence[Contents]) -> Contents:
-        """Of all ranks' reports, one. A piece that several have is taken from the first.
+        """Join all ranks' reports. A piece that several ranks have is taken from the first.
 
         Raises:
-            ValueError: a tensor is not whole, or is one thing here and another there.
+            ValueError: the pieces of a tensor are not the whole, or ranks disagree about its dtype
+                or shape.
         """
         whole = cls({}, {})
         for part in parts:
@@ -175,21 +195,14 @@ def _joined(name: str, one: ManifestEntry, two: ManifestEntry) -> ManifestEntry:
 
 
 def _plain(name: str) -> str:
-    """A file's name, which leads nowhere else."""
+    """Return ``name`` if it is a plain file name, which leads to no other folder."""
     if not name or name.startswith(".") or os.path.basename(name) != name:
         raise ValueError(f"{name!r:.100} is no file of a checkpoint")
     return name
 
 
-def _numel(starts: Sequence[int], stops: Sequence[int]) -> int:
-    numel = 1
-    for start, stop in zip(starts, stops, strict=True):
-        numel *= stop - start
-    return numel
-
-
 def crc_of(data: bytes | memoryview) -> str:
-    """CRC-32, in hexadecimal."""
+    """Return the CRC-32 in hexadecimal."""
     return f"{zlib.crc32(data):08x}"
 
 
@@ -197,25 +210,25 @@ def crc_of(data: bytes | memoryview) -> str:
 
 
 def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> Contents:
-    """Write the parts of a group to one new safetensors file, and force it to the disk.
+    """Write parts of a group to a new safetensors file, and force it to the disk.
 
-    Takes host memory of one :data:`CHUNK`, wherever the tensors are.
+    It takes host memory for one :data:`CHUNK`, wherever the tensors are.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     # Wide dtypes first, so that every tensor is aligned.
     names = sorted(parts, key=lambda name: -parts[name].tensor.element_size())
     header, offsets, end = _header({name: parts[name].tensor for name in names})
     entries = {}
     with path.open("xb", buffering=0) as file:
-        write_all(file.fileno(), header)
+        _write_all(file.fileno(), header)
         for name in names:
             tensor, shape, box, *_ = parts[name]
             crcs = []
-            for chunk in host_chunks(tensor.detach()):
+            for chunk in _host_chunks(tensor.detach()):
                 crcs.append(crc_of(chunk))
-                write_all(file.fileno(), chunk)
+                _write_all(file.fileno(), chunk)
             starts, stops = tuple(s.start for s in box), tuple(s.stop for s in box)
             piece = FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
             entries[name] = ManifestEntry(tensor.dtype, tuple(shape), (piece,))
@@ -224,15 +237,14 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> C
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """A safetensors file's first bytes, where each tensor then begins, and the file's size."""
+    """Return a safetensors file's header, the offset of each tensor, and the file's size."""
     described: dict[str, Any] = {}
     start = 0
     for name, tensor in tensors.items():
         stop = start + tensor.nbytes
-        shape = list(tensor.shape)
         described[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": shape,
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, stop],
         }
         start = stop
@@ -243,8 +255,8 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int],
     return header, offsets, len(header) + start
 
 
-def host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of ``tensor``, row-major, a :data:`CHUNK` at a time; valid until the next."""
+def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of ``tensor``, row-major, a :data:`CHUNK` at a time, valid until the next."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     bounce = torch.empty(0)
     if flat.is_cuda:
@@ -256,8 +268,8 @@ def host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr())).cast("B")
 
 
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """``os.write``, of everything."""
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``, which one ``os.write`` need not do."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -267,7 +279,7 @@ def write_manifest(folder: Path, contents: Contents, state: Mapping[str, Any]) -
     """Write ``state.json``, and the manifest of it and of all that ``contents`` names.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
     _write_file(folder / STATE, text)
@@ -278,7 +290,7 @@ def write_manifest(folder: Path, contents: Contents, state: Mapping[str, Any]) -
 
 def _write_file(path: Path, data: bytes) -> None:
     with path.open("xb", buffering=0) as file:
-        write_all(file.fileno(), data)
+        _write_all(file.fileno(), data)
         os.fsync(file.fileno())
 
 
@@ -286,7 +298,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """``path``, to be read; OSError if there is none, or a pipe, where reading would wait."""
+    """Open ``path`` to read it; raises OSError for anything but a file (a pipe would block)."""
     if not path.is_file():
         what = "a folder, a pipe, or a link to nothing" if os.path.lexists(path) else "no file"
         raise OSError(f"it is {what}")
@@ -294,12 +306,12 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
-    """What lies in ``folder``, and its state; the bytes of tensors are not looked at.
+    """Read the manifest and the state of ``folder``; no tensors are read.
 
     Raises:
-        DamagedCheckpoint: a file is missing, or not of its size, or its beginning is not what was
-        written.
-        ConfigError: it is of another version.
+        DamagedCheckpoint: a file is missing, has another size than the manifest says, or begins
+            with other bytes than were written.
+        ConfigError: the checkpoint has another version of the format.
     """
     path = folder / MANIFEST
     try:
@@ -323,7 +335,7 @@ def read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
 
 
 def check_version(version: object, folder: Path) -> None:
-    """Raise ConfigError for a checkpoint that another version of the format describes."""
+    """Raise ConfigError for a checkpoint that has another version of the format."""
     if version != FORMAT:
         raise ConfigError(
             "checkpoint.resume",
@@ -340,3 +352,101 @@ def _check_beginning(path: Path, known: FileSum) -> None:
             raise unreadable(path, f"it has {size} bytes, not {known.size}: cut short, or changed")
         if crc_of(file.read(known.head)) != known.crc:
             raise unreadable(path, "its beginning is not what was written (a checksum differs)")
+
+
+# ---- folders ------------------------------------------------------------------------------------
+
+
+def checkpoint_name(step: int, *, failed: bool = False) -> str:
+    """Return the name of a step's folder, such as ``step-00000100``."""
+    return f"{'failed-' if failed else ''}step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in a folder's name; None if :func:`list_checkpoints` would not list it."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1] or match[2])
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """List the complete checkpoints under ``root``, oldest first, without those of failed runs."""
+    if not root.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(root.iterdir()):  # hidden names first: a replaced step gives way
+        if (step := step_of(path)) is not None:
+            found[step] = path
+    return [found[step] for step in sorted(found)]
+
+
+def newest_in(path: Path) -> Path:
+    """Return the newest checkpoint in ``path``, a run's output folder or a folder of checkpoints.
+
+    If it holds none, ``path`` itself is returned, which should then be a checkpoint.
+    """
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    return found[-1] if found else path
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed processes left half written or half removed.
+
+    Only a process that has ``root`` to itself may call this: it would remove what another live
+    process is writing.
+    """
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if match := _LEFTOVER.fullmatch(path.name):
+            final = root / match[1]
+            if match[2] == "replaced" and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def begin(final: Path) -> Path:
+    """Make an empty folder beside ``final``, to be filled and then passed to :func:`commit`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    new = _hidden(final, str(os.getpid()))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    return new
+
+
+def commit(new: Path, final: Path) -> None:
+    """Rename ``new``, whose files are complete and on the disk, to ``final``.
+
+    If there was a complete ``final``, there is one at every instant, whenever this process dies.
+
+    Raises:
+        OSError: it cannot be renamed; ``final`` is unchanged.
+    """
+    replaced = _hidden(final, "replaced")
+    fsync(new)
+    try:
+        if final.exists():  # this very step was saved before
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)  # which counts as this step while there is no other
+        new.rename(final)
+        fsync(final.parent)
+    finally:
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; at no instant does it look like a damaged one."""
+    removed = _hidden(checkpoint, "removed")
+    try:
+        shutil.rmtree(removed, ignore_errors=True)
+        checkpoint.rename(removed)
+        shutil.rmtree(removed)
+    except OSError as error:
+        logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
+
+
+def _hidden(checkpoint: Path, kind: str) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.{kind}")

@@ -1,9 +1,9 @@
-"""A checkpoint on disk, of which each rank reads what it needs, whatever layout wrote it.
+"""Reading checkpoints: each rank reads what it needs, whatever layout wrote it.
 
 :class:`StoredTensor` is a tensor in files that is indexed like one in memory: ``stored[box]`` reads
-the pieces that overlap ``box``, chunks of :data:`~moetrain.checkpoint.format.CHUNK` at a time in
-several threads, and checks every chunk. It takes host memory of what it gives, and where a box cuts
-a piece's columns, of those rows whole.
+the pieces that overlap ``box``, in chunks of :data:`~moetrain.checkpoint.format.CHUNK` and several
+threads, and checks every chunk. It takes host memory for what it returns, and where a box cuts a
+piece's columns, for whole rows of the piece.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from moetrain.checkpoint.folder import step_of
 from moetrain.checkpoint.format import (
     CHUNK,
     CRC_DIGITS,
@@ -33,26 +32,26 @@ from moetrain.checkpoint.format import (
     crc_of,
     open_file,
     read_manifest,
+    step_of,
     unreadable,
 )
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
-from moetrain.models.hf.files import CONFIG
 
-READERS = 8
-"""Threads of a rank that read and check: a disk's queue, and checksums of 2 GiB/s a core."""
+_READERS = 8
+"""Threads of a rank that read and check: they fill a disk's queue, and a core checks 2 GiB/s."""
 _FIELDS = {"step": int, "tokens": int, "sample_index": int, "architecture": dict, "config": dict}
-"""What ``state.json`` must hold; numbers count from 0."""
+"""Fields that ``state.json`` must have, and their types; the numbers are not negative."""
 
 
 @cache
 def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-read")
+    return ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-read")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint; reading raises Damaged for whatever is not as it was written."""
+    """One tensor of a checkpoint; reading raises DamagedCheckpoint for bytes that have changed."""
 
     folder: Path
     entry: ManifestEntry
@@ -66,7 +65,7 @@ class StoredTensor:
         return self.entry.dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
-        """What lies in ``box``, a slice for every dim, or ``()`` for all; on the CPU."""
+        """Read ``box``, a slice for each dim, or ``()`` for the whole tensor, to the CPU."""
         wanted = [part.indices(size)[:2] for part, size in zip(box, self.shape, strict=False)]
         wanted += [(0, size) for size in self.shape[len(wanted) :]]
         whole = torch.empty([stop - start for start, stop in wanted], dtype=self.dtype)
@@ -77,7 +76,7 @@ class StoredTensor:
         return whole
 
     def _copy(self, piece: FilePiece, wanted: list[tuple[int, int]], out: torch.Tensor) -> int:
-        """Copy what ``piece`` has of ``wanted`` into ``out``; returns how many numbers."""
+        """Copy what ``piece`` has of ``wanted`` into ``out``; return how many numbers that is."""
         mine = list(zip(piece.starts, piece.stops, strict=True))
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, wanted, strict=True)]
         if any(start >= stop for start, stop in both):
@@ -101,8 +100,8 @@ class StoredTensor:
         return target.numel()
 
     def _read(self, piece: FilePiece, start: int, stop: int, out: torch.Tensor) -> None:
-        """Bytes ``start`` to ``stop`` of ``piece``, into contiguous ``out``."""
-        path, size = self.folder / piece.file, self._bytes(piece)
+        """Read bytes ``start`` to ``stop`` of ``piece`` into ``out``, which is contiguous."""
+        path, size = self.folder / piece.file, self.dtype.itemsize * piece.numel
         buffer = out.view(-1).view(torch.uint8).numpy()
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -143,28 +142,19 @@ class StoredTensor:
             problem = f"bytes {where} are not what was written (a checksum differs)"
             raise unreadable(self.folder / piece.file, problem)
 
-    def _bytes(self, piece: FilePiece) -> int:
-        sizes = (b - a for a, b in zip(piece.starts, piece.stops, strict=True))
-        return self.dtype.itemsize * torch.Size(sizes).numel()
-
     def check(self, rank: int = 0, ranks: int = 1) -> None:
-        """Read the share of ``rank`` among ``ranks`` and forget it; raises Damaged."""
-        for number, piece in enumerate(self.entry.pieces):
-            if number % ranks == rank:
-                self._check_piece(piece)
-
-    def _check_piece(self, piece: FilePiece) -> None:
-        size = self._bytes(piece)
-        step = READERS * CHUNK
-        scratch = torch.empty(min(step, size), dtype=torch.uint8)
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            self._read(piece, start, stop, scratch[: stop - start])
+        """Read and check one rank's share of the pieces; raises DamagedCheckpoint."""
+        for piece in self.entry.pieces[rank::ranks]:
+            size, step = self.dtype.itemsize * piece.numel, _READERS * CHUNK
+            scratch = torch.empty(min(step, size), dtype=torch.uint8)
+            for start in range(0, size, step):
+                stop = min(start + step, size)
+                self._read(piece, start, stop, scratch[: stop - start])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk; tensors are read when asked for."""
+    """A checkpoint on disk; a tensor is read when it is indexed."""
 
     folder: Path
     state: dict[str, Any]
@@ -172,14 +162,14 @@ class Checkpoint:
 
     @property
     def groups(self) -> list[str]:
-        """Names of the groups of tensors in it."""
+        """Names of the groups of tensors."""
         return list(self.contents.groups)
 
     def group(self, name: str) -> dict[str, StoredTensor]:
-        """The tensors of a group, to be read in parts.
+        """Return the tensors of a group, unread.
 
         Raises:
-            Damaged: there is no such group.
+            DamagedCheckpoint: there is no such group.
         """
         if name not in self.contents.groups:
             raise unreadable(self.folder, f"it has no group {name!r}, but {self.groups}")
@@ -187,29 +177,29 @@ class Checkpoint:
         return {key: StoredTensor(self.folder, entry) for key, entry in entries.items()}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of a group, whole, on the CPU.
+        """Read the tensors of a group, whole, to the CPU.
 
         Raises:
-            Damaged: a file is missing or damaged.
+            DamagedCheckpoint: a file is missing or damaged.
         """
         return {key: stored[()] for key, stored in self.group(name).items()}
 
     def stored(self) -> Iterator[tuple[str, str, StoredTensor]]:
-        """Every group, name and tensor."""
+        """Iterate over every tensor with its group and name."""
         for group in self.groups:
             for name, stored in self.group(group).items():
                 yield group, name, stored
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint ``folder``, as far as can be told without reading its tensors intact.
+    """Open a checkpoint, and check all that can be checked without reading its tensors.
 
-    That is: the manifest and ``state.json`` are what was written, the latter with every field; and
-    files are of their sizes and have the headers they were given.
+    The manifest and ``state.json`` must be what was written, the state must have every field, and
+    every file must have its size and its header.
 
     Raises:
-        ConfigError: it is not a checkpoint, or of another version.
-        Damaged: it is damaged; the message names the file.
+        ConfigError: it is not a checkpoint, or has another version of the format.
+        DamagedCheckpoint: it is damaged; the message names the file.
     """
     if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
         raise _without_manifest(folder)
@@ -229,10 +219,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _without_manifest(folder: Path) -> ConfigError:
-    """The error for a folder without a manifest: no checkpoint, an old one, or a damaged one."""
+    """Make the error for a folder without a manifest: no checkpoint, an old or a damaged one."""
     names = os.listdir(folder) if folder.is_dir() else []
     has_weights = any(name.endswith(".safetensors") for name in names)
-    if has_weights and CONFIG in names and step_of(folder) is None:
+    if has_weights and "config.json" in names and step_of(folder) is None:
         return ConfigError(
             "checkpoint.resume",
             f"{str(folder)!r} is not a run's checkpoint but a Hugging Face one: give it as "
@@ -262,7 +252,7 @@ def _refuse_first_format(folder: Path) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether :func:`open_checkpoint` takes it."""
+    """Return whether :func:`open_checkpoint` accepts it."""
     try:
         open_checkpoint(folder)
     except ConfigError:

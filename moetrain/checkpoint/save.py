@@ -1,13 +1,14 @@
-"""Saving: every rank writes its parts in a thread, and one gives the whole its name at the end.
+"""Saving: every rank writes its slices in a thread, and rank 0 names the whole at the end.
 
     rank 0   makes .step-N.<pid>   writes its files   awaits all reports: manifest, rename
     others   wait for it           write theirs       report, wait for the outcome
 
-What is said between ranks goes through their store, on the host, so no collective is in the way of
-a step that runs meanwhile. A save that fails anywhere fails everywhere with one message, leaves
-nothing, and what was complete stays so. The machines of a run must see one file system.
+Ranks talk through their store, on the host, so no collective is in the way of a step that runs
+meanwhile. A save that fails on one rank fails on all with one message and leaves nothing behind;
+complete checkpoints stay as they were. The machines of a run must share one file system.
 
-Left out on purpose: copies of what changes during the write (:mod:`moetrain.checkpoint.staging`).
+:class:`Saver` writes tensors that do not change meanwhile. :class:`Staging` copies a rank's state
+to host memory while the next step already runs, so that the saver can write the copies.
 """
 
 from __future__ import annotations
@@ -21,17 +22,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetrain.checkpoint.folder import begin, checkpoint_name, commit, list_checkpoints, remove
-from moetrain.checkpoint.folder import step_of as _step_of
-from moetrain.checkpoint.format import Contents, write_manifest, write_tensors
+import torch
+
+from moetrain.checkpoint.format import (
+    Contents,
+    begin,
+    checkpoint_name,
+    commit,
+    list_checkpoints,
+    remove,
+    step_of,
+    write_manifest,
+    write_tensors,
+)
 from moetrain.checkpoint.read import is_intact
 from moetrain.config import RunFailed
+from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.offload.pinned import HostMemory
 from moetrain.parallel.rendezvous import Rendezvous
 
 FILE_BYTES = 2 << 30
-"""Of tensors in a file, unless one alone has more: enough files for several to be written at once,
-and few enough for file systems that are slow with many."""
+"""Most bytes of tensors in a file, unless one tensor alone has more. That makes enough files for
+several to be written at once, and few enough for file systems that are slow with many files."""
 WRITERS = 4
 """Files that a rank writes at once: a checksum takes as long as a write to the page cache."""
 
@@ -40,69 +53,69 @@ Groups = Mapping[str, Mapping[str, TensorSlice]]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a save is to leave behind."""
+    """Where a save writes, and which checkpoints remain after it."""
 
     root: Path
     step: int
     keep: int
-    """Only the newest so many intact checkpoints stay, ..."""
+    """How many of the newest intact checkpoints are kept."""
     keep_every: int = 0
-    """... and those of multiples of this (0: no others), for good."""
+    """Checkpoints of steps that are multiples of this are kept for good; 0: none are."""
     failed: bool = False
-    """Of a run that failed: as ``failed-step-N``, in place of earlier ones of that kind; nothing
-    else is removed."""
+    """The run has failed: save ``failed-step-N``, which replaces earlier ones of that kind, and
+    remove nothing else."""
 
     @property
     def path(self) -> Path:
-        """Where it will be."""
+        """The folder of the checkpoint."""
         return self.root / checkpoint_name(self.step, failed=self.failed)
 
     def outdated(self) -> list[Path]:
-        """What goes when it is there."""
+        """List the checkpoints to remove once this one is complete."""
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
         intact = [path for path in list_checkpoints(self.root) if is_intact(path)]
         return [path for path in intact[: -self.keep] if not self._is_milestone(path)]
 
     def _is_milestone(self, path: Path) -> bool:
-        return bool(self.keep_every) and (_step_of(path) or 0) % self.keep_every == 0
+        return bool(self.keep_every) and (step_of(path) or 0) % self.keep_every == 0
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is complete."""
+    """A complete checkpoint."""
 
     path: Path
     seconds: float
-    """From the beginning of the write to its name."""
+    """Time from the beginning of the write until the folder had its name."""
     num_bytes: int
-    """Of this rank's tensors."""
+    """Size of the tensors that this rank wrote."""
 
 
 class Saver:
-    """Writes checkpoints of one rank, one at a time, behind the caller's back.
+    """Writes checkpoints of one rank in a background thread, one at a time.
 
     Every rank makes the same calls in the same order.
     """
 
     def __init__(self, rendezvous: Rendezvous | None) -> None:
-        """``rendezvous``: with the other ranks, and nobody else's; None: there are none."""
+        """``rendezvous`` with the other ranks, for this saver alone; None: there are none."""
         self._rendezvous = rendezvous
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Saved] | None = None
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank makes, names and removes folders."""
+        """Whether this is the rank that makes, names and removes folders."""
         return self._rendezvous is None or self._rendezvous.rank == 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save has not been waited for, or found finished."""
+        """Whether a save was started whose result has not been taken yet."""
         return self._under_way is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether :meth:`wait` would take time."""
+        """Whether a save is still being written, so that :meth:`wait` would block."""
         return self._under_way is not None and not self._under_way.done()
 
     def start(
@@ -112,19 +125,20 @@ class Saver:
         state: Mapping[str, Any],
         ready: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin to save; call :meth:`wait` or :meth:`finished` before the next.
+        """Start to save; call :meth:`wait` or :meth:`finished` before the next start.
 
         Args:
-            groups: this rank's parts by group and name, which must not change until it is done.
-                Every group is named on every rank.
-            state: as JSON; the main rank's counts.
-            ready: called in the thread, returns when the tensors have their values.
+            groups: this rank's slices by group and name, which must not change until the save is
+                done. Every rank names every group.
+            state: a JSON object for ``state.json``; the main rank's is written.
+            ready: a function that the thread calls first; it returns when the tensors have their
+                values.
         """
         assert not self.is_busy  # whoever starts has waited
         self._under_way = self._thread.submit(self._save, plan, groups, state, ready)
 
     def finished(self) -> Saved | None:
-        """What was saved, if one is done since the last call; None: none is, or none was begun.
+        """Return the checkpoint that has become complete since the last call; None: there is none.
 
         Raises:
             RunFailed: it could not be written; nothing of it is left.
@@ -158,7 +172,7 @@ class Saver:
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
 
     def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
-        """What the main rank's ``act`` gives, on every rank; RunFailed if it fails there."""
+        """Return on every rank what the main rank's ``act`` returns; RunFailed if that fails."""
         outcome = _attempt(act) if self.is_main else ""
         if self._rendezvous is not None:
             outcome = self._rendezvous.broadcast(outcome)
@@ -171,7 +185,7 @@ class Saver:
         return answer["value"]
 
     def _write_parts(self, folder: Path, mine: Groups, ready: Callable[[], object]) -> str:
-        """Write this rank's files; returns what is in them, as JSON."""
+        """Write this rank's files; return their :class:`Contents` as JSON."""
         ready()
         rank = 0 if self._rendezvous is None else self._rendezvous.rank
         jobs = [
@@ -190,7 +204,7 @@ class Saver:
 
 
 def _attempt(act: Callable[[], str]) -> str:
-    """What ``act`` gives, or the disk's refusal, as JSON."""
+    """Return as JSON what ``act`` returns, or the OSError that it raises."""
     try:
         return json.dumps({"value": act()})
     except OSError as error:
@@ -198,7 +212,7 @@ def _attempt(act: Callable[[], str]) -> str:
 
 
 def written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
-    """Of what several ranks hold, this one's share; and nothing of what is empty."""
+    """Select the slices that this rank writes: its share of copies, and nothing that is empty."""
     return {
         name: part
         for name, part in parts.items()
@@ -207,7 +221,7 @@ def written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
 
 
 def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice]]:
-    """``parts``, cut to files of about :data:`FILE_BYTES`, in order."""
+    """Divide ``parts``, in order, into files of at most :data:`FILE_BYTES`."""
     files: list[dict[str, TensorSlice]] = []
     size = FILE_BYTES
     for name, part in parts.items():
@@ -220,7 +234,7 @@ def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice
 
 
 def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[str, Any]) -> str:
-    """Write the manifest of what all ranks have written, and give the folder its name."""
+    """Write the manifest of what all ranks have written, and rename the folder."""
     answers = [json.loads(report) for report in reports]
     for rank, answer in enumerate(answers):
         if "error" in answer:
@@ -235,3 +249,61 @@ def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[
     write_manifest(new, contents, state)
     commit(new, plan.path)
     return str(plan.path)
+
+
+class Staging:
+    """Host memory with a copy of a rank's state, for one save at a time.
+
+    On CUDA the copies run on a stream of their own into pinned memory, as many bytes as the rank's
+    slices have. It is kept for the next save, since pinning takes far longer than copying. Call
+    :meth:`hold_changes` before anything changes the state.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    def reserve(self, size: int) -> None:
+        """Allocate ``size`` bytes; earlier copies are lost.
+
+        Raises:
+            RunFailed: the system does not grant so much pinned memory.
+        """
+        self._memory.reserve(size)
+
+    def copy(
+        self, groups: Mapping[str, Mapping[str, TensorSlice]]
+    ) -> tuple[dict[str, dict[str, TensorSlice]], Callable[[], object]]:
+        """Copy ``groups`` as they are at this point of the device's work.
+
+        Returns:
+            The copies, valid until the next call, and a function that waits until they are made.
+        """
+        parts = [part for named in groups.values() for part in named.values()]
+        self.reserve(sum(aligned(part.tensor.nbytes) for part in parts))
+        start = 0
+        staged: dict[str, dict[str, TensorSlice]] = {}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            for group, named in groups.items():
+                staged[group] = {}
+                for name, part in named.items():
+                    tensor = part.tensor.detach()
+                    flat = self._memory.bytes[start : start + tensor.nbytes].view(tensor.dtype)
+                    host = flat.view(tensor.shape).copy_(tensor, non_blocking=True)
+                    staged[group][name] = part._replace(tensor=host)
+                    start += aligned(tensor.nbytes)
+        if self._stream is None:
+            return staged, lambda: None
+        self._copied = copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return staged, copied.synchronize
+
+    def hold_changes(self) -> None:
+        """Make device work that is queued from here on wait for the copies."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)

@@ -27,8 +27,16 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from moetrain.checkpoint.folder import begin, commit, list_checkpoints, newest_in
-from moetrain.checkpoint.format import Contents, DamagedCheckpoint, write_manifest, write_tensors
+from moetrain.checkpoint.format import (
+    Contents,
+    DamagedCheckpoint,
+    begin,
+    commit,
+    list_checkpoints,
+    newest_in,
+    write_manifest,
+    write_tensors,
+)
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.checkpoint.save import SavePlan, cut_to_files
 from moetrain.cli.command import Parser, run_command

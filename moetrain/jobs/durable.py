@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moetrain.checkpoint.folder import fsync
 from moetrain.checkpoint.format import holds_seal, sealed
+from moetrain.config.files import fsync
 from moetrain.jobs.requests import BadRequest
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from moetrain.checkpoint.folder import list_checkpoints, step_of
+from moetrain.checkpoint.format import list_checkpoints, step_of
 from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.journal import Journal
 from moetrain.jobs.requests import BadRequest

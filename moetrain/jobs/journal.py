@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moetrain.checkpoint.folder import fsync
+from moetrain.config.files import fsync
 from moetrain.config.sources import shortened
 from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.requests import KINDS, BadRequest

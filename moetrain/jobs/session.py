@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moetrain.checkpoint.folder import list_checkpoints, step_of
+from moetrain.checkpoint.format import list_checkpoints, step_of
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.config import Config, RunFailed
 from moetrain.config.rl import RlSection

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moetrain.config import Config, LogSection
+from moetrain.config.files import write_atomically
 from moetrain.config.hardware import GPUS, kind_of
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
@@ -109,12 +110,8 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         # Not in place: a disk that is full, or a kill, would take lines that are long written.
-        new = folder / ".metrics.jsonl"
-        try:
-            new.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
-            new.replace(self.path)
-        finally:
-            new.unlink(missing_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        write_atomically(self.path, lambda new: new.write_text(text, "utf-8"))
         self._file = self.path.open("a", encoding="utf-8")
         self._board = None
         if config.tensorboard:

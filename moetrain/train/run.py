@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from moetrain.checkpoint.folder import checkpoint_name
+from moetrain.checkpoint.format import checkpoint_name
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.checkpoint.save import Saved
 from moetrain.config import Config, ConfigError, RunFailed, launched_place

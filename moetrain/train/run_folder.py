@@ -23,8 +23,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moetrain.checkpoint.folder import list_checkpoints, newest_in, remove_leftovers, step_of
-from moetrain.checkpoint.format import DamagedCheckpoint
+from moetrain.checkpoint.format import (
+    DamagedCheckpoint,
+    list_checkpoints,
+    newest_in,
+    remove_leftovers,
+    step_of,
+)
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import shortened

@@ -16,8 +16,7 @@ import torch
 
 from moetrain.checkpoint.format import DamagedCheckpoint
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
-from moetrain.checkpoint.save import Saved, SavePlan, Saver, written_here
-from moetrain.checkpoint.staging import Staging
+from moetrain.checkpoint.save import Saved, SavePlan, Saver, Staging, written_here
 from moetrain.config import ConfigError
 from moetrain.config.sources import changed_settings, leaves, shortened
 from moetrain.models.architecture import Architecture

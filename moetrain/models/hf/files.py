@@ -26,6 +26,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError
+from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
 
 
 class FileTensor(NamedTuple):
@@ -80,21 +81,7 @@ EXPORT = "hf"
 MANIFEST = ".moetrain-export.json"
 """Names what an export wrote, so that the next one into the same folder can remove what is old."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""By the name that safetensors gives them; what has another dtype cannot be carried."""
+DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
 _TOKENIZER_FILES = {
@@ -115,8 +102,6 @@ _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|h5|msgpack|onnx|onnx_data|gguf|ggml|npz|npy|pkl|pickle"
     r"|joblib|tflite|ot|mlmodel|pb|zip|tar|gz|index\.json)"
 )
-_LEFTOVER = re.compile(r"\.[\w.-]+\.\d+\.tmp")
-"""The temporary names of :func:`replace`."""
 _MAX_COPY_BYTES = 256 * 2**20
 _MAX_JSON_BYTES = 256 * 2**20
 
@@ -409,31 +394,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
-    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def copy_file(source: Path, path: Path) -> None:
     """Copies a file's bytes, whole or not at all; nothing to do if it is the same file."""
     path.parent.mkdir(exist_ok=True)
     if not (path.exists() and path.samefile(source)):
-        replace(path, lambda temporary: shutil.copyfile(source, temporary))
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets ``write`` fill a temporary file beside ``path``, then gives it that name at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Removes what exports that were killed have left half written."""
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            path.unlink()
+        write_atomically(path, lambda temporary: shutil.copyfile(source, temporary))
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:

@@ -32,10 +32,11 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from safetensors.torch import save_file
 
 from moetrain.config import ConfigError, LoraSection
+from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import find_family
 from moetrain.models.family import HFFamily, Place, all_pieces
-from moetrain.models.hf.files import follow, listing, open_shard, read_json, replace, write_json
+from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_json
 from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
@@ -151,7 +152,7 @@ def save_peft(
     }
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
-    replace(folder / TENSORS, lambda temporary: save_file(tensors, temporary, metadata))
+    write_atomically(folder / TENSORS, lambda temporary: save_file(tensors, temporary, metadata))
     write_json(folder / SETTINGS, settings)
 
 

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from moetrain.config import ConfigError
+from moetrain.config.files import remove_temporaries, write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.config import exported_config
 from moetrain.models.hf.files import (
@@ -42,9 +43,7 @@ from moetrain.models.hf.files import (
     is_tokenizer_file,
     listing,
     open_shard,
-    remove_leftovers,
     remove_stale,
-    replace,
     write_json,
     write_text,
 )
@@ -142,7 +141,7 @@ def save_stream(
     files = side_files(model.arch, source, tokenizer, default)
     if share.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
+        remove_temporaries(folder)
     share.wait()
     with ExitStack() as stack:
         extra, lost = ([], []) if source is None else _extra_tensors(source, stack)
@@ -301,7 +300,7 @@ class _Shards:
         return tensor.contiguous().to(dtype).to("cpu", copy=is_borrowed)
 
     def _write_file(self, path: Path, values: Mapping[str, torch.Tensor]) -> None:
-        replace(path, lambda temporary: save_file(dict(values), temporary, _METADATA))
+        write_atomically(path, lambda temporary: save_file(dict(values), temporary, _METADATA))
 
     def write_index(self) -> set[str]:
         """Write the index of all processes' files; the names of all of them."""

@@ -1,0 +1,66 @@
+"""Files that appear whole or not at all, and the dtypes that safetensors files can hold.
+
+It lies in the lowest package, because models, checkpoints, metrics and jobs all write such files,
+and none of these packages may import another's helpers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names of dtypes in safetensors files and in torch; tensors of other dtypes are not read."""
+_TEMPORARY = re.compile(r"\.[\w.-]+\.\d+\.tmp")
+
+
+def write_atomically(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, then rename it to ``path``.
+
+    Whatever the process dies of, ``path`` holds the old content or the new. ``durable`` forces the
+    content and the name to the disk before this returns.
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        if durable:
+            fsync(temporary)
+        temporary.replace(path)
+        if durable:
+            fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove the files that killed calls of :func:`write_atomically` have left in ``folder``."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink()
+
+
+def fsync(path: Path) -> None:
+    """Force the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
