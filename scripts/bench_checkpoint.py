@@ -42,7 +42,8 @@ from bench_train import commit, device_name
 from moetrain.checkpoint.format import CHUNK
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import FILE_BYTES, WRITERS
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train.metrics import SilentLog
 from moetrain.train.run import garbage_collector_off

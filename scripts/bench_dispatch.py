@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from bench_train import commit
 
-from moetrain.config import Precision
+from moetrain.config.compute import Precision
 from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.deepep_ops import disconnect

@@ -23,7 +23,8 @@ import torch
 from bench_train import wait
 
 from moetrain.cli.launch import start_ranks
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.trainer import Trainer

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from bench_train import commit, device_name
 
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import Transformer, build_model, compile_blocks
 from moetrain.parallel.expert.deepep import choose_transport

@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator
 import torch
 from bench_train import commit, device_name
 
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
 from moetrain.optim.adamw import MOMENTS
 from moetrain.parallel.fsdp.mapped import forget_peak

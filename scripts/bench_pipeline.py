@@ -49,7 +49,8 @@ from bench_train import (
 )
 
 from moetrain.cli.launch import start_ranks
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Action, simulate
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib

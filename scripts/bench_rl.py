@@ -24,7 +24,8 @@ from typing import Any
 
 from bench_train import commit, device_name
 
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
 from moetrain.rl.envs import Episode, Turn
 from moetrain.rl.trainer import RlTrainer

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moetrain.cli.launch import start_ranks
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
 from moetrain.train.run import garbage_collector_off
 

@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from bench_train import commit, device_name
 
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import join_world

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config, launched_place
+from moetrain.config import Config
+from moetrain.config.environment import launched_place
 from moetrain.data.build import build_data
 from moetrain.data.loader import Batch, Loader
 from moetrain.data.packing import IGNORE_INDEX

@@ -18,14 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetrain.config import (
-    ActivationSection,
-    Config,
-    ConfigError,
-    KernelsSection,
-    MoeSection,
-    SavedName,
-)
+from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
 from moetrain.kernels import backend
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.init import init_weights

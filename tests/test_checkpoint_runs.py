@@ -25,8 +25,9 @@ from test_rl_run import config_of as rl_config
 from moetrain.checkpoint import save as checkpoint_save
 from moetrain.checkpoint.format import list_checkpoints
 from moetrain.cli.train import main
-from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
-from moetrain.config.sources import LaunchedPlace
+from moetrain.config import JOB_RECIPES, Config, ConfigError
+from moetrain.config.environment import LaunchedPlace
+from moetrain.config.sources import RunFailed
 from moetrain.jobs.service import Service
 from moetrain.jobs.session import JobSession
 from moetrain.models.hf.load import resolve_architecture

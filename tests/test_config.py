@@ -9,8 +9,9 @@ import pytest
 from moetrain.cli import checkpoint, generate, serve
 from moetrain.cli.command import settings_help
 from moetrain.cli.train import main, run_jobs, run_rl
-from moetrain.config import TRAIN_RECIPES, Config, ConfigError, recipe_names
+from moetrain.config import TRAIN_RECIPES, Config, ConfigError
 from moetrain.config.sections import TrainSection
+from moetrain.config.sources import recipe_names
 from moetrain.train.setup import resolve_run
 
 

@@ -11,7 +11,8 @@ import torch
 from deaths import dying
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moetrain.config import JOB_RECIPES, Config, ConfigError, RunFailed
+from moetrain.config import JOB_RECIPES, Config, ConfigError
+from moetrain.config.sources import RunFailed
 from moetrain.jobs import journal
 from moetrain.jobs import session as desk_module
 from moetrain.jobs.journal import Full

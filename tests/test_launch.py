@@ -17,15 +17,17 @@ from torch.distributed import TCPStore
 
 from moetrain.cli import launch
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.config.sources import LaunchedPlace, read_place
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import LaunchedPlace, read_place
+from moetrain.config.sources import RunFailed
 from moetrain.parallel.rendezvous import find_ranks
 
 # What ranks run: the real command line, with a trainer that does what it is told.
 RANK = """
 import glob, os, signal, sys, time, types
 import moetrain.cli.rank, moetrain.cli.train
-from moetrain.config import ConfigError, RunFailed
+from moetrain.config import ConfigError
+from moetrain.config.sources import RunFailed
 from moetrain.cli.train import main
 
 rank, folder = int(os.environ["RANK"]), sys.argv[2]

@@ -9,8 +9,9 @@ from distributed import spawn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from moetrain.config import Config, ConfigError, ParallelSection, RunFailed
-from moetrain.config.sources import LaunchedPlace
+from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.config.environment import LaunchedPlace
+from moetrain.config.sources import RunFailed
 from moetrain.models.families import make_architecture
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module

@@ -8,7 +8,7 @@ import pytest
 from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
-from moetrain.config import RunFailed
+from moetrain.config.sources import RunFailed
 from moetrain.rl.calls import (
     HOPELESS_STEPS,
     LARGEST_REWARD,

@@ -49,4 +49,4 @@ def test_the_environment_is_read_in_config_alone():
         for path in (ROOT / "moetrain").rglob("*.py")
         if any(word in path.read_text() for word in ("os.environ[", "environ.get", "getenv"))
     }
-    assert readers <= {"moetrain/config/__init__.py"}
+    assert readers <= {"moetrain/config/environment.py"}

@@ -21,7 +21,8 @@ from rich.console import Console
 from moetrain.checkpoint.format import list_checkpoints
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.cli.train import main
-from moetrain.config import Config, ConfigError, LogSection, RunFailed
+from moetrain.config import Config, ConfigError, LogSection
+from moetrain.config.sources import RunFailed
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.parallel import apply
 from moetrain.train.metrics import MetricsLog, read_metrics
@@ -153,7 +154,7 @@ def test_the_logged_balance_is_the_global_batchs_whatever_is_trained(tiny, coeff
 )
 def test_which_form_of_the_balancing_loss_is_trained(words, pooled):
     config = Config.load(None, words, environ={})
-    assert config.moe.pools_aux_loss(config.model) is pooled
+    assert config.moe.pools_aux_loss(config.model.path) is pooled
 
 
 def test_recomputation_changes_no_gradient(tiny):

@@ -36,7 +36,7 @@ from moetrain.checkpoint.format import (
     write_tensors,
 )
 from moetrain.checkpoint.read import is_intact
-from moetrain.config import RunFailed
+from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.offload.pinned import HostMemory

@@ -23,7 +23,8 @@ from typing import NoReturn
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moetrain.config import Config, ConfigError, Recipes, let_idle_threads_sleep
+from moetrain.config import Config, ConfigError, Recipes
+from moetrain.config.environment import let_idle_threads_sleep
 from moetrain.config.sources import ENV_PREFIX, recipe_names
 
 

@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from moetrain.config.sources import GATE
+from moetrain.config.environment import GATE
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.1

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import get_args
 
 from moetrain.cli.command import Parser, run_command
-from moetrain.config import ConfigError, user_cache_dir
+from moetrain.config import ConfigError
+from moetrain.config.environment import user_cache_dir
 from moetrain.rollout.access import Access, Auth
 
 

@@ -23,20 +23,11 @@ from typing import Any, NamedTuple
 
 from moetrain.cli.command import error_line, reader_may_leave, settings_help, version
 from moetrain.cli.rank import pass_gate
-from moetrain.config import (
-    JOB_RECIPES,
-    RL_RECIPES,
-    TRAIN_RECIPES,
-    Config,
-    ConfigError,
-    LaunchedPlace,
-    Recipes,
-    RunFailed,
-    launched_place,
-    let_idle_threads_sleep,
-)
+from moetrain.config import JOB_RECIPES, RL_RECIPES, TRAIN_RECIPES, Config, ConfigError, Recipes
+from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
+from moetrain.config.sources import RunFailed
 
 
 class Program(NamedTuple):

@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NamedTuple, get_args
 
 from pydantic import PrivateAttr, ValidationError, field_validator
@@ -30,37 +29,31 @@ from moetrain.config.compute import (
     MoeSection,
     ParallelSection,
 )
-from moetrain.config.compute import Precision as Precision
-from moetrain.config.compute import SavedName as SavedName
-from moetrain.config.jobs import JobsSection
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import (
     CheckpointSection,
     DataSection,
+    JobsSection,
     LaunchSection,
     LogSection,
     LoraSection,
     ModelSection,
     OptimSection,
-    Section,
     TrainSection,
 )
 from moetrain.config.sources import (
     ConfigError,
-    LaunchedPlace,
     Layer,
+    Section,
     is_recipe,
     leaves,
     merge,
     nest,
     read_cli,
     read_env,
-    read_place,
     read_source,
     shortened,
 )
-from moetrain.config.sources import RunFailed as RunFailed
-from moetrain.config.sources import recipe_names as recipe_names
 
 
 class Recipes(NamedTuple):
@@ -336,27 +329,6 @@ def _name_of_run(config: Config) -> str:
     return f"{path.name}-{name}"
 
 
-def launched_place() -> LaunchedPlace | None:
-    """This process's place among those that torchrun, srun or moetrain started; None: alone."""
-    return read_place(os.environ)
-
-
-def allocator_is_set() -> bool:
-    """Whether the user has told torch how to allocate device memory."""
-    return bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ))
-
-
-def c_compiler() -> str | None:
-    """The C compiler that Triton will find, None: none."""
-    named = os.environ.get("CC")
-    return next(filter(None, map(shutil.which, [named] if named else ["clang", "gcc"])), None)
-
-
-def user_cache_dir() -> Path:
-    """The user's cache folder of moetrain: under XDG_CACHE_HOME, else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetrain"
-
-
 def _settings() -> dict[str, bool]:
     """Every dotted name, and whether it may be unset."""
     names = {}
@@ -377,21 +349,6 @@ def _as_config_error(error: ValidationError) -> ConfigError:
         _remedy(e["msg"]) for e in error.errors() if ".".join(map(str, e["loc"])).startswith(field)
     )
     return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(messages)}")
-
-
-def let_idle_threads_sleep() -> None:
-    """Have OpenMP's idle threads sleep: at once if the machine is busy, else after microseconds.
-
-    What the environment says goes before. To be called before torch is imported, which reads it.
-
-    By default they spin for a millisecond and take the cores from whoever has work. Seconds a step
-    of the debug recipe on two cores: idle 0.38, at most 0.52 with short spins, 0.61 asleep; beside
-    four busy processes 3.0 with short spins, 1.9 asleep; beside eighteen 21 and 1.5.
-    """
-    if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    elif "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _remedy(message: str) -> str:

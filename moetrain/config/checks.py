@@ -14,10 +14,7 @@ process and many, and what it says of sums over ranks holds where there is one r
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, NamedTuple, get_args
-
-from moetrain.config.compute import AttentionName
-from moetrain.config.sections import LoraSection
+from typing import Any, NamedTuple
 
 CUDA, DEEPEP, EXPERTS, DRY_RUN = "a CUDA device", "DeepEP", "experts", "--dry_run"
 """Facts: what a run may turn out to have, or not."""
@@ -54,9 +51,8 @@ class Need(NamedTuple):
 
     def covers(self, name: str) -> bool:
         """Whether this is about the setting ``name``."""
-        return self.setting == name or (
-            self.setting.endswith(".*") and name.startswith(self.setting[:-1])
-        )
+        is_in_section = self.setting.endswith(".*") and name.startswith(self.setting[:-1])
+        return self.setting == name or (is_in_section and name not in self.of)
 
 
 _TEXTS = {"text", "jsonl"}
@@ -78,7 +74,7 @@ NEEDS: tuple[Need, ...] = (
     Need("train.sample_tokens", {"data.source": Other("synthetic")}, SOME),
     Need("train.sample_prompt", {"data.source": Other("synthetic")}),
     Need("train.sample_prompt", {"train.sample_tokens": SOME}),
-    *(Need(f"lora.{k}", {"lora.rank": SOME}) for k in LoraSection.model_fields if k != "rank"),
+    Need("lora.*", {"lora.rank": SOME}),
     Need("lora.init", {"lora.path": {None}}),
     Need("lora.layout", {"lora.save": {True}}),
     Need("lora.layout", {EXPERTS: HELD}),
@@ -110,7 +106,7 @@ NEEDS: tuple[Need, ...] = (
     # products; exact promises the bits of generation, which computes in bf16.
     Need("kernels.precision", {"parallel.tp": {1}}),
     Need("kernels.precision", {"lora.rank": {0}}),
-    Need("kernels.precision", {"kernels.attention": {*get_args(AttentionName)} - {"exact"}}),
+    Need("kernels.precision", {"kernels.attention": Other("exact")}),
     Need("log.profile_after", {"log.profile": SOME}),
     Need("log.profile_as", {"log.profile": SOME}),
     Need("log.profile_as", {CUDA: HELD}, {"nvtx"}),

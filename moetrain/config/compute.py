@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from moetrain.config.sections import ModelSection, Section, split_words
+from moetrain.config.sources import Section, split_words
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
@@ -116,10 +116,10 @@ class MoeSection(Section):
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the auxiliary-loss-free selection bias after every optimizer step; 0: no bias."""
 
-    def pools_aux_loss(self, model: ModelSection) -> bool:
-        """What ``aux_loss_layers`` means for ``model``."""
+    def pools_aux_loss(self, model_path: str | None) -> bool:
+        """Resolve ``aux_loss_layers``, where auto depends on ``model.path``."""
         if self.aux_loss_layers == "auto":
-            return model.path is not None
+            return model_path is not None
         return self.aux_loss_layers == "pooled"
 
     @field_validator("deepep_num_sms")

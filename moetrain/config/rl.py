@@ -10,8 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moetrain.config.sections import Section
-from moetrain.config.sources import ConfigError
+from moetrain.config.sources import ConfigError, Section
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
 SleepName = Literal["never", "cache", "all"]

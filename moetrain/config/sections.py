@@ -9,72 +9,14 @@ The docstring under a field is what ``--help`` prints. What spans settings is in
 from __future__ import annotations
 
 import math
-import os
-import re
-from decimal import Decimal
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from moetrain.config.hardware import GpuName
-from moetrain.config.sources import ConfigError
+from moetrain.config.sources import ConfigError, Section, from_home, split_words
 
-_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
-FP32_LEAST, FP32_MOST = 2.0**-126, 2.0**128
-
-
-class Section(BaseModel):
-    """Frozen, without unknown keys, infinities, NaNs or anything else that no setting may be."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _whole(cls, value: Any, info: ValidationInfo) -> Any:
-        """1e6, which Python and TOML read as a float, as an integer where one is wanted."""
-        kinds = get_args(kind := cls.model_fields[info.field_name or ""].annotation) or (kind,)
-        if int not in kinds or float in kinds:
-            return value
-        is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
-        number = Decimal(value.strip()) if is_text else value
-        # Neither NaN nor inf, nor a number of a thousand digits.
-        is_small = isinstance(number, float | Decimal) and abs(number) < 2**64
-        return int(number) if is_small and number == int(number) else value
-
-    @field_validator("*")
-    @classmethod
-    def _can_be_used(cls, value: Any) -> Any:
-        """What no setting may be: text that no file can be called, integers that torch lacks."""
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("is empty; leave it out")
-        if isinstance(value, str) and ("\0" in value or _has_surrogates(value)):
-            raise ValueError("holds what is not text")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("is beyond 64 bits")
-        if isinstance(value, float) and value and not FP32_LEAST <= abs(value) < FP32_MOST:
-            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
-        return value
-
-
-def _has_surrogates(text: str) -> bool:
-    """Whether ``text`` stands for bytes that are no UTF-8, or for half a character."""
-    return any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def split_words(value: Any) -> Any:
-    """A list, or text with commas between, as a tuple of what is not empty."""
-    words = value.split(",") if isinstance(value, str) else value
-    return tuple(word for word in words if word) if isinstance(words, list) else words
-
-
-def from_home(value: str | None) -> str | None:
-    """A path that may begin with ~, which no shell replaces in a file or behind a =."""
-    return value and os.path.expanduser(value)
-
-
-LARGEST = 2**20
+_LARGEST = 2**20
 """Limit of a model's sizes: more than any known model has, so that what exceeds it is a slip."""
 
 
@@ -85,25 +27,25 @@ class ModelSection(Section):
     """Named architecture with random weights: debug, qwen3-0.6b, qwen3-30b-a3b, ..."""
     path: str | None = None
     """Hugging Face checkpoint to start from: a local folder or a hub id. Excludes model.preset."""
-    vocab_size: int | None = Field(default=None, gt=0, le=LARGEST)
+    vocab_size: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Vocabulary size; unset: the preset's."""
-    hidden_size: int | None = Field(default=None, gt=0, le=LARGEST)
+    hidden_size: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
     """Number of transformer blocks; unset: the preset's."""
-    num_heads: int | None = Field(default=None, gt=0, le=LARGEST)
+    num_heads: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Attention (query) heads; unset: the preset's."""
-    num_kv_heads: int | None = Field(default=None, gt=0, le=LARGEST)
+    num_kv_heads: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Key/value heads; unset: the preset's."""
-    head_dim: int | None = Field(default=None, gt=0, le=LARGEST)
+    head_dim: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Width of one attention head; unset: the preset's."""
-    intermediate_size: int | None = Field(default=None, gt=0, le=LARGEST)
+    intermediate_size: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Width of a dense MLP; unset: the preset's."""
-    num_experts: int | None = Field(default=None, gt=0, le=LARGEST)
+    num_experts: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Experts in a MoE layer; unset: the preset's."""
-    num_experts_per_token: int | None = Field(default=None, gt=0, le=LARGEST)
+    num_experts_per_token: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Experts a token is sent to; unset: the preset's."""
-    moe_intermediate_size: int | None = Field(default=None, gt=0, le=LARGEST)
+    moe_intermediate_size: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Width of one expert; unset: the preset's."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
@@ -415,3 +357,35 @@ class LaunchSection(Section):
         if isinstance(value, int) and value < 1:
             raise ValueError("give auto or a positive number of processes")
         return value
+
+
+class JobsSection(Section):
+    """Job service (python -m moetrain.jobs): its HTTP server and its limits."""
+
+    host: str = "127.0.0.1"
+    """Address that the HTTP server listens on; by default from this machine alone."""
+    port: int = Field(default=8100, ge=1, le=65535)
+    """Port of the HTTP server."""
+    auth: Literal["auto", "token", "none"] = "auto"
+    """Who is served. token: whoever sends the bearer token of jobs.token_file; none: everybody who
+    can connect; auto: none where jobs.host is a loopback address, else token."""
+    token_file: str | None = None
+    """File with the bearer token; unset: output_dir/token, which is made if there is none."""
+    max_jobs: int = Field(default=256, gt=0)
+    """Jobs that clients may have at once; further ones are refused until some are deleted."""
+    max_queued: int = Field(default=64, gt=0)
+    """Requests of one job that may wait at once."""
+    max_request_mib: int = Field(default=64, gt=0, le=1024)
+    """Size of one request, MiB."""
+    max_completions: int = Field(default=1024, gt=0)
+    """Completions that one sample request may ask for, over all its prompts."""
+    max_saves: int = Field(default=16, gt=0)
+    """Named saves of one job."""
+    max_loaded: int = Field(default=8, gt=0)
+    """Jobs whose adapters and moments stay in host memory between their turns, 12 bytes a trained
+    parameter each, and 16 in the middle of a step; others are read from the disk at each turn."""
+    save_interval: int = Field(default=20, gt=0)
+    """Requests of a job between two of its checkpoints. What came after the last one is in its log
+    of requests, and is computed again after a restart."""
+
+    _from_home = field_validator("token_file")(from_home)

@@ -13,11 +13,16 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 ENV_PREFIX = "MOETRAIN_"
+_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
+_FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
 
 
 class ConfigError(ValueError):
@@ -33,6 +38,57 @@ class ConfigError(ValueError):
 
 class RunFailed(RuntimeError):
     """A run cannot go on, for reasons outside its settings; the message is the one line of it."""
+
+
+class Section(BaseModel):
+    """Frozen, without unknown keys, infinities, NaNs or anything else that no setting may be."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: Any, info: ValidationInfo) -> Any:
+        """1e6, which Python and TOML read as a float, as an integer where one is wanted."""
+        kinds = get_args(kind := cls.model_fields[info.field_name or ""].annotation) or (kind,)
+        if int not in kinds or float in kinds:
+            return value
+        is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
+        number = Decimal(value.strip()) if is_text else value
+        # Neither NaN nor inf, nor a number of a thousand digits.
+        is_small = isinstance(number, float | Decimal) and abs(number) < 2**64
+        return int(number) if is_small and number == int(number) else value
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_used(cls, value: Any) -> Any:
+        """What no setting may be: text that no file can be called, integers that torch lacks."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is empty; leave it out")
+        if isinstance(value, str) and ("\0" in value or _has_surrogates(value)):
+            raise ValueError("holds what is not text")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("is beyond 64 bits")
+        if isinstance(value, float) and value and not _FP32_LEAST <= abs(value) < _FP32_MOST:
+            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
+        return value
+
+
+def _has_surrogates(text: str) -> bool:
+    """Whether ``text`` stands for bytes that are no UTF-8, or for half a character."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def split_words(value: Any) -> Any:
+    """A list, or text with commas between, as a tuple of what is not empty."""
+    words = value.split(",") if isinstance(value, str) else value
+    return tuple(word for word in words if word) if isinstance(words, list) else words
+
+
+def from_home(value: str | None) -> str | None:
+    """A path that may begin with ~, which no shell replaces in a file or behind a =."""
+    return value and os.path.expanduser(value)
 
 
 def recipe_names() -> list[str]:
@@ -313,92 +369,3 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[key] = value
     return tree
-
-
-GATE = "_MOETRAIN_GATE"
-"""Environment variable from our launcher to its ranks; not the name of a setting."""
-
-
-class LaunchedPlace(NamedTuple):
-    """A process's place among those that were started together."""
-
-    rank: int
-    local_rank: int
-    """Rank among the processes of this machine."""
-    world_size: int
-    address: str
-    """``host:port`` where the ranks meet."""
-    error_file: str | None
-    """What torch's launchers call this rank's report, ``FOLDER/RANK/error.json``; None: others."""
-    on_machine: int | None
-    """Processes of this machine; None: the launcher does not say."""
-    store_is_served: bool = False
-    """Whether the launcher serves the store at ``address``; else rank 0 does."""
-    restarts: int = 0
-    """How often the launcher has started the ranks again, ..."""
-    max_restarts: int = 0
-    """... and will at most."""
-    gate: str | None = None
-    """The file that the launcher makes when ranks may go on; None: at once."""
-
-
-SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
-
-
-def read_place(variables: Mapping[str, str]) -> LaunchedPlace | None:
-    """What torchrun's or else srun's variables say; None: this process was started alone.
-
-    Raises:
-        ConfigError: one of the launcher's variables is missing or no number.
-    """
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        host, port = _text(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT")
-    # Of a step, which srun starts: a batch script's own process has a SLURM_PROCID too, and nobody
-    # to meet, as a step of one task has not.
-    elif variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
-        host = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
-        if "MASTER_PORT" in variables:
-            port = _number(variables, "MASTER_PORT")
-        else:  # jobs that share a machine need ports of their own
-            port = SLURM_PORTS[_number(variables, "SLURM_JOB_ID") % len(SLURM_PORTS)]
-    else:
-        return None
-    rank, local_rank, world_size = (_number(variables, name) for name in names)
-    error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-    on_machine = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
-    for name, value, of, count in (
-        (names[0], rank, names[2], world_size),
-        (names[1], local_rank, "LOCAL_WORLD_SIZE", on_machine),
-    ):
-        if count is not None and value >= count:
-            raise ConfigError(name, f"{value} contradicts {of} {count}: give 0 to {count - 1}")
-    is_served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    restarts, most = (_number(variables, name) if name in variables else 0 for name in counts)
-    address = f"{host}:{port}"
-    told = (error_file, on_machine, is_served, restarts, most, variables.get(GATE))
-    return LaunchedPlace(rank, local_rank, world_size, address, *told)
-
-
-def _first_slurm_host(variables: Mapping[str, str]) -> str:
-    """Where rank 0 is: ``gpu[07-10,12]-ib,x3`` begins with ``gpu07-ib``."""
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    if match is None:
-        return _text(variables, "SLURM_LAUNCH_NODE_IPADDR")
-    return "".join(part or "" for part in match.groups())
-
-
-def _text(variables: Mapping[str, str], name: str) -> str:
-    if not variables.get(name):
-        raise ConfigError(name, "not set, though other variables of the launcher are; set it")
-    return variables[name]
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    text = _text(variables, name)
-    if not text.isdecimal():
-        raise ConfigError(name, f"{text!r} is not a number")
-    return int(text)

@@ -14,7 +14,8 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from moetrain.config import Config, ConfigError, DataSection, user_cache_dir
+from moetrain.config import Config, ConfigError, DataSection
+from moetrain.config.environment import user_cache_dir
 from moetrain.data.cache import TokenCache, open_cache
 from moetrain.data.packing import Dataset, StreamDataset, SyntheticDataset
 from moetrain.data.sources import JsonlSource, Source, open_sources

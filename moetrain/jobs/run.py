@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moetrain.config import Config, ConfigError, launched_place
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import launched_place
 from moetrain.jobs.ranks import dismiss, follow
 from moetrain.jobs.service import Service
 from moetrain.jobs.session import JobSession

@@ -29,7 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from moetrain.config import Config, ConfigError, RunFailed
+from moetrain.config import Config, ConfigError
+from moetrain.config.sources import RunFailed
 from moetrain.jobs.durable import DamagedJob, read, write_durably
 from moetrain.jobs.job import Job, Status, has_begun
 from moetrain.jobs.journal import Full, Journal

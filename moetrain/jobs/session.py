@@ -26,8 +26,9 @@ import torch
 
 from moetrain.checkpoint.format import list_checkpoints, step_of
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
-from moetrain.config import Config, RunFailed
+from moetrain.config import Config
 from moetrain.config.rl import RlSection
+from moetrain.config.sources import RunFailed
 from moetrain.jobs.durable import read
 from moetrain.jobs.held import Held, Progress
 from moetrain.jobs.ranks import together

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from moetrain.config import SavedName
+from moetrain.config.compute import SavedName
 
 if TYPE_CHECKING:
     import triton

@@ -23,7 +23,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection, SavedName
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
 from moetrain.models.rules import PartStyle, Rule
 
 FP32 = 4

@@ -10,7 +10,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection, SavedName
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import attention
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rotary import rotary

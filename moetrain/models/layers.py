@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels import small_m
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import Backend

@@ -18,7 +18,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from moetrain.config import KernelsSection, MoeSection, Precision, SavedName
+from moetrain.config import KernelsSection, MoeSection
+from moetrain.config.compute import Precision, SavedName
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.indices import ExpertIndices, expert_indices
 from moetrain.kernels.experts.mlp import expert_mlp

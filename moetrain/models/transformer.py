@@ -41,7 +41,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moetrain.config import ActivationSection, KernelsSection, MoeSection, SavedName
+from moetrain.config import ActivationSection, KernelsSection, MoeSection
+from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import attention_mask
 from moetrain.kernels.backend import saved_ops

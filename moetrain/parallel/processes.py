@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from moetrain.config import Config, ConfigError, launched_place
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import launched_place
 from moetrain.config.hardware import DEFAULT_GPU, GIB, GPUS, GPUS_A_MACHINE
 
 MOST_ON_CORE = 16

@@ -21,7 +21,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from moetrain.config import ConfigError, LaunchedPlace, RunFailed
+from moetrain.config import ConfigError
+from moetrain.config.environment import LaunchedPlace
+from moetrain.config.sources import RunFailed
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective, which all ranks enter within a step of one another; and of a rank's silence."""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from moetrain.config import Config, ConfigError, allocator_is_set, launched_place
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.deepep_ops import disconnect

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from moetrain.config import RunFailed
+from moetrain.config.sources import RunFailed
 from moetrain.rl.envs import Demonstrates, Demonstration
 from moetrain.rl.trajectory import Trajectory
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config, ConfigError, RunFailed
-from moetrain.config.sources import shortened
+from moetrain.config import Config, ConfigError
+from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.layout import TensorSlice

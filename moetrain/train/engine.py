@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from moetrain.config import Config, ConfigError, launched_place
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotated
 from moetrain.models.architecture import Architecture

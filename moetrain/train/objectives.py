@@ -149,7 +149,7 @@ class RouterLosses:
         """What ``config`` asks for, and ``arch`` where that leaves it open."""
         moe = config.moe
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
-        return cls(aux, moe.z_loss_coef, moe.pools_aux_loss(config.model))
+        return cls(aux, moe.z_loss_coef, moe.pools_aux_loss(config.model.path))
 
     @property
     def balances(self) -> bool:

@@ -145,9 +145,9 @@ class Passes:
         self.drive(batches, keep)
         if self.pipeline is None:
             return found
-        last, share = self.stages.plan.rank_of_stage[-1], self.stages.share
+        last, broadcast = self.stages.plan.rank_of_stage[-1], self.stages.broadcast
         mine = found or [None] * len(shapes)
-        return [share(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
+        return [broadcast(last, x, s, torch.float32) for x, s in zip(mine, shapes, strict=True)]
 
     @property
     def batch_multiple(self) -> int:

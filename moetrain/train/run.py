@@ -24,7 +24,9 @@ import torch
 from moetrain.checkpoint.format import checkpoint_name
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.checkpoint.save import Saved
-from moetrain.config import Config, ConfigError, RunFailed, launched_place
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import launched_place
+from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.data.tokenizer_files import tokenizer_files
 from moetrain.models.architecture import Architecture

@@ -19,8 +19,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from moetrain.config import Config, ConfigError, c_compiler, launched_place
+from moetrain.config import Config, ConfigError
 from moetrain.config.checks import DEEPEP, DRY_RUN, EXPERTS
+from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED

@@ -35,8 +35,9 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config, ConfigError, Precision
+from moetrain.config import Config, ConfigError
 from moetrain.config.checks import DEEPEP
+from moetrain.config.compute import Precision
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep_ops import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moetrain.config import RunFailed
+from moetrain.config.sources import RunFailed
 
 
 class HostMemory:
