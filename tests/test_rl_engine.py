@@ -8,10 +8,8 @@ from test_rl_losses import LENGTHS, close
 from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
-from moetrain.rl.importance import corrected
-from moetrain.rl.losses import PolicyObjective
+from moetrain.rl.losses import PolicyObjective, corrected, score
 from moetrain.rl.rows import from_padded, pack, to_padded, unpack
-from moetrain.rl.token_stats import score
 
 
 def plain_logprobs(engine, sample, temperature):

@@ -11,11 +11,11 @@ import pytest
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rl.buffer import Tasks, Window
 from moetrain.rl.calls import Calls, Failed
-from moetrain.rl.envs import GENERATED, Demonstrates, Turn, open_environment
+from moetrain.rl.envs import Demonstrates, Turn
 from moetrain.rl.envs.generated import evaluate
 from moetrain.rl.envs.jsonl import load_function
+from moetrain.rl.setup import GENERATED, Tasks, Window, open_environment
 
 TOKENIZER = ByteTokenizer()
 

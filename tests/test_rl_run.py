@@ -13,8 +13,8 @@ from checkpoints import tensors_of
 from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
 from moetrain.config import RL_RECIPES, Config, ConfigError
-from moetrain.rl.timing import PARTS
-from moetrain.rl.token_stats import score
+from moetrain.rl.losses import score
+from moetrain.rl.report import PARTS
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.trainer import Trainer

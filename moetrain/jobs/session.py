@@ -48,11 +48,10 @@ from moetrain.jobs.shared import SharedEngine, copies_of, to_host
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import is_adapter
 from moetrain.parallel.apply import draw_values
-from moetrain.rl.learn import gather
-from moetrain.rl.losses import PolicyObjective
-from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
+from moetrain.rl.learn import by_sample, gather, packed
+from moetrain.rl.losses import PolicyObjective, score
+from moetrain.rl.rows import RolloutBatch, Sample, unpack
 from moetrain.rl.setup import pages_of
-from moetrain.rl.token_stats import score
 from moetrain.rollout import Completion, Generator, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
@@ -371,19 +370,15 @@ class JobSession:
         if config.compile.is_on:
             length, rows = config.data.seq_len, config.train.micro_batch_size
         mine = [samples[i] for i in self._mine(len(samples))]
-        batches = pack(mine, length, rows)
-        most = max(gather(self.world, len(batches)))
-        most += -most % self.engine.passes.batch_multiple
-        return batches if len(batches) == most else pack(mine, length, rows, least=most)
+        return packed(self.engine, mine, length, rows)
 
     def _forward(self, request: Forward) -> dict[str, Any]:
         samples = request.samples()
         batches = self._packed(samples)
         stats = score(self.engine, batches, request.temperature)
         mine = [x.tolist() for x in unpack(batches, [one.logprob for one in stats])]
-        pairs = dict(zip(self._mine(len(samples)), mine, strict=True))
-        found = {i: x for part in gather(self.world, pairs) for i, x in part.items()}
-        return {"logprobs": [[finite(x) for x in found[i]] for i in range(len(samples))]}
+        found = by_sample(self.world, self._mine(len(samples)), mine)
+        return {"logprobs": [[finite(x) for x in logprobs] for logprobs in found]}
 
     def _sample(self, request: Sampling, seed: int) -> dict[str, Any]:
         self.update_weights()  # which forgets the cache, so that it never depends on who was here

@@ -1,11 +1,11 @@
-"""Reinforcement learning on packed rollouts, of use without a loop of ours.
+"""Reinforcement learning on packed rollouts. Its parts can be used without our loop.
 
-    outcomes -> advantages -> samples -> rows (packed) -> score -> importance -> PolicyObjective
+    outcomes -> advantages -> samples -> rows (packed) -> score -> corrected -> PolicyObjective
 
-:class:`~moetrain.rl.losses.PolicyObjective` is what ``Engine.forward_backward`` trains; the rest
+``Engine.forward_backward`` minimises a :class:`~moetrain.rl.losses.PolicyObjective`; the rest
 prepares its micro-batches.
 
-The loop that is ours: :mod:`~moetrain.rl.envs` are what is learned, a
-:class:`~moetrain.rl.collect.Collector` plays them by a generator, and
-:class:`~moetrain.rl.trainer.RlTrainer` is a run of it all, ``python -m moetrain.rl``.
+Our own loop is :class:`~moetrain.rl.trainer.RlTrainer` (``python -m moetrain.rl``): a
+:class:`~moetrain.rl.collect.Collector` plays the tasks of an environment (:mod:`moetrain.rl.envs`)
+with a generator, and a :class:`~moetrain.rl.learn.Learner` updates the weights.
 """

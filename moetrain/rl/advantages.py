@@ -1,7 +1,7 @@
-"""Rewards to advantages, group by group; who is left out, and why.
+"""Turns rewards into advantages, group by group, and decides which trajectories are left out.
 
-Who failed, or was cut off where that counts as such, is out before anything is averaged: no other
-trajectory's advantage knows of it. Then, of a group's rewards R (n of them):
+A trajectory that failed, or was cut off where that counts as failing, is left out before anything
+is averaged, and does not affect the others. Then, for a group's rewards R (n of them):
 
     dr_grpo                A = R - mean(R)                          arXiv 2503.20783
     grpo                   A = (R - mean(R)) / std(R)               arXiv 2402.03300
@@ -10,10 +10,10 @@ trajectory's advantage knows of it. Then, of a group's rewards R (n of them):
     reinforce_pp           a = R, then over the batch: A = (a - mean(a)) / std(a)
 
 with standard deviations of n - 1. All but the last learn by comparing within a group: a group
-whose rewards are equal, and one with a single member left, are not trained at all, and so are in no
+whose rewards are equal, or that has a single member left, is not trained at all, and so is in no
 denominator either. Means over the batch are over what is trained.
 
-Left out on purpose: who is asked again in their place (the loop's business).
+Left out on purpose: replacing the groups that are left out, which is the loop's business.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 
 from moetrain.config.rl import AdvantageName, RlSection
 
-EQUAL = 1e-9
+_EQUAL = 1e-9
 """Relative difference below which rewards are the same: sums of the same parts in another order
 differ by 1e-16 or so, and a division by their standard deviation would make 1 of that."""
 
@@ -36,51 +36,52 @@ class Outcome(NamedTuple):
     """How one trajectory ended."""
 
     group: int
-    """Trajectories of one prompt have one, over all ranks."""
+    """Number of the prompt; trajectories of one prompt share it, over all ranks."""
     reward: float
     fault: str | None = None
-    """Why it failed, in a word to count by ("timeout"): it has no reward; None: it did not."""
+    """Why it failed and has no reward, in a word to count by ("timeout"); None: it did not fail."""
     is_overlong: bool = False
-    """It was cut off before its end."""
+    """Whether it was cut off before its end."""
     kl: float = 0.0
-    """Sum over its tokens of the KL estimate, for ``rl.kl_in`` reward."""
+    """The KL estimate, summed over its tokens, for ``rl.kl_in`` reward."""
 
 
 class Advantages(NamedTuple):
-    """What the outcomes come to, in their order."""
+    """The advantages of outcomes, in their order."""
 
     values: list[float | None]
-    """None: this trajectory is not trained."""
+    """One for each trajectory; None: it is not trained."""
     left_out: Counter[str]
     """How many trajectories are not trained, by reason: a fault, ``overlong``, ``not_finite``
     (rewards), ``no_variance`` (all of the group's rewards are equal), ``alone`` in its group."""
     spread: float
-    """Standard deviation of the advantages that are trained; 0: there are not two."""
+    """Standard deviation of the advantages that are trained; 0 where there is only one."""
 
 
-class Baseline(NamedTuple):
+class _Baseline(NamedTuple):
     """One line of the module's table."""
 
     of_group: Callable[[np.ndarray], np.ndarray] | None
-    """None: groups have no part in it."""
+    """Maps a group's rewards to advantages; None: groups have no part in it."""
     over_batch: bool = False
+    """Whether advantages are then normalised over the batch."""
 
 
-BASELINES: dict[AdvantageName, Baseline] = {
-    "dr_grpo": Baseline(lambda r: r - r.mean()),
-    "grpo": Baseline(lambda r: (r - r.mean()) / r.std(ddof=1)),
-    "rloo": Baseline(lambda r: r - (r.sum() - r) / (len(r) - 1)),
-    "reinforce_pp_baseline": Baseline(lambda r: r - r.mean(), over_batch=True),
-    "reinforce_pp": Baseline(None, over_batch=True),
+_BASELINES: dict[AdvantageName, _Baseline] = {
+    "dr_grpo": _Baseline(lambda r: r - r.mean()),
+    "grpo": _Baseline(lambda r: (r - r.mean()) / r.std(ddof=1)),
+    "rloo": _Baseline(lambda r: r - (r.sum() - r) / (len(r) - 1)),
+    "reinforce_pp_baseline": _Baseline(lambda r: r - r.mean(), over_batch=True),
+    "reinforce_pp": _Baseline(None, over_batch=True),
 }
 
 
 def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
-    """Of every outcome of the *global* batch, all ranks' together, under ``settings``."""
+    """Compute the advantage of every outcome of the *global* batch, all ranks' together."""
     penalty = settings.kl_coef if settings.kl_in == "reward" else 0.0
     rewards = np.array([o.reward - penalty * o.kl for o in outcomes], dtype=np.float64)
     reasons = [_fault(o, settings) for o in outcomes]
-    values, baseline = rewards.copy(), BASELINES[settings.advantage]
+    values, baseline = rewards.copy(), _BASELINES[settings.advantage]
     if baseline.of_group is not None:
         for members in _groups(outcomes, reasons):
             reason = _nothing_to_learn(rewards[members])
@@ -104,7 +105,7 @@ def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
 
 
 def _fault(outcome: Outcome, settings: RlSection) -> str | None:
-    """Why this one has no part in its group, if so."""
+    """Say why ``outcome`` has no part in its group; None: it has."""
     if outcome.fault is not None:
         return outcome.fault
     if not (math.isfinite(outcome.reward) and math.isfinite(outcome.kl)):
@@ -113,7 +114,7 @@ def _fault(outcome: Outcome, settings: RlSection) -> str | None:
 
 
 def _groups(outcomes: Sequence[Outcome], reasons: Sequence[str | None]) -> list[list[int]]:
-    """The members of each group that have no fault."""
+    """Return the members of each group that are not left out, by index."""
     groups: dict[int, list[int]] = {}
     for i, (outcome, reason) in enumerate(zip(outcomes, reasons, strict=True)):
         if reason is None:
@@ -128,7 +129,7 @@ def _nothing_to_learn(rewards: np.ndarray) -> str | None:
 
 
 def _is_flat(values: np.ndarray) -> bool:
-    return bool(np.ptp(values) <= EQUAL * np.abs(values).max())
+    return bool(np.ptp(values) <= _EQUAL * np.abs(values).max())
 
 
 def _spread(values: np.ndarray) -> float:

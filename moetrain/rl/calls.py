@@ -175,26 +175,26 @@ def demonstrations(
     for number, task in enumerate(tasks):
         calls.start(number, environment.demonstrate, task)
     found = calls.wait_for_all()
-    for number, task in enumerate(tasks):
-        shown, problem = found[number], None
-        if isinstance(shown, Failed):
-            problem = f"failed ({shown.reason}): {shown.detail[:400]}"
-        elif not _is_demonstration(shown, vocabulary):
-            problem = (
-                f"is none: a Demonstration is a tuple of two or more tokens of 0 to "
-                f"{vocabulary - 1}, and as many truth values, of which the first is false"
-            )
-        if problem is not None:
-            raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
-        found[number] = shown._replace(mask=tuple(map(bool, shown.mask)))
-    return [found[number] for number in range(len(tasks))]
+    return [_checked(task, found[number], vocabulary) for number, task in enumerate(tasks)]
 
 
-def _is_demonstration(shown: object, vocabulary: int) -> bool:
-    if not isinstance(shown, Demonstration) or not are_tokens(shown.tokens, vocabulary):
-        return False
-    tokens, mask = shown
-    return len(tokens) >= 2 and isinstance(mask, tuple) and len(mask) == len(tokens) and not mask[0]
+def _checked(task: int, shown: object, vocabulary: int) -> Demonstration:
+    if isinstance(shown, Failed):
+        problem = f"failed ({shown.reason}): {shown.detail[:400]}"
+    elif (
+        isinstance(shown, Demonstration)
+        and are_tokens(shown.tokens, vocabulary)
+        and isinstance(shown.mask, tuple)
+        and len(shown.mask) == len(shown.tokens) >= 2
+        and not shown.mask[0]
+    ):
+        return Demonstration(shown.tokens, tuple(map(bool, shown.mask)))
+    else:
+        problem = (
+            f"is none: a Demonstration is a tuple of two or more tokens of 0 to {vocabulary - 1}, "
+            "and as many truth values, of which the first is false"
+        )
+    raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
 
 
 def number_of(value: Any) -> float | None:

@@ -1,6 +1,6 @@
-"""Losses of reinforcement learning, as data: ``RlSection`` names them, tables here have them.
+"""Losses of reinforcement learning: settings of ``rl`` name them, tables here hold them.
 
-Of each trained token, with its log-probability lp, its advantage A, and the ratio r = exp(lp - old)
+For each trained token, with log-probability lp, advantage A, and the ratio r = exp(lp - old),
 where ``ratio`` says what old is (current: lp itself, as a constant; proximal: the trainer's before
 the update, arXiv 2110.00641; rollout: generation's), clipped to [1 - low, 1 + high]:
 
@@ -13,8 +13,8 @@ the update, arXiv 2110.00641; rollout: generation's), clipped to [1 - low, 1 + h
     cispo      -clip(r) A lp, clip(r) as a constant          arXiv 2506.13585; 2510.13786
     reinforce  -A lp                                         Williams 1992
 
-times the importance weight, a constant (:mod:`moetrain.rl.importance`). Beside it, with their
-coefficients, an estimate of KL(policy || reference), of d = lp - reference (Schulman,
+times the importance weight, a constant (:func:`corrected`). Beside it, with their coefficients,
+stand an estimate of KL(policy || reference), where d = lp - reference (Schulman,
 http://joschu.net/blog/kl-approx.html), and minus the entropy:
 
     k1  d           k2  d^2 / 2          k3  exp(-d) - 1 + d
@@ -27,16 +27,21 @@ k1 is the unbiased one. Tokens become a loss by weights that depend on nothing b
     fixed      1 / (max_tokens * samples)                       Dr. GRPO, arXiv 2503.20783
 
 where a sample counts if a token of it is trained. So no split into micro-batches, rows or ranks
-changes anything.
+changes the result.
 
-Legend: B rows, S tokens of a row.
+The log-probability and entropy of every target come from the logits h @ w^T / temperature as
+logits[target] - lse and lse - sum(p * logits), over vocabulary chunks and vocabulary shards.
+
+Left out on purpose: log-probabilities among the tokens that a top-k or top-p filter left. They need
+the logits of every kept token again; where filters are on, the whole distribution's are trained.
+Legend: B rows, S tokens of a row, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -44,36 +49,162 @@ from moetrain.config import Config
 from moetrain.config.rl import PolicyName, RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.architecture import Architecture
+from moetrain.models.layers import Vocabulary, WholeVocabulary
 from moetrain.models.transformer import Transformer
-from moetrain.rl.importance import log_ratio
 from moetrain.rl.rows import RolloutBatch
-from moetrain.rl.token_stats import TokenStats, batch_stats
+from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, RouterLosses, Term
 
+LOG_RATIO_LIMIT = 20.0
+"""Nats to which the logarithm of a ratio is clamped, once, where it is made. A ratio of exp(20) =
+4.9e8 has a finite square in fp32, and so has the sum of any batch of them; one step past
+log(3.4e38) = 88.7 a single token makes the loss infinite. Beyond the limit the gradient is 0."""
+_WHOLE = WholeVocabulary()
 
-class PolicyInputs(NamedTuple):
-    """What a policy's loss is a function of, each [B, S]."""
+
+# ---- log-probabilities and entropies ------------------------------------------------------------
+
+
+class TokenStats(NamedTuple):
+    """Values of each token, at least fp32 and differentiable; 0 where there is no target."""
+
+    logprob: torch.Tensor
+    """Log-probability of the target, nats."""
+    entropy: torch.Tensor
+    """Entropy of the predicted distribution, nats."""
+
+
+def token_stats(
+    hidden_TD: torch.Tensor,
+    head_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    vocabulary: Vocabulary = _WHOLE,
+) -> TokenStats:
+    """Return log-probability and entropy of each target under softmax(h @ head^T / temperature).
+
+    Args:
+        hidden_TD: as ``Transformer.backbone`` gives it; differentiable, as ``head_VD``.
+        targets_T: int64; IGNORE_INDEX: no target.
+        vocabulary: ``model.vocabulary`` where ``head_VD`` is spread over tensor parallel ranks:
+            collective, and the same results on all of them.
+    """
+    losses = vocabulary.token_losses(hidden_TD, head_VD, targets_T, temperature=temperature)
+    return TokenStats(-losses.loss_T, losses.entropy_T)
+
+
+def score(
+    engine: Engine, batches: Sequence[RolloutBatch], temperature: float = 1.0
+) -> list[TokenStats]:
+    """Return :func:`token_stats` [B, S] of each batch under the engine's weights, on the CPU.
+
+    ``Engine.forward_backward`` computes the same numbers for the same batches, and the same bits
+    where blocks are not compiled (the graph of a forward alone may round elsewhere). Collective,
+    and without gradients. Waits for the device once all batches are through.
+    """
+
+    def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:
+        return torch.stack(batch_stats(engine.model, hidden_BSD, batch, temperature))
+
+    shapes = [(2, *batch.targets_BS.shape) for batch in batches]
+    with engine.work(), torch.no_grad(), engine.exact_sizes():
+        found = engine.passes.collect(batches, finish, shapes)
+    return [TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
+
+
+def batch_stats(
+    model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
+) -> TokenStats:
+    """Return :func:`token_stats` [B, S] of the batch's targets, from the backbone's output."""
+    stats = token_stats(
+        hidden_BSD.flatten(0, 1),
+        model.head_weight,
+        batch.targets_BS.flatten(),
+        temperature=temperature,
+        vocabulary=model.vocabulary,
+    )
+    return TokenStats(*(x_T.view_as(batch.targets_BS) for x_T in stats))
+
+
+# ---- importance weights -------------------------------------------------------------------------
+
+
+def _clamped(log_ratios: torch.Tensor) -> torch.Tensor:
+    """Clamp to :data:`LOG_RATIO_LIMIT`, as everything is that goes into an exponential."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def corrected(
+    batches: Sequence[RolloutBatch], proximal: Sequence[torch.Tensor], settings: RlSection
+) -> list[RolloutBatch]:
+    """Add the trainer's log-probabilities and importance weights to ``batches``.
+
+        token      w_t = exp(d_t)              d = log of trainer's / generation's probability
+        sequence   w_t = exp(sum of d over the sample)
+
+    Where generation has not the trainer's bits, samples come from another policy than the one that
+    is trained, and w corrects for it: truncated at ``importance_high`` (truncated importance
+    sampling, Espeholt et al., arXiv 1802.01561; for this use Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025), or w where it lies in
+    [``importance_low``, ``importance_high``] and 0 elsewhere (IcePop, arXiv 2510.18855; over
+    sequences: Liu et al., "When speed kills stability", 2025). Over a sequence the weight is
+    unbiased, and varies far more.
+
+    Weights are part of a batch rather than of the loss, since masked tokens must be known before
+    any micro-batch runs: they lose their targets, and so leave every denominator.
+
+    Args:
+        proximal: [B, S] of each batch, as :func:`score` returns them.
+    """
+    return [_corrected(*pair, settings) for pair in zip(batches, proximal, strict=True)]
+
+
+def _corrected(batch: RolloutBatch, proximal_BS: torch.Tensor, settings: RlSection) -> RolloutBatch:
+    batch = batch._replace(proximal_BS=proximal_BS)
+    if settings.importance_of == "none":
+        return batch
+    has_target_BS = batch.targets_BS != IGNORE_INDEX
+    log_weights_BS = torch.where(has_target_BS, proximal_BS - batch.logprobs_BS, 0)
+    if settings.importance_of == "sequence":
+        log_weights_BS = batch.sums_over_samples(log_weights_BS)
+    weights_BS = _clamped(log_weights_BS).exp()
+    low, high = settings.importance_low, settings.importance_high
+    if settings.importance_how == "truncate":
+        return batch._replace(weights_BS=weights_BS.clamp(max=high))
+    is_kept_BS = (weights_BS >= low) & (weights_BS <= high)
+    return batch._replace(
+        weights_BS=torch.where(is_kept_BS, weights_BS, 0),
+        targets_BS=torch.where(is_kept_BS, batch.targets_BS, IGNORE_INDEX),
+    )
+
+
+# ---- losses -------------------------------------------------------------------------------------
+
+
+class _PolicyInputs(NamedTuple):
+    """The arguments of a policy's loss, each [B, S]."""
 
     logprob: torch.Tensor
     """Differentiable."""
     log_ratio: torch.Tensor
-    """Over the old one; differentiable, unless the old one is this one."""
+    """Logarithm of the ratio; differentiable, unless old is lp itself."""
     advantage: torch.Tensor
     sample_mean: Callable[[torch.Tensor], torch.Tensor]
-    """The mean of a [B, S] over the trained tokens of each position's sample."""
+    """Averages a [B, S] over the trained tokens of each position's sample."""
 
 
-class TokenLoss(NamedTuple):
-    """Each [B, S]."""
+class _TokenLoss(NamedTuple):
+    """The result of a policy's loss, each [B, S]."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
     is_clipped: torch.Tensor
-    """bool: clipping has changed this token's gradient."""
+    """bool: whether clipping has changed this token's gradient."""
 
 
-def clip_loss(inputs: PolicyInputs, settings: RlSection) -> TokenLoss:
-    """``clip`` of the module's table."""
+def _clip_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
+    """Compute ``clip`` of the module's table."""
     (low, high), advantage = settings.clip_range, inputs.advantage
     ratio = inputs.log_ratio.exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -82,57 +213,57 @@ def clip_loss(inputs: PolicyInputs, settings: RlSection) -> TokenLoss:
         is_past = (advantage < 0) & (ratio > settings.dual_clip)
         gain = torch.where(is_past, settings.dual_clip * advantage, gain)
         is_clipped = is_clipped | is_past
-    return TokenLoss(-gain, ratio, is_clipped)
+    return _TokenLoss(-gain, ratio, is_clipped)
 
 
-def gspo_loss(inputs: PolicyInputs, settings: RlSection) -> TokenLoss:
-    """``gspo`` of the module's table."""
+def _gspo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
+    """Compute ``gspo`` of the module's table."""
     mean = inputs.sample_mean(inputs.log_ratio.detach())
     # The second part is 0, and brings the gradient.
     log_ratio = mean + inputs.logprob - inputs.logprob.detach()
-    return clip_loss(inputs._replace(log_ratio=log_ratio), settings)
+    return _clip_loss(inputs._replace(log_ratio=log_ratio), settings)
 
 
-def cispo_loss(inputs: PolicyInputs, settings: RlSection) -> TokenLoss:
-    """``cispo`` of the module's table."""
+def _cispo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
+    """Compute ``cispo`` of the module's table."""
     ratio = inputs.log_ratio.detach().exp()
     weight = ratio.clamp(*settings.clip_range)
-    return TokenLoss(-weight * inputs.advantage * inputs.logprob, ratio, weight != ratio)
+    return _TokenLoss(-weight * inputs.advantage * inputs.logprob, ratio, weight != ratio)
 
 
-def reinforce_loss(inputs: PolicyInputs, settings: RlSection) -> TokenLoss:
-    """``reinforce`` of the module's table."""
+def _reinforce_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
+    """Compute ``reinforce`` of the module's table."""
     ratio = inputs.log_ratio.detach().exp()
     loss = -inputs.advantage * inputs.logprob
-    return TokenLoss(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+    return _TokenLoss(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-POLICIES: dict[PolicyName, Callable[[PolicyInputs, RlSection], TokenLoss]] = {
-    "clip": clip_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-    "reinforce": reinforce_loss,
+_POLICIES: dict[PolicyName, Callable[[_PolicyInputs, RlSection], _TokenLoss]] = {
+    "clip": _clip_loss,
+    "gspo": _gspo_loss,
+    "cispo": _cispo_loss,
+    "reinforce": _reinforce_loss,
 }
 
-KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda d: d,
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: torch.expm1(-d) + d,
 }
-"""Of KL(p || q), from d = log p / q of what was drawn from p."""
+"""Estimates of KL(p || q), from d = log p / q of a token that was drawn from p."""
 
 
 def kl_estimate(name: str, logprob: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Each token's part of KL(p || q), from its log-probabilities under p, which drew it, and q."""
-    return KL_ESTIMATES[name](log_ratio(logprob, other))
+    """Estimate each token's KL(p || q), from log-probabilities under p, which drew it, and q."""
+    return _KL_ESTIMATES[name](_clamped(logprob - other))
 
 
-NO_ROUTER_LOSSES = RouterLosses(load_balancing=0.0, router_z=0.0, is_pooled=False)
+_NO_ROUTER_LOSSES = RouterLosses(load_balancing=0.0, router_z=0.0, is_pooled=False)
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """What ``Engine.forward_backward`` minimises; a :class:`moetrain.train.objectives.Objective`.
+    """The :class:`moetrain.train.objectives.Objective` that ``Engine.forward_backward`` minimises.
 
     Terms with a coefficient: ``policy``, ``kl_penalty`` (with ``rl.kl_coef``, in the loss),
     ``entropy_bonus`` (with ``rl.entropy_coef``), and the routers' auxiliary losses. Statistics,
@@ -143,11 +274,11 @@ class PolicyObjective:
     """
 
     settings: RlSection
-    routers: RouterLosses = NO_ROUTER_LOSSES
+    routers: RouterLosses = _NO_ROUTER_LOSSES
 
     @classmethod
     def of(cls, config: Config, arch: Architecture) -> Self:
-        """What ``config`` asks for, and ``arch`` where that leaves it open."""
+        """Build the objective that ``config`` asks for; ``arch`` decides what it leaves open."""
         return cls(config.rl, RouterLosses.of(config, arch))
 
     @property
@@ -168,10 +299,10 @@ class PolicyObjective:
         batch: RolloutBatch,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
-        """See :class:`moetrain.train.objectives.Objective`.
+        """Compute the terms of a batch, as :class:`moetrain.train.objectives.Objective` says.
 
         Raises:
-            ValueError: a KL in the loss, and the batch has no ``reference_BS``.
+            ValueError: there is a KL in the loss, and the batch has no ``reference_BS``.
         """
         stats = batch_stats(model, outputs.hidden_BSD, batch, self.settings.temperature)
         terms = self.token_terms(stats, batch, sizes)
@@ -181,7 +312,7 @@ class PolicyObjective:
     def token_terms(
         self, stats: TokenStats, batch: RolloutBatch, sizes: Mapping[str, torch.Tensor]
     ) -> dict[str, Term]:
-        """The terms but the routers', from every target's log-probability and entropy [B, S]."""
+        """Compute all terms but the routers', from log-probabilities and entropies [B, S]."""
         settings, logprob = self.settings, stats.logprob
         old = {
             "current": logprob.detach(),
@@ -190,13 +321,13 @@ class PolicyObjective:
         }[settings.ratio]
         trained = (batch.targets_BS != IGNORE_INDEX).to(logprob.dtype)
         num_trained = batch.sums_over_samples(trained).clamp(min=1)
-        inputs = PolicyInputs(
+        inputs = _PolicyInputs(
             logprob,
-            log_ratio(logprob, old),
+            _clamped(logprob - old),
             batch.advantages_BS.to(logprob.dtype),
             lambda x: batch.sums_over_samples(trained * x) / num_trained,
         )
-        token = POLICIES[settings.policy](inputs, settings)
+        token = _POLICIES[settings.policy](inputs, settings)
         parts = {
             "token": sizes["targets"],
             "sequence": num_trained * sizes["samples"],
@@ -210,7 +341,7 @@ class PolicyObjective:
     def _learned(
         self, loss: torch.Tensor, stats: TokenStats, batch: RolloutBatch, shares: torch.Tensor
     ) -> dict[str, Term]:
-        """The terms that have gradients; ``shares`` [B, S] are the tokens' of the whole."""
+        """Compute the terms that have gradients, by each token's share of the whole [B, S]."""
         settings = self.settings
         weighted = loss if batch.weights_BS is None else batch.weights_BS * loss
         terms = {"policy": Term((shares * weighted).sum())}
@@ -229,9 +360,9 @@ class PolicyObjective:
 
 
 def _seen(
-    token: TokenLoss, stats: TokenStats, old: torch.Tensor, batch: RolloutBatch
+    token: _TokenLoss, stats: TokenStats, old: torch.Tensor, batch: RolloutBatch
 ) -> dict[str, torch.Tensor]:
-    """What is reported of each token [B, S], by name."""
+    """Return the statistics of each token [B, S], by name."""
     now, ratio = stats.logprob.detach(), token.ratio.detach()
     trainer = now if batch.proximal_BS is None else batch.proximal_BS
     seen = {

@@ -1,4 +1,4 @@
-"""Samples to rows and back: what one micro-batch of reinforcement learning is.
+"""Packs samples into micro-batches of rows, and takes results apart again.
 
 Samples are fitted into rows uncut (:func:`moetrain.data.whole.best_fit`); the rest of a row is
 padding. Position t of a sample reads token t and predicts token t + 1, so everything that is known
@@ -9,8 +9,8 @@ n - 1 positions, the very ones that generation has read.
     tokens    a0 a1 a2 b0 b1  0           positions 0 1 2 0 1 0
     targets    . a2 a3 b1 b2  .           logprobs, advantages: of the targets
 
-What has no target is not trained: prompts, an environment's words, pads, and what
-:func:`moetrain.rl.importance.corrected` masks. There is no other mask.
+A position without a target is not trained: prompts, an environment's words, pads, and what
+:func:`moetrain.rl.losses.corrected` masks. There is no other mask.
 
 Left out on purpose: cutting a sample that is longer than a row.
 Legend: B rows, S tokens of a row, n tokens of a sample, N samples, L MoE layers, K experts a token.
@@ -33,10 +33,10 @@ from moetrain.models.transformer import Inputs
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory that is trained: a prompt and all that followed, n tokens, two at least.
+    """One trajectory to train on: a prompt and all that followed, n tokens, at least two.
 
     Raises:
-        ValueError: arrays of other lengths, or too few tokens.
+        ValueError: arrays differ in length, or there are too few tokens.
     """
 
     tokens: np.ndarray
@@ -44,13 +44,14 @@ class Sample:
     is_action: np.ndarray
     """bool [n]: chosen by the policy, and trained; the first token cannot be."""
     logprobs: np.ndarray
-    """fp32 [n]: of each token when it was chosen, at the sampling temperature; 0 elsewhere."""
+    """fp32 [n]: log-probability of each token when it was chosen, at the sampling temperature; 0
+    elsewhere."""
     versions: np.ndarray
     """int64 [n]: the weights that chose each token, -1 where the policy did not."""
     advantage: float | np.ndarray
-    """Of all actions, or fp32 [n]: of each."""
+    """One for all actions, or fp32 [n], one for each."""
     group: int
-    """Samples of one prompt have one."""
+    """Samples of one prompt share a group."""
     routes: np.ndarray | None = None
     """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
 
@@ -70,21 +71,21 @@ class Sample:
 
 
 class SamplePosition(NamedTuple):
-    """Where a sample lies."""
+    """The place of a sample in a batch."""
 
     sample: int
-    """Its index among those that were packed."""
+    """Index among the samples that were packed."""
     start: int
-    """Its first position among the batch's B * S."""
+    """First position among the batch's B * S."""
     length: int
-    """Positions, n - 1."""
+    """Number of positions, n - 1."""
 
 
 class RolloutBatch(NamedTuple):
     """One micro-batch of packed samples, made on the CPU; a
     :class:`moetrain.train.objectives.MicroBatch`.
 
-    Per-position tensors but the first and third are of the token that the position predicts.
+    Per-position tensors, but for the first and third, describe the token that a position predicts.
     """
 
     tokens_BS: torch.Tensor
@@ -103,9 +104,9 @@ class RolloutBatch(NamedTuple):
     advantages_BS: torch.Tensor
     """fp32."""
     versions_BS: torch.Tensor
-    """int64, of the weights that chose the target; -1: none did."""
+    """int64, version of the weights that chose the target; -1: the policy did not choose it."""
     places: tuple[SamplePosition, ...]
-    """Every sample in it, on the host."""
+    """The place of every sample in the batch, on the host."""
     routes_BSLK: torch.Tensor | None = None
     """int32, the experts of each *input* token in the rollout, -1 where unknown; None: no sample
     has them."""
@@ -123,28 +124,28 @@ class RolloutBatch(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        """What the model sees of it."""
+        """The inputs of the model."""
         return Inputs(
             self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS, self.routes_BSLK
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are no pads. Waits for the device, once the batch is there."""
+        """Count tokens that are not pads. Waits for the device if the batch is there."""
         return self.is_pad_BS.numel() - int(self.is_pad_BS.sum())
 
     def sums_over_samples(self, x_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S]: at each position, the sum of ``x_BS`` over the segment it is in."""
+        """Sum ``x_BS`` over segments; returns [B, S], at each position the sum of its segment."""
         segments_T, x_T = self._segments(), x_BS.flatten()
         sums_N = x_T.new_zeros(self.cu_seqlens.numel() - 1).index_add(0, segments_T, x_T)
         return sums_N[segments_T].view_as(x_BS)
 
     def num_trained_samples(self) -> int:
-        """Samples with a target at least. Waits for the device, once the batch is there."""
+        """Count samples with at least one target. Waits for the device if the batch is there."""
         return self._segments()[self.targets_BS.flatten() != IGNORE_INDEX].unique().numel()
 
     def _segments(self) -> torch.Tensor:
-        """int64 [B * S]: which segment each position is in."""
+        """Return the segment that each position is in, int64 [B * S]."""
         flat_T = torch.arange(self.tokens_BS.numel(), device=self.tokens_BS.device)
         return torch.searchsorted(self.cu_seqlens[1:].long(), flat_T, right=True)
 
@@ -152,11 +153,11 @@ class RolloutBatch(NamedTuple):
 def pack(
     samples: Sequence[Sample], seq_len: int, micro_batch_size: int, *, least: int = 1
 ) -> list[RolloutBatch]:
-    """Micro-batches of ``micro_batch_size`` rows of ``seq_len`` that hold every sample once.
+    """Pack every sample once into micro-batches of ``micro_batch_size`` rows of ``seq_len``.
 
     Args:
-        least: at least so many, the last of them empty where there is no more. All ranks of an
-            engine's call need as many: those of the one that has most.
+        least: return at least so many, the last of them empty. All ranks of an engine's call need
+            the same number, that of the rank with the most.
 
     Raises:
         ValueError: a sample is longer than a row and the token that it predicts last.
@@ -180,7 +181,7 @@ def pack(
 def _batch(
     samples: Sequence[Sample], members: Sequence[Sequence[int]], seq_len: int
 ) -> RolloutBatch:
-    """The rows of which ``members`` names each one's samples."""
+    """Build the batch in which row i holds the samples ``members[i]``."""
     size = len(members) * seq_len
     places, ends = [], [0]
     for row, indices in enumerate(members):
@@ -215,7 +216,7 @@ def _batch(
 
 
 def _fields(sample: Sample) -> dict[str, np.ndarray | bool | None]:
-    """What a batch has of each of its positions, [n - 1] or one for all."""
+    """Return a batch's fields at the positions of ``sample``, [n - 1] or one value for all."""
     acts = sample.is_action[1:]
     return {
         "tokens_BS": sample.tokens[:-1],
@@ -229,9 +230,9 @@ def _fields(sample: Sample) -> dict[str, np.ndarray | bool | None]:
 
 
 def unpack(batches: Sequence[RolloutBatch], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each sample's part of per-position ``results`` [B, S], in the order of the samples.
+    """Take per-position ``results`` [B, S] apart into one tensor [n] for each sample, in order.
 
-    Of each [n]: a value for every token, as its predicting position has it, and 0 for the first.
+    Each token has the value of the position that predicts it, and the first token has 0.
 
     Args:
         batches: all that :func:`pack` gave for the samples.
@@ -254,11 +255,11 @@ def from_padded(
     versions_BS: torch.Tensor | None = None,
     groups: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """The samples of sequences that are padded on the left, on the right or anywhere.
+    """Make samples of sequences that are padded on the left, on the right or anywhere.
 
     Args:
-        is_real_BS: bool, what is no padding (an "attention mask"); the other per-token tensors are
-            [B, S] too, of each token itself.
+        is_real_BS: bool, false at padding (an "attention mask"); the other per-token tensors are
+            [B, S] too, and describe each token itself.
         versions_BS: None: 0 for every action.
         groups: None: each sequence is its own.
     """
@@ -278,7 +279,7 @@ def from_padded(
 
 
 def to_padded(results: Sequence[torch.Tensor], is_real_BS: torch.Tensor) -> torch.Tensor:
-    """Per-token ``results`` of :func:`from_padded`'s samples, [B, S] where they came from."""
+    """Put per-token ``results`` of :func:`from_padded`'s samples back in place, [B, S]."""
     padded_BS = results[0].new_zeros(is_real_BS.shape)
     padded_BS[is_real_BS] = torch.cat(list(results))
     return padded_BS

@@ -1,23 +1,29 @@
-"""What a run of reinforcement learning is made of before there is a model: its tasks and its sizes.
+"""What a run of reinforcement learning needs before there is a model: its tasks and its sizes.
 
-Everything that settings, files and the environment can be wrong about shows here, so that a dry run
-(:func:`plan`) and the process that starts the ranks (:func:`inspect`) refuse what a run would.
+All errors in settings, files and the environment show here, so that a dry run (:func:`plan`) and
+the process that starts the ranks (:func:`inspect`) refuse what a run would.
 
-What is trained on is known by content: a folder of prompts and functions may move between a run and
-its resumption, and prompts that were edited are other ones, which are refused. Edited code is what
-mends an environment in the middle of a run, which goes on with it and says so. Of a user's file
-its own bytes are known; what it imports or reads is not looked at.
+Training data is identified by content: a folder of prompts and functions may move between a run and
+its resumption, while edited prompts are other prompts, which are refused. Edited code is what mends
+an environment in the middle of a run, which goes on with it and says so. Of a user's file its own
+bytes are compared, not what it imports or reads.
+
+Prompts are numbered in the order in which the run trains them (:class:`Window`), and each number
+stands for a task of the environment (:class:`Tasks`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
@@ -27,39 +33,47 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
-from moetrain.rl.buffer import Tasks
-from moetrain.rl.envs import Demonstrates, Environment, open_environment
+from moetrain.rl.envs import Demonstrates, Environment, Prompts
+from moetrain.rl.envs.generated import Arithmetic, Calculator, ReasoningGym, Sort, YesNoMaybe
+from moetrain.rl.envs.jsonl import Jsonl, load_function
 from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.train.plan import plan_memory
 
-CODE = re.compile(r"^[0-9a-f]{64}:")
-"""How a file of Python is known."""
+GENERATED: dict[str, Callable[..., Environment]] = {
+    "yes_no_maybe": YesNoMaybe,
+    "sort": Sort,
+    "arithmetic": Arithmetic,
+    "calculator": Calculator,
+}
+"""Environments that need no files, by the name that ``rl.env`` gives them."""
+_CODE = re.compile(r"^[0-9a-f]{64}:")
+"""The digest that stands for a file of Python in an identity."""
 
 
 class Setup(NamedTuple):
-    """What :func:`set_up` has found."""
+    """The result of :func:`set_up`."""
 
     total_steps: int
     num_groups: int
     """Prompts of a step."""
     num_pages: int
-    """Of one rank's key/value cache."""
+    """Pages of one rank's key/value cache."""
     tokenizer: Tokenizer
     environment: Environment
     tasks: Tasks
     identity: dict[str, str]
-    """What is trained on, by the name of the setting that says so."""
+    """What the run is trained on, by the name of the setting that says so."""
 
 
 def inspect(config: Config, arch: Architecture) -> None:
-    """Raise ConfigError as :func:`set_up` would, on the device that a run would take here."""
+    """Raise ConfigError as :func:`set_up` would on the device that a run would take here."""
     wanted = config.train.device
     has_gpu = torch.cuda.device_count() > 0  # which leaves the devices alone
     set_up(config, arch, "cuda" if wanted == "cuda" or (has_gpu and wanted == "auto") else "cpu")
 
 
 def plan(config: Config, arch: Architecture) -> str:
-    """Refuse what a run of ``config`` would refuse; returns the memory it takes, in words.
+    """Refuse what a run of ``config`` would refuse, and describe the memory that it takes.
 
     Raises:
         ConfigError: as :func:`set_up` and :func:`moetrain.train.plan.plan_memory`.
@@ -69,7 +83,7 @@ def plan(config: Config, arch: Architecture) -> str:
 
 
 def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
-    """Look at everything that ``config`` names. Imports the user's files and opens the environment.
+    """Open everything that ``config`` names: imports the user's files and makes the environment.
 
     Raises:
         ConfigError: settings of several sections do not fit, one has no effect on this model or
@@ -126,7 +140,7 @@ def _groups(config: Config) -> int:
 
 
 def pages_of(config: Config) -> int:
-    """Pages of one rank's key/value cache; ConfigError: they do not hold a row."""
+    """Return the pages of one rank's key/value cache; ConfigError: they do not hold a row."""
     rl, longest = config.rl, config.data.seq_len
     if rl.cache_tokens is None:
         return rl.max_sequences * -(-longest // PAGE_SIZE)
@@ -141,7 +155,7 @@ def pages_of(config: Config) -> int:
 
 def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
     prompts = None if rl.prompts is None else _digest(Path(os.path.expanduser(rl.prompts)))
-    number = environment.num_tasks  # those held out are drawn from so many
+    number = environment.num_tasks  # held-out tasks are drawn from so many
     return {
         "rl.env": _function(rl.env),
         "rl.env_args": str(rl.env_args),
@@ -152,7 +166,7 @@ def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
 
 
 def _function(name: str) -> str:
-    """``FILE.py:NAME`` with the file's content in place of its path; anything else as it is."""
+    """Return ``FILE.py:NAME`` with a digest of the file in place of its path, other names as is."""
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
     return f"{_digest(path)}:{key}" if file and path.is_file() else name
@@ -163,15 +177,15 @@ def _digest(path: Path) -> str:
 
 
 def without_code(identity: Mapping[str, str]) -> dict[str, str]:
-    """``identity``, in which files of Python are all the same."""
-    return {name: CODE.sub("FILE.py:", value) for name, value in identity.items()}
+    """Return ``identity`` with all files of Python replaced by one name."""
+    return {name: _CODE.sub("FILE.py:", value) for name, value in identity.items()}
 
 
 def check_same_tasks(found: Checkpoint, config: Config, identity: dict[str, str]) -> list[str]:
-    """The settings whose code is another than that of the run that ``found`` is of.
+    """Return the settings whose code was edited since the run that wrote ``found``.
 
     Raises:
-        ConfigError: what it was trained on is, by the setting.
+        ConfigError: anything else that it was trained on differs, by the setting.
     """
     before = identity | found.state.get("tasks", {})
     then, now = without_code(before), without_code(identity)
@@ -188,3 +202,136 @@ def check_same_tasks(found: Checkpoint, config: Config, identity: dict[str, str]
                 "output_dir",
             )
     return [name for name, was in before.items() if was != identity[name]]
+
+
+# ---- the environment ------------------------------------------------------------------------
+
+
+def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
+    """Make the environment that ``rl.env`` names, with ``rl.env_args``.
+
+    Raises:
+        ConfigError: there is no such environment, it does not take these arguments, or what it
+            needs is not there.
+    """
+    name, prompts = settings.env, Prompts(tokenizer, settings.chat)
+    args = _arguments(settings.env_args)
+    gym, _, task = name.partition(":")
+    try:
+        if name in GENERATED:
+            return GENERATED[name](prompts, **args)
+        if name == "jsonl":
+            return _open_jsonl(settings, prompts, **args)
+        if gym == "reasoning-gym" and task:
+            return ReasoningGym(prompts, task, **args)
+        others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK"
+        return _checked(name, load_function(name, "rl.env", others)(prompts, **args))
+    except TypeError as error:  # an argument that it does not have, or of another type
+        raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
+        problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
+        raise ConfigError("rl.env", problem) from error
+
+
+def _checked(name: str, environment: Any) -> Environment:
+    """Return ``environment`` if it looks like one."""
+    number = getattr(environment, "num_tasks", "missing")
+    if number is not None and not (type(number) is int and number > 0):
+        problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
+        raise ConfigError("rl.env", f"{name!r}: {problem}")
+    if not callable(getattr(environment, "episode", None)):
+        raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
+    return environment
+
+
+def _open_jsonl(settings: RlSection, prompts: Prompts) -> Jsonl:
+    for name in ("prompts", "reward"):
+        if getattr(settings, name) is None:
+            raise ConfigError(f"rl.{name}", "not set, and rl.env 'jsonl' needs it")
+    assert settings.prompts is not None
+    assert settings.reward is not None
+    return Jsonl(prompts, settings.prompts, settings.reward)
+
+
+def _arguments(text: str | None) -> dict[str, Any]:
+    try:
+        found = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("rl.env_args", f"{shortened(text)} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("rl.env_args", f"{shortened(text)} is no JSON object")
+    return found
+
+
+# ---- which prompts when ---------------------------------------------------------------------
+
+
+@dataclass
+class Window:
+    """A sliding window over the run's sequence of prompts: which are begun, and which are due.
+
+    A step takes the next prompts and waits for exactly those; with ``rl.max_staleness`` s, the
+    prompts of s steps more are begun by then, and go on over the updates between. So a trajectory
+    is at most s updates old when it is trained, nothing is thrown away for its age, and the prompts
+    of a step do not depend on anybody's speed.
+
+        s = 1, 4 prompts a step     begun before step 0 trains: 0 to 7    taken: 0 to 3
+                                                        step 1: 8 to 11          4 to 7
+
+    Each of W ranks generates every W-th prompt, whatever share of the data it trains.
+    """
+
+    ahead: int
+    """Prompts that are begun before their step: rl.max_staleness times those of a step."""
+    taken: int = 0
+    begun: int = 0
+
+    def advance(self, number: int) -> tuple[range, range]:
+        """Make the next ``number`` prompts due; return those to begin now, and those to take."""
+        due = range(self.taken, self.taken + number)
+        new = range(self.begun, max(self.begun, due.stop + self.ahead))
+        self.taken, self.begun = due.stop, new.stop
+        return new, due
+
+
+class Tasks:
+    """An environment's tasks, split into held-out ones and those that are trained.
+
+    Finite tasks are shuffled once, always in the same way, so that neither part is the start of a
+    sorted file; the trained ones come in another order at each epoch.
+    """
+
+    def __init__(self, num_tasks: int | None, num_held_out: int, seed: int) -> None:
+        """
+        Args:
+            num_tasks: None: without end.
+            seed: for the order of the trained ones.
+
+        Raises:
+            ConfigError: no task would be left to train.
+        """
+        if num_tasks is not None and num_held_out >= num_tasks:
+            raise ConfigError(
+                "rl.eval_tasks",
+                f"{num_held_out} of {num_tasks} tasks leave none to train; lower it",
+            )
+        self.num_held_out, self.seed = num_held_out, seed
+        self._dealt = None if num_tasks is None else np.random.default_rng(0).permutation(num_tasks)
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def held_out(self, index: int) -> int:
+        """Return held-out task ``index`` of ``num_held_out``."""
+        return index if self._dealt is None else int(self._dealt[index])
+
+    def trained(self, prompt: int) -> int:
+        """Return the task of prompt number ``prompt``."""
+        if self._dealt is None:
+            return self.num_held_out + prompt
+        trained = self._dealt[self.num_held_out :]
+        epoch, index = divmod(prompt, len(trained))
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._epoch, self._order = epoch, generator.permutation(trained)
+        return int(self._order[index])

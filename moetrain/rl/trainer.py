@@ -27,15 +27,13 @@ from moetrain.models.architecture import Architecture
 from moetrain.optim.schedule import learning_rate
 from moetrain.parallel.layout import TensorSlice
 from moetrain.rl.advantages import Advantages, Outcome, advantages
-from moetrain.rl.buffer import Window
 from moetrain.rl.calls import Failing, demonstrations
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Demonstrates, Demonstration
-from moetrain.rl.evaluate import figures, write_completions
 from moetrain.rl.learn import Learned, Learner, gather
+from moetrain.rl.report import TimeSplit, figures, line_of, table_of, write_completions
 from moetrain.rl.rows import Sample
-from moetrain.rl.setup import check_same_tasks, set_up, without_code
-from moetrain.rl.timing import TimeSplit, line_of, table_of
+from moetrain.rl.setup import Window, check_same_tasks, set_up, without_code
 from moetrain.rl.trajectory import Trajectory, from_state, to_state
 from moetrain.rollout import Generator
 from moetrain.rollout.text import end_ids

@@ -1,7 +1,7 @@
-"""Trajectories: what the policy and an environment have said to each other, token by token.
+"""Trajectories: the exchange between the policy and an environment, token by token.
 
-A trajectory that is under way when a checkpoint is written is its tokens and how far it has come:
-a new episode is told the same actions again, and the policy goes on from the same tokens.
+A checkpoint keeps the tokens of a trajectory that is under way and how far it has come: when it is
+resumed, a new episode is told the same actions, and the policy goes on from the same tokens.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class Trajectory:
     """One attempt at one task."""
 
     group: int
-    """Number of the prompt in the run; of one that is held out, below 0."""
+    """Number of the prompt in the run; below 0 for held-out prompts."""
     member: int
-    """Which of the group's attempts."""
+    """Number of the attempt within the group."""
     task: int
     seed: int
-    """Of its sampling."""
+    """Seed of its sampling."""
     temperature: float
     reward: float = 0.0
     answers: int = 0
-    """How often the environment has answered, the prompt among them."""
+    """How often the environment has answered, the prompt included."""
     actions: list[tuple[int, int]] = field(default_factory=list)
-    """From where to where in ``tokens`` the policy's turns lie."""
+    """Start and stop of each of the policy's turns in ``tokens``."""
     is_over: bool = False
     is_overlong: bool = False
-    """It was cut off: at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
+    """Whether it was cut off: at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
     fault: str | None = None
-    """Why it failed, in a word; None: it did not."""
+    """Why it failed, in a word; None: it did not fail."""
     detail: str = ""
-    """And in a line."""
+    """Why it failed, in a line."""
     tokens: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -49,13 +49,13 @@ class Trajectory:
     """int32 [tokens read in the last turn, MoE layers, K]; None: not asked for."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add what the environment says."""
+        """Append the environment's tokens."""
         self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
     def write(
         self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
     ) -> None:
-        """Add what the policy has chosen."""
+        """Append tokens that the policy has chosen."""
         self._extend(tokens, True, logprobs, versions)
 
     def _extend(
@@ -72,12 +72,12 @@ class Trajectory:
 
     @property
     def num_written(self) -> int:
-        """Tokens that the policy has chosen."""
+        """The number of tokens that the policy has chosen."""
         return sum(self.is_action)
 
     @property
     def turn_start(self) -> int:
-        """Where the policy's turn that is under way begins: behind what it was told last."""
+        """The start of the policy's turn under way, behind the environment's last tokens."""
         start = len(self.tokens)
         stop = self.actions[-1][1] if self.actions else 0
         while start > stop and self.is_action[start - 1]:
@@ -85,7 +85,7 @@ class Trajectory:
         return start
 
     def sample(self, advantage: float) -> Sample:
-        """What is trained of it."""
+        """Return the sample to train on, with one advantage for all actions."""
         return Sample(
             np.array(self.tokens, np.int64),
             np.array(self.is_action, bool),
@@ -108,7 +108,7 @@ _TENSORS = {
 def to_state(
     trajectories: Iterable[Trajectory],
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """What a checkpoint keeps of them: fields as JSON, and everything that is per token."""
+    """Return what a checkpoint keeps: fields as JSON, and per-token values as tensors."""
     rows = [asdict(t) for t in trajectories]
     routes = [row.pop("routes") for row in rows]
     tensors = {
@@ -128,7 +128,7 @@ def to_state(
 def from_state(
     rows: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
 ) -> list[Trajectory]:
-    """Inverse of :func:`to_state`."""
+    """Rebuild the trajectories that :func:`to_state` was given."""
     found, start = [], 0
     for i, row in enumerate(rows):
         fields: dict[str, Any] = dict(row)

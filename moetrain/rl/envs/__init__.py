@@ -1,96 +1,167 @@
-"""Environments: what may be asked of them, those that are shipped, and which one a run means."""
+"""Environments: the interface that reinforcement learning needs, and a base for text tasks.
+
+    environment.episode(task)    one attempt at a task, with a state of its own
+    episode.reset()              -> the prompt
+    episode.step(action)         -> what the policy reads next, a reward, and whether that is all
+
+Tokens go in and come out; turning them into text is the environment's business, and
+:class:`TextEnvironment` does it for tasks that are text. Each call may be plain or ``async``. Plain
+calls are waited for, which keeps a run the same at every rerun, and are meant for what answers at
+once; asynchronous ones run beside generation, on one event loop for all, and must not block it.
+Every call has a time limit, and one that fails costs its own trajectory alone; where all fail alike
+for several steps, or a demonstration does, the run ends (:mod:`moetrain.rl.calls`).
+
+Ours are in :mod:`moetrain.rl.envs.generated` and :mod:`moetrain.rl.envs.jsonl`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from moetrain.config import ConfigError
-from moetrain.config.rl import RlSection
-from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rl.envs.calculator import Calculator
-from moetrain.rl.envs.generated import Arithmetic, Sort, YesNoMaybe
-from moetrain.rl.envs.jsonl import Jsonl, load_function
-from moetrain.rl.envs.protocol import Demonstrates, Demonstration, Environment, Episode, Turn
-from moetrain.rl.envs.reasoning import ReasoningGym
-from moetrain.rl.envs.text import Problem, Prompts, SolvedEnvironment, TextEnvironment
-
-__all__ = [
-    "Demonstrates",
-    "Demonstration",
-    "Environment",
-    "Episode",
-    "Problem",
-    "Prompts",
-    "SolvedEnvironment",
-    "TextEnvironment",
-    "Turn",
-    "open_environment",
-]
-
-GENERATED: dict[str, Callable[..., Environment]] = {
-    "yes_no_maybe": YesNoMaybe,
-    "sort": Sort,
-    "arithmetic": Arithmetic,
-    "calculator": Calculator,
-}
+from moetrain.rollout.text import chat_ids
 
 
-def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
-    """What ``rl.env`` names, made with ``rl.env_args``.
+class Turn(NamedTuple):
+    """An environment's answer."""
 
-    Raises:
-        ConfigError: there is no such environment, it does not take these arguments, or what it
-            needs is not there.
+    tokens: tuple[int, ...] = ()
+    """What the policy reads before it acts; ``reset`` returns at least one token."""
+    reward: float = 0.0
+    """Reward of the action before; a trajectory's rewards are added up. Finite."""
+    done: bool = False
+    """Whether the episode ends here; ``tokens`` are then of no use."""
+
+
+class Demonstration(NamedTuple):
+    """A whole trajectory as it should be."""
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    """For each token, whether the policy is to choose it; the environment says the others."""
+
+
+class Episode(Protocol):
+    """One attempt at a task.
+
+    After a checkpoint the same actions are given to a new episode of the same task: it must answer
+    as it did, or go on from there in another way.
     """
-    name, prompts = settings.env, Prompts(tokenizer, settings.chat)
-    args = _arguments(settings.env_args)
-    gym, _, task = name.partition(":")
-    try:
-        if name in GENERATED:
-            return GENERATED[name](prompts, **args)
-        if name == "jsonl":
-            return _open_jsonl(settings, prompts, **args)
-        if gym == "reasoning-gym" and task:
-            return ReasoningGym(prompts, task, **args)
-        others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK"
-        return _checked(name, load_function(name, "rl.env", others)(prompts, **args))
-    except TypeError as error:  # an argument that it does not have, or of another type
-        raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
-        problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
-        raise ConfigError("rl.env", problem) from error
+
+    def reset(self) -> Turn | Awaitable[Turn]:
+        """Return the prompt. Called once, first."""
+        ...
+
+    def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
+        """Answer the policy's next tokens: as many as it may write, or up to a stop."""
+        ...
 
 
-def _checked(name: str, environment: Any) -> Environment:
-    """``environment``, if it is one as far as can be seen."""
-    number = getattr(environment, "num_tasks", "missing")
-    if number is not None and not (type(number) is int and number > 0):
-        problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
-        raise ConfigError("rl.env", f"{name!r}: {problem}")
-    if not callable(getattr(environment, "episode", None)):
-        raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
-    return environment
+class Environment(Protocol):
+    """Tasks by number: the same task at every call, on every rank."""
+
+    num_tasks: int | None
+    """Tasks are 0 to ``num_tasks - 1``; None: there is no end."""
+
+    def episode(self, task: int) -> Episode:
+        """Begin a new attempt at ``task``."""
+        ...
 
 
-def _open_jsonl(settings: RlSection, prompts: Prompts) -> Jsonl:
-    for name in ("prompts", "reward"):
-        if getattr(settings, name) is None:
-            raise ConfigError(f"rl.{name}", "not set, and rl.env 'jsonl' needs it")
-    assert settings.prompts is not None
-    assert settings.reward is not None
-    return Jsonl(prompts, settings.prompts, settings.reward)
+@runtime_checkable
+class Demonstrates(Protocol):
+    """An environment that can solve its own tasks, for ``rl.supervised_steps``."""
+
+    def demonstrate(self, task: int) -> Demonstration:
+        """Return ``task``, solved."""
+        ...
 
 
-def _arguments(text: str | None) -> dict[str, Any]:
-    try:
-        found = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("rl.env_args", f"{shortened(text)} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError("rl.env_args", f"{shortened(text)} is no JSON object")
-    return found
+class Problem(NamedTuple):
+    """A question, and all that is needed to score its answers."""
+
+    prompt: str | list[Any]
+    """Text to be continued; or a conversation (``[{"role": ..., "content": ...}, ...]``)."""
+    answer: str = ""
+    """A right answer, where one is known."""
+    facts: Any = None
+    """Whatever ``score`` needs besides."""
+    record: Mapping[str, Any] = MappingProxyType({})
+    """``tools``, ``documents`` and ``chat_template_kwargs`` for the chat template, if any."""
+
+
+class Prompts:
+    """Turns text into tokens: as it is, or as a user's turn by the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+
+    def encode(
+        self, prompt: str | list[Any], record: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[int, ...]:
+        """Return the tokens that an answer to ``prompt`` continues; ConfigError: there are none."""
+        if isinstance(prompt, str) and not self.chat:
+            return tuple(self.tokenizer.encode_prompt(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return chat_ids(self.tokenizer, messages, record)
+
+    def text(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text`` alone."""
+        return tuple(self.tokenizer.encode_batch([text])[0].ids.tolist())
+
+    def ended(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text`` as a whole turn of the policy's, with the end token."""
+        return (*self.text(text), self.tokenizer.eos_id)
+
+
+class TextEnvironment(Environment, ABC):
+    """An :class:`Environment` of problems in text: one answer each, scored once."""
+
+    num_tasks: int | None = None
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts = prompts
+
+    @abstractmethod
+    def problem(self, task: int) -> Problem:
+        """Return problem number ``task``, the same at every call."""
+
+    @abstractmethod
+    def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
+        """Return the reward of ``answer``: by custom 1 for a right one."""
+
+    def episode(self, task: int) -> Episode:
+        problem = self.problem(task)
+        return _OneAnswer(self, problem)
+
+
+class _OneAnswer(Episode):
+    def __init__(self, environment: TextEnvironment, problem: Problem) -> None:
+        self._environment, self._problem = environment, problem
+
+    def reset(self) -> Turn:
+        problem = self._problem
+        return Turn(self._environment.prompts.encode(problem.prompt, problem.record))
+
+    def step(self, action: Sequence[int]) -> Turn | Awaitable[Turn]:
+        text = self._environment.prompts.tokenizer.decode(action)
+        score = self._environment.score(self._problem, text)
+        return _later(score) if isinstance(score, Awaitable) else Turn(reward=score, done=True)
+
+
+async def _later(score: Awaitable[float]) -> Turn:
+    return Turn(reward=await score, done=True)
+
+
+class SolvedEnvironment(TextEnvironment):
+    """A :class:`TextEnvironment` whose problems have a known answer, which can be demonstrated."""
+
+    def demonstrate(self, task: int) -> Demonstration:
+        """Return the prompt with its answer, as :class:`Demonstrates` asks."""
+        problem = self.problem(task)
+        prompt = self.prompts.encode(problem.prompt, problem.record)
+        answer = self.prompts.ended(problem.answer)
+        return Demonstration(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))

@@ -25,7 +25,7 @@ from typing import Any
 from moetrain.config import ConfigError
 from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, template_variables
-from moetrain.rl.envs.text import Problem, Prompts, TextEnvironment
+from moetrain.rl.envs import Problem, Prompts, TextEnvironment
 
 Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
