@@ -8,13 +8,13 @@ import torch
 
 from moetrain.config import KernelsSection
 from moetrain.kernels import small_m
+from moetrain.kernels.attention.attention import attention_packed_reference
 from moetrain.kernels.attention.batch_invariant import (
     BLOCK,
     forward,
     paged_attention,
     store_in_pages,
 )
-from moetrain.kernels.attention.packed import attention_packed_reference
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.experts.mlp import expert_rows
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy

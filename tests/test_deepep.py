@@ -38,7 +38,7 @@ from transports import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.kernels.experts.indices import expert_indices
+from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel.expert import deepep, deepep_ops
 from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, choose_transport, why_not

@@ -17,11 +17,11 @@ from transports import ROUTINGS, Size, assert_same, make_batch, run_narrow, run_
 from transports import make_experts as make_weights
 
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
-from moetrain.kernels.experts.indices import expert_indices
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
+from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.quant.e4m3 import LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
-from moetrain.kernels.quant.rows import LARGEST, quantise_columns, quantise_rows
 from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model, set_recomputation

@@ -12,8 +12,7 @@ from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.config import Config
 from moetrain.kernels.attention.attention import attention, attention_mask
-from moetrain.kernels.experts.indices import expert_indices
-from moetrain.kernels.experts.permutation import permute, unpermute
+from moetrain.kernels.experts.permutation import expert_indices, permute, unpermute
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.parallel.expert import alltoall
 from moetrain.train.metrics import read_metrics

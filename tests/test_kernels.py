@@ -35,7 +35,6 @@ from moetrain.kernels.optim.reduction import block_squares, sum_chunks
 NOT_KERNELS = {
     "moetrain.kernels.ahead",
     "moetrain.kernels.annotate",
-    "moetrain.kernels.attention.attention",
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.backend",

@@ -15,8 +15,7 @@ import torch
 from moetrain.config import Config
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
-from moetrain.kernels.quant.mxfp8 import SCALED, widen_groups
-from moetrain.kernels.quant.rows import E4M3
+from moetrain.kernels.quant.e4m3 import E4M3, SCALED, widen_groups
 from moetrain.models.architecture import Architecture
 from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from moetrain.config import ConfigError
-from moetrain.kernels.quant.mxfp8 import SCALED
+from moetrain.kernels.quant.e4m3 import SCALED
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]

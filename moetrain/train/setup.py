@@ -25,8 +25,8 @@ from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
+from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.kernels.quant.products import fp8_problem
-from moetrain.kernels.quant.rows import MULTIPLE
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.attention.packed import (
+from moetrain.kernels.attention.attention import (
     _attention_packed,
     _attention_packed_backward,
     attention_packed,

@@ -4,10 +4,13 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.experts.indices import expert_indices_reference
 from moetrain.kernels.experts.mlp import (
+    _adapted_expert_mlp,
+    _adapted_expert_mlp_backward,
     _expert_mlp,
     _expert_mlp_backward,
+    adapted_expert_mlp,
+    adapted_expert_mlp_reference,
     expert_mlp,
     expert_mlp_reference,
 )
@@ -17,12 +20,7 @@ from moetrain.kernels.experts.mlp_fp8 import (
     expert_mlp_fp8,
     expert_mlp_fp8_reference,
 )
-from moetrain.kernels.experts.mlp_lora import (
-    _adapted_expert_mlp,
-    _adapted_expert_mlp_backward,
-    adapted_expert_mlp,
-    adapted_expert_mlp_reference,
-)
+from moetrain.kernels.experts.permutation import expert_indices_reference
 from moetrain.kernels.experts.swiglu import (
     _swiglu,
     _swiglu_backward,
@@ -33,7 +31,7 @@ from moetrain.kernels.experts.swiglu import (
     swiglu_quantised,
     swiglu_reference,
 )
-from moetrain.kernels.quant.rows import quantise_rows_reference
+from moetrain.kernels.quant.e4m3 import quantise_rows_reference
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 

@@ -5,26 +5,29 @@ from functools import partial
 import torch
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.quant.mxfp8 import SCALED, _widen_groups, quantise_groups, widen_groups
-from moetrain.kernels.quant.products import (
-    _linears_fp8,
-    _linears_fp8_backward,
-    linears_fp8,
-    linears_fp8_reference,
-)
-from moetrain.kernels.quant.rows import (
+from moetrain.kernels.quant.e4m3 import (
     E4M3,
+    SCALED,
     Quantised,
     _dequantise,
     _quantise_columns,
     _quantise_rows,
     _quantise_to_rows,
+    _widen_groups,
     dequantise,
     quantise_columns,
     quantise_columns_reference,
+    quantise_groups,
     quantise_rows,
     quantise_rows_reference,
     quantise_to_rows,
+    widen_groups,
+)
+from moetrain.kernels.quant.products import (
+    _linears_fp8,
+    _linears_fp8_backward,
+    linears_fp8,
+    linears_fp8_reference,
 )
 from specs.routing import CASES, INDEX_BENCH, token_inputs, used_rows
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal

@@ -5,17 +5,15 @@ from functools import partial
 
 import torch
 
-from moetrain.kernels.experts.indices import (
+from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     _expert_indices,
-    expert_indices,
-    expert_indices_reference,
-)
-from moetrain.kernels.experts.permutation import (
     _permute,
     _permute_backward,
     _permute_tokens,
     _unpermute,
+    expert_indices,
+    expert_indices_reference,
     permute,
     permute_reference,
     permute_tokens,

@@ -1,26 +1,49 @@
-"""Attention: one entry point, causal within each document, grouped-query heads, named backends.
+"""Attention: causal within each document, grouped-query heads, one entry point over named backends.
 
 ``sdpa`` is torch's scaled-dot-product attention (on Hopper with cuDNN first: 1.7x torch's flash
-there), with a boolean mask for packed rows or windows; ``cudnn`` and ``exact`` lay the rows end to
-end for :func:`moetrain.kernels.attention_packed`; ``flex`` is FlexAttention, whose block mask skips
-what no token sees; ``reference`` is plain matrix products for tests. What a token may see is
-decided once per forward by :func:`attention_mask` and shared by all layers.
+there), with a boolean mask for packed rows or windows. ``cudnn`` and ``exact`` lay the rows end to
+end for :func:`attention_packed`. ``flex`` is FlexAttention, whose block mask skips blocks that no
+token sees. ``reference`` is plain matrix products for tests. :func:`attention_mask` decides once
+per forward which tokens see which, for all layers.
 
-Legend: B batch, S sequence, H query heads, G key/value heads, d head width.
+:func:`attention_packed` takes documents laid end to end. For a token ``i`` of a document, over the
+tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and with query head
+``h`` reading key/value head ``h * G // H``::
+
+    p[i, j] = exp(q[i] . k[j] / sqrt(d) - lse[i])        o[i] = sum over j of p[i, j] v[j]
+
+``lse`` is the log of the softmax's denominator, the one statistic the backward pass keeps (arXiv
+2205.14135). With ``delta[i] = do[i] . o[i]`` and ``ds = p * (do v^T - delta) / sqrt(d)``::
+
+    dq = ds k        dk = ds^T q        dv = p^T do
+
+Worked example with T = 5: ``cu_seqlens = [0, 2, 5]`` holds two documents; token 2 starts the second
+and sees itself alone, so ``o[2] = v[2]``; token 4 sees tokens 2, 3 and 4.
+
+It is one custom op: on CUDA cuDNN's ragged attention (:mod:`moetrain.kernels.attention.cudnn`), 1.4
+to 1.7 times FlexAttention on Hopper, or with ``exact`` the batch-invariant forward
+(:mod:`moetrain.kernels.attention.batch_invariant`); on a CPU the formulas above. FlexAttention
+serves the GPUs and dtypes that cuDNN does not. Left out on purpose: dropout, biases, and queries
+whose documents are not the keys'.
+
+Legend: B batch, S sequence (of one document where tokens are packed), T tokens, H query heads,
+G key/value heads, d head width, N documents.
 """
 
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from moetrain.config.compute import AttentionName
+from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.attention.packed import attention_packed, flex
 from moetrain.kernels.backend import worth_saving
-
-AttentionBackend = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
 
 # cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
 _SDPA_ORDER = [
@@ -35,24 +58,25 @@ worth_saving(
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
 )
 
 
 class AttentionMask(NamedTuple):
-    """Who sees whom, in the form the chosen backend takes."""
+    """Which tokens see which, in the form that the chosen backend takes."""
 
     backend: str
     """sdpa, cudnn, exact, flex or reference."""
     dense_BSS: torch.Tensor | None = None
-    """Boolean [B, 1, S, S], True: visible; None: plain causal (or flex)."""
+    """Boolean [B, 1, S, S], True where visible; None where attention is plain causal (or flex)."""
     blocks: BlockMask | None = None
     """FlexAttention's block mask."""
     cu_seqlens: torch.Tensor | None = None
-    """cudnn's or exact's documents, all rows laid end to end: [documents + 1] int32."""
+    """For cudnn and exact: the documents of all rows laid end to end, [documents + 1] int32."""
     max_seqlen: int = 0
-    """The bound on their length."""
+    """For cudnn and exact: the bound on a document's length."""
     window: int | None = None
-    """Their sliding window."""
+    """For cudnn and exact: the sliding window in tokens."""
 
 
 def attention_mask(
@@ -62,25 +86,25 @@ def attention_mask(
     seq_len: int,
     device: torch.device,
     window: int | None = None,
-    backend: AttentionBackend = "auto",
+    backend: AttentionName = "auto",
     cu_seqlens: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> AttentionMask:
-    """The mask of one forward pass: token i sees j <= i of its own document, i - j < ``window``.
+    """Make the mask of one forward: token i sees j <= i of its own document, i - j < ``window``.
 
     Args:
-        positions_BS: position of each token in its document; a 0 starts one. None: one document
-            a row.
+        positions_BS: position of each token in its document; a 0 starts one. None: each row is
+            one document.
         window: sliding window in tokens; None: unlimited.
         backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
             (:func:`moetrain.kernels.attention.cudnn.runs`) and the documents are known, else flex.
         cu_seqlens: the documents of ``positions_BS`` over the B * S tokens, [documents + 1] int32:
             0, each one's end, ..., B * S. They cannot be read off the positions without waiting for
-            the device, so cudnn and exact take packed rows with these alone.
-        dtype: of the queries; where it is not given, auto does not take cudnn.
+            the device, so cudnn and exact need them for packed rows.
+        dtype: the dtype of the queries; without it auto does not take cudnn.
 
     Raises:
-        ValueError: ``backend="cudnn"`` or ``"exact"`` for packed rows without ``cu_seqlens``.
+        ValueError: for ``backend="cudnn"`` or ``"exact"`` with packed rows and no ``cu_seqlens``.
     """
     masked = positions_BS is not None or (window is not None and window < seq_len)
     if backend == "auto":
@@ -90,7 +114,17 @@ def attention_mask(
         else:
             backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
     if backend in ("cudnn", "exact"):
-        return _packed_mask(backend, positions_BS, cu_seqlens, batch, seq_len, device, window)
+        if cu_seqlens is None and positions_BS is not None:
+            raise ValueError(
+                f'attention backend "{backend}" was given packed rows without cu_seqlens; pass the '
+                "batch's, or choose another backend"
+            )
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
+        # Compiled blocks must not be compiled again for another number of documents (mark_dynamic),
+        # nor for another bound: no document is longer than a row, and a loose bound costs no time.
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        return AttentionMask(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
     if not masked and backend == "sdpa":
         return AttentionMask("sdpa")
     if positions_BS is None:
@@ -104,38 +138,15 @@ def attention_mask(
     if backend == "flex":
         blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
         return AttentionMask("flex", blocks=blocks)
-    index = torch.arange(seq_len, device=device)
-    distance = index[:, None] - index[None, :]
-    dense = (documents_BS[:, :, None] == documents_BS[:, None, :]) & (distance >= 0)
-    return AttentionMask(backend, dense_BSS=(dense & (distance < reach))[:, None])
-
-
-def _packed_mask(
-    backend: str,
-    positions_BS: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    batch: int,
-    seq_len: int,
-    device: torch.device,
-    window: int | None,
-) -> AttentionMask:
-    if cu_seqlens is None and positions_BS is not None:
-        raise ValueError(
-            f'attention backend "{backend}" was given packed rows without cu_seqlens; pass the '
-            "batch's, or choose another backend"
-        )
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-    # Compiled blocks must not be compiled again for another number of documents (mark_dynamic), nor
-    # for another bound: no document is longer than a row, and a loose bound costs no time.
-    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-    return AttentionMask(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
+    rows, index = torch.arange(batch, device=device), torch.arange(seq_len, device=device)
+    dense_BSS = visible(rows[:, None, None], None, index[:, None], index[None, :])
+    return AttentionMask(backend, dense_BSS=dense_BSS[:, None])
 
 
 def attention(
     q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
-    """``softmax(q k^T / sqrt(d)) v`` over what ``mask`` lets each token see: [B, S, H, d]."""
+    """Return ``softmax(q k^T / sqrt(d)) v`` over the tokens that ``mask`` shows: [B, S, H, d]."""
     if mask.backend == "cudnn" or mask.backend == "exact":
         assert mask.cu_seqlens is not None  # attention_mask always makes it for these
         q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
@@ -147,7 +158,7 @@ def attention(
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
         assert mask.blocks is not None  # attention_mask always makes them for flex
-        out = flex(q, k, v, mask.blocks)
+        out = _flex(q, k, v, mask.blocks)
     elif mask.backend == "reference":
         assert mask.dense_BSS is not None  # attention_mask always makes one for it
         repeats = q.shape[1] // k.shape[1]
@@ -166,3 +177,285 @@ def attention(
                 enable_gqa=grouped,
             )
     return out.transpose(1, 2)
+
+
+def attention_packed(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    *,
+    window: int | None = None,
+    backend: Literal["auto", "cudnn", "exact", "flex", "reference"] = "auto",
+    check: bool = False,
+) -> torch.Tensor:
+    """Attend causally within each document: ``o_THd`` in ``q``'s dtype, scaled by ``d**-0.5``.
+
+    cuDNN sums the gradient of ``q`` with atomics, so its last bits may differ between runs. Under
+    ``torch.use_deterministic_algorithms(True)`` they do not, at a tenth of the speed and in scratch
+    memory that grows as documents times ``max_seqlen`` squared: 18 GiB for 16 of up to 4096 tokens
+    (H = 32, d = 128). ``flex`` repeats its bits in either mode.
+
+    Args:
+        q_THd, k_TGd, v_TGd: one dtype; H is a multiple of G. On cuDNN bf16 or fp16, and d a
+            multiple of 8 up to 256. Other strides than contiguous cost a copy.
+        cu_seqlens: [N + 1] int32: 0, each document's end, ..., T. Documents may be empty. Under
+            ``torch.compile`` mark its size as dynamic, because it changes from batch to batch.
+        max_seqlen: a bound on every document's length; a loose one costs no time. A constant, such
+            as the row length, is best: under ``torch.compile`` a number that changes recompiles.
+        window: each token sees this many tokens at most, itself included; None: all.
+        backend: auto is cudnn where it runs (:func:`moetrain.kernels.attention.cudnn.runs`), flex
+            on other CUDA tensors and the plain formulas on a CPU; the others run or fail. exact
+            is the forward of :mod:`moetrain.kernels.attention.batch_invariant` with cuDNN's
+            backward.
+        check: check the contents of ``cu_seqlens`` first. It is for debugging: it waits for a GPU;
+            without it wrong documents read and write memory that is not theirs.
+
+    Raises:
+        ValueError: for other shapes, dtypes or devices; if cuDNN is asked for by name and absent;
+            with ``check``, for documents that are not 0 to T or are longer than ``max_seqlen``.
+    """
+    _check(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
+    if check:
+        _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+    is_invariant = backend == "exact"
+    needs_cudnn = backend == "cudnn" or (is_invariant and q_THd.is_cuda)
+    if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
+        cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
+    elif backend == "auto" and q_THd.is_cuda:
+        runs = cudnn_attention.runs(q_THd.device, q_THd.dtype)
+        backend = "cudnn" if runs else "flex"
+    if backend in ("auto", "cudnn", "exact"):  # the op: the formulas on a CPU
+        q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGd))
+        return _attention_packed(q, k, v, cu_seqlens, max_seqlen, window, is_invariant)[0]
+    if backend == "flex":
+        return _flex_packed(q_THd, k_TGd, v_TGd, cu_seqlens, window)
+    return attention_packed_reference(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window=window)
+
+
+def attention_packed_reference(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    *,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Compute :func:`attention_packed` one document at a time by matrix products.
+
+    It waits for a GPU.
+    """
+    documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+    return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)[0]
+
+
+def _check(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None,
+) -> None:
+    shapes = [tuple(x.shape) for x in (q_THd, k_TGd, v_TGd)]
+    (tokens, heads, width), kv = shapes[0], shapes[1]
+    if kv != shapes[2] or (tokens, width) != (kv[0], kv[2]) or heads % kv[1]:
+        raise ValueError(
+            f"attention_packed: q, k and v were given as {shapes}; it takes [T, H, d], [T, G, d] "
+            "and [T, G, d] with H a multiple of G"
+        )
+    if len({x.dtype for x in (q_THd, k_TGd, v_TGd)}) > 1:
+        raise ValueError(
+            f"attention_packed: q, k and v were given in {q_THd.dtype}, {k_TGd.dtype} and "
+            f"{v_TGd.dtype}; it takes one dtype"
+        )
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"attention_packed: cu_seqlens was given as {tuple(cu_seqlens.shape)} in "
+            f"{cu_seqlens.dtype}; it takes [documents + 1] in int32"
+        )
+    if max_seqlen < 1 or (window is not None and window < 1):
+        raise ValueError(
+            f"attention_packed: max_seqlen={max_seqlen} and window={window} were given; it takes "
+            "positive numbers"
+        )
+
+
+def _documents(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[slice]:
+    ends = cu_seqlens.tolist()
+    lengths = [j - i for i, j in itertools.pairwise(ends)]
+    if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0 or max(lengths) > max_seqlen:
+        raise ValueError(
+            f"attention_packed: cu_seqlens of documents {min(lengths)} to {max(lengths)} long, "
+            f"from {ends[0]} to {ends[-1]}, was given; it takes documents of at most max_seqlen="
+            f"{max_seqlen}, from 0 to T={tokens}"
+        )
+    return [slice(i, j) for i, j in itertools.pairwise(ends) if i < j]
+
+
+def _scores_HSS(
+    q_SHd: torch.Tensor, k_SHd: torch.Tensor, window: int | None
+) -> tuple[torch.Tensor, float]:
+    """One document's masked scores in at least fp32, and the scale."""
+    scale = q_SHd.shape[-1] ** -0.5
+    index = torch.arange(q_SHd.shape[0], device=q_SHd.device)
+    distance_SS = index[:, None] - index[None, :]
+    hidden_SS = distance_SS < 0 if window is None else (distance_SS < 0) | (distance_SS >= window)
+    scores_HSS = torch.einsum("qhd,khd->hqk", q_SHd, k_SHd) * scale
+    return scores_HSS.masked_fill(hidden_SS, float("-inf")), scale
+
+
+def _forward_formula(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    documents: Sequence[slice],
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``o_THd`` and ``lse_HT``, differentiable."""
+    wide = torch.promote_types(q_THd.dtype, torch.float32)
+    repeats = q_THd.shape[1] // k_TGd.shape[1]
+    outputs = []
+    for rows in documents:
+        q, k, v = (x[rows].to(wide) for x in (q_THd, k_TGd, v_TGd))
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        scores_HSS, _ = _scores_HSS(q, k, window)
+        lse_HS = scores_HSS.logsumexp(-1)
+        o_SHd = torch.einsum("hqk,khd->qhd", (scores_HSS - lse_HS[..., None]).exp(), v)
+        outputs.append((o_SHd.to(q_THd.dtype), lse_HS))
+    o, lse = zip(*outputs, strict=True)
+    return torch.cat(o), torch.cat(lse, dim=1)
+
+
+def _backward_formula(
+    do_THd: torch.Tensor,
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    o_THd: torch.Tensor,
+    lse_HT: torch.Tensor,
+    documents: Sequence[slice],
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grads = (torch.zeros_like(q_THd), torch.zeros_like(k_TGd), torch.zeros_like(v_TGd))
+    repeats = q_THd.shape[1] // k_TGd.shape[1]
+    for rows in documents:
+        do, q, k, v, o = (x[rows].to(lse_HT.dtype) for x in (do_THd, q_THd, k_TGd, v_TGd, o_THd))
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        scores_HSS, scale = _scores_HSS(q, k, window)
+        p_HSS = (scores_HSS - lse_HT[:, rows, None]).exp()
+        dp_HSS = torch.einsum("qhd,khd->hqk", do, v)
+        delta_HS = (do * o).sum(-1).T
+        ds_HSS = p_HSS * (dp_HSS - delta_HS[..., None]) * scale
+        dk_SHd = torch.einsum("hqk,qhd->khd", ds_HSS, q)
+        dv_SHd = torch.einsum("hqk,qhd->khd", p_HSS, do)
+        grads[0][rows] = torch.einsum("hqk,khd->qhd", ds_HSS, k).to(q_THd.dtype)
+        for grad_TGd, wide_SHd in zip(grads[1:], (dk_SHd, dv_SHd), strict=True):
+            grad_TGd[rows] = wide_SHd.unflatten(1, (-1, repeats)).sum(2).to(grad_TGd.dtype)
+    return grads
+
+
+def _flex_packed(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    tokens = q_THd.shape[0]
+    index_T = torch.arange(tokens, device=q_THd.device, dtype=torch.int32)
+    document_T = torch.searchsorted(cu_seqlens, index_T, right=True)
+    reach = tokens if window is None else window
+
+    def visible(b, h, q, k):  # flex's signature: batch, head, query index, key index
+        return (document_T[q] == document_T[k]) & (q >= k) & (q - k < reach)
+
+    blocks = create_block_mask(visible, None, None, tokens, tokens, device=str(q_THd.device))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_TGd, v_TGd))
+    return _flex(q, k, v, blocks)[0].transpose(0, 1)
+
+
+@cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    """Compile FlexAttention, which is slow on a GPU without; lazily: the import takes seconds."""
+    return torch.compile(flex_attention)
+
+
+def _flex(
+    q_BHSd: torch.Tensor, k_BGSd: torch.Tensor, v_BGSd: torch.Tensor, blocks: BlockMask
+) -> torch.Tensor:
+    """Run FlexAttention over ``blocks``: [B, H, S, d]."""
+    is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
+    run = _compiled_flex() if q_BHSd.is_cuda and is_eager else flex_attention
+    grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
+    out = run(q_BHSd, k_BGSd, v_BGSd, block_mask=blocks, enable_gqa=grouped)
+    assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
+    return out
+
+
+@torch.library.custom_op("moetrain::attention_packed", mutates_args=())
+def _attention_packed(
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None,
+    is_invariant: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``o_THd`` and ``lse_HT``."""
+    if not q_THd.is_cuda:
+        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+        return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)
+    if is_invariant:
+        return batch_invariant.forward(q_THd, k_TGd, v_TGd, cu_seqlens, window)
+    return cudnn_attention.forward(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
+
+
+@_attention_packed.register_fake
+def _(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window, is_invariant):
+    wide = torch.promote_types(q_THd.dtype, torch.float32)
+    return torch.empty_like(q_THd), q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=wide)
+
+
+@torch.library.custom_op("moetrain::attention_packed_backward", mutates_args=())
+def _attention_packed_backward(
+    do_THd: torch.Tensor,
+    q_THd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    o_THd: torch.Tensor,
+    lse_HT: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v."""
+    if not q_THd.is_cuda:
+        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+        return _backward_formula(do_THd, q_THd, k_TGd, v_TGd, o_THd, lse_HT, documents, window)
+    saved = (q_THd, k_TGd, v_TGd, o_THd, lse_HT, cu_seqlens)
+    return cudnn_attention.backward(do_THd, *saved, max_seqlen, window, deterministic)
+
+
+@_attention_packed_backward.register_fake
+def _(do_THd, q_THd, k_TGd, v_TGd, *_):
+    return tuple(torch.empty_like(x) for x in (q_THd, k_TGd, v_TGd))
+
+
+def _save(ctx, inputs, output) -> None:
+    *qkv, cu_seqlens, ctx.max_seqlen, ctx.window, _ = inputs
+    ctx.save_for_backward(*qkv, *output, cu_seqlens)
+
+
+def _differentiate(ctx, do_THd: torch.Tensor, _):
+    how = ctx.max_seqlen, ctx.window, torch.are_deterministic_algorithms_enabled()
+    grads = _attention_packed_backward(do_THd.contiguous(), *ctx.saved_tensors, *how)
+    return *grads, None, None, None, None
+
+
+_attention_packed.register_autograd(_differentiate, setup_context=_save)
+worth_saving("attention", torch.ops.moetrain.attention_packed.default)

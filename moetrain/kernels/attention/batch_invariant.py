@@ -10,7 +10,7 @@ or in pages. The softmax is that of arXiv 2205.14135 in base 2.
 A tile holds the queries of a few tokens for all heads that share keys, which are thus read once.
 :func:`forward` is for documents laid end to end, :func:`paged_attention` for pages. Left out on
 purpose: a split of the keys over programs, which would add up in another order; the backward pass
-(:mod:`moetrain.kernels.attention.packed` has one that takes this forward's results).
+(:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
 
 Legend: T tokens, H query heads, G key/value heads, d head width, N documents or sequences,
 P pages, Z tokens of a page, M pages of a sequence at most.

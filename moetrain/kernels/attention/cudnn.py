@@ -6,7 +6,8 @@ nothing waits for the device. A graph belongs to one set of sizes and takes 0.04
 the first of its kind in a process); the number of documents and the length bound are therefore
 rounded up and the graphs cached, so that after the first steps none is built.
 
-It leaves out autograd and the checks of shapes: :mod:`moetrain.kernels.attention.packed` does both.
+It leaves out autograd and the checks of shapes, which :mod:`moetrain.kernels.attention.attention`
+does.
 
 Legend: T tokens, H query heads, G key/value heads, d head width, N documents.
 """
@@ -27,24 +28,24 @@ from moetrain.kernels.backend import tl, triton
 
 logger = logging.getLogger("moetrain")
 
-PACKAGE, OLDEST = "nvidia-cudnn-frontend", (1, 28)
+_PACKAGE, _OLDEST = "nvidia-cudnn-frontend", (1, 28)
 """Older versions give the ragged backward too small a workspace: its gradients are silently 0."""
 
 
-def installed_version() -> str | None:
-    """The package's, None: it is not there. It is imported at its first use."""
+def _installed_version() -> str | None:
+    """Return the package's version, None if it is absent; the package is imported at first use."""
     try:
-        return importlib.metadata.version(PACKAGE)
+        return importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-INSTALLED = installed_version()
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
+INSTALLED = _installed_version()
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
 
 # Rounding up to these costs nothing (16,384 tokens on one H200: within 1% up to 64 documents).
-MIN_DOCUMENTS, MIN_LENGTH = 16, 128
+_MIN_DOCUMENTS, _MIN_LENGTH = 16, 128
 
 # A graph's tensors by our names; cuDNN knows them by number.
 _INPUTS, _GRADS = ("q", "k", "v", "o", "lse", "do"), ("dq", "dk", "dv")
@@ -53,8 +54,8 @@ _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths
 
 
 def runs(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether this path serves ``dtype`` (None: unknown, so no) on ``device``: Hopper or newer."""
-    if device.type != "cuda" or dtype not in DTYPES or INSTALLED is None:
+    """Return True if cuDNN's path takes ``dtype`` (None, unknown: no) on ``device`` (Hopper on)."""
+    if device.type != "cuda" or dtype not in _DTYPES or INSTALLED is None:
         return False
     if _is_too_old(INSTALLED):
         _warn_of_age()
@@ -63,7 +64,7 @@ def runs(device: torch.device, dtype: torch.dtype | None) -> bool:
 
 
 def _is_too_old(version: str) -> bool:
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < OLDEST
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < _OLDEST
 
 
 @functools.cache
@@ -71,22 +72,22 @@ def _warn_of_age() -> None:
     logger.warning(
         "kernels.attention: %s %s is not used: before %s its gradients are wrong; pip install "
         "'moetrain[gpu]' brings the right one",
-        PACKAGE,
+        _PACKAGE,
         INSTALLED,
-        ".".join(map(str, OLDEST)),
+        ".".join(map(str, _OLDEST)),
     )
 
 
 def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raises ValueError, with the remedy, where a tensor's attention cannot run here."""
-    if device.type != "cuda" or dtype not in DTYPES:
+    """Raise ValueError, which names the remedy, if a tensor's attention cannot run here."""
+    if device.type != "cuda" or dtype not in _DTYPES:
         given, taken = f"{dtype} on {device}", "bf16 or fp16 on CUDA"
-    elif head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
-        given, taken = f"head width {head_dim}", f"multiples of {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+    elif head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_STEP:
+        given, taken = f"head width {head_dim}", f"multiples of {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
     elif INSTALLED is None:
-        given, taken = f"no package {PACKAGE}", "it: pip install moetrain[gpu]"
+        given, taken = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
     elif _is_too_old(INSTALLED):
-        given = f"{PACKAGE} {INSTALLED}, whose gradients are wrong"
+        given = f"{_PACKAGE} {INSTALLED}, whose gradients are wrong"
         taken = "1.28 or later: pip install moetrain[gpu]"
     else:
         return
@@ -101,7 +102,7 @@ def forward(
     max_seqlen: int,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs."""
+    """Return ``o_THd`` and ``lse_HT`` (fp32); all inputs are contiguous."""
     o_THd = torch.empty_like(q_THd)
     lse_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.float32)
     sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
@@ -122,7 +123,7 @@ def backward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v; all inputs contiguous."""
+    """Return the gradients of q, k and v; all inputs are contiguous."""
     saved = (q_THd, k_TGd, v_TGd, o_THd, lse_HT)
     grads = (torch.empty_like(q_THd), torch.empty_like(k_TGd), torch.empty_like(v_TGd))
     sizes, layout = _prepare(q_THd, k_TGd, cu_seqlens, max_seqlen, window)
@@ -132,7 +133,7 @@ def backward(
 
 
 class _GraphSizes(NamedTuple):
-    """What a graph is built for."""
+    """The sizes that a graph is built for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -161,10 +162,10 @@ def _prepare(
     max_seqlen: int,
     window: int | None,
 ) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
-    """The sizes of the call's graph, and what it must know of the documents."""
+    """Return the sizes of the call's graph, and the documents' lengths and offsets."""
     (tokens, heads, width), kv_heads = q_THd.shape, k_TGd.shape[1]
-    documents = _round_up(cu_seqlens.shape[0] - 1, MIN_DOCUMENTS)
-    length = _round_up(max_seqlen, MIN_LENGTH)
+    documents = _round_up(cu_seqlens.shape[0] - 1, _MIN_DOCUMENTS)
+    length = _round_up(max_seqlen, _MIN_LENGTH)
     window = None if window is None or window >= length else window
     sizes = _GraphSizes(
         q_THd.device, q_THd.dtype, tokens, documents, length, heads, kv_heads, width, window
@@ -175,10 +176,10 @@ def _prepare(
 def document_layout(
     cu_seqlens: torch.Tensor, documents: int, q_elements: int, kv_elements: int
 ) -> dict[str, torch.Tensor]:
-    """Each document's length and offsets in one launch, empty documents filling up ``documents``.
+    """Compute each document's length and offsets in one launch, padded to ``documents``.
 
-    A token takes ``q_elements`` in q and o, ``kv_elements`` in k and v, and one in lse. Offsets are
-    int64, [documents + 1]: elements may pass 2^31.
+    Documents past the last one are empty. A token takes ``q_elements`` in q and o, ``kv_elements``
+    in k and v, and one in lse. Offsets are int64, [documents + 1]: elements may pass 2^31.
     """
     offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
     lengths = cu_seqlens.new_empty(documents)
@@ -234,7 +235,7 @@ def _execute(graph: _CudnnGraph, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class _Builder:
-    """One graph while it is described: cuDNN's tensors by our names."""
+    """One graph under construction: cuDNN's tensors by our names."""
 
     def __init__(self, sizes: _GraphSizes) -> None:
         self.sizes, self.cudnn = sizes, importlib.import_module("cudnn")
@@ -282,7 +283,7 @@ class _Builder:
         return dims, strides, self.dtype, "q_offsets" if query else "kv_offsets"
 
     def inputs(self, *names: str) -> dict[str, Any]:
-        """Ragged input tensors, by name."""
+        """Declare ragged input tensors, by name."""
         found = {}
         for name in names:
             *description, offsets = self._layout(name)
@@ -291,7 +292,7 @@ class _Builder:
         return found
 
     def build(self, **outputs: Any) -> _CudnnGraph:
-        """The finished graph, its results declared as ragged outputs of these names."""
+        """Build the graph, with the results as ragged outputs of these names."""
         for name, tensor in outputs.items():
             dims, strides, dtype, offsets = self._layout(name)
             tensor.set_uid(_UID[name]).set_output(True).set_data_type(dtype)

@@ -31,12 +31,12 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
-from moetrain.kernels.experts.indices import ExpertIndices
 from moetrain.kernels.experts.mlp import (
     check_experts,
     register_experts,
 )
 from moetrain.kernels.experts.permutation import (
+    ExpertIndices,
     permute_reference,
     sum_rows,
     unpermute_reference,
@@ -46,8 +46,7 @@ from moetrain.kernels.experts.swiglu import (
     swiglu_quantised,
     swiglu_reference,
 )
-from moetrain.kernels.quant.products import scaled_grouped_mm
-from moetrain.kernels.quant.rows import (
+from moetrain.kernels.quant.e4m3 import (
     MULTIPLE,
     quantise_columns,
     quantise_columns_reference,
@@ -55,6 +54,7 @@ from moetrain.kernels.quant.rows import (
     quantise_rows_reference,
     quantise_to_rows,
 )
+from moetrain.kernels.quant.products import scaled_grouped_mm
 
 
 def expert_mlp_fp8(

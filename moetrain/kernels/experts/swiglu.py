@@ -16,7 +16,7 @@ uninitialised memory (past the last expert's) spoils no other, so no offsets are
 :func:`swiglu_quantised` and :func:`swiglu_backward_quantised` write rows in e4m3 for the products
 of :mod:`moetrain.kernels.experts.mlp_fp8`. A program holds a whole row, so it knows the largest
 number, and with it the scale, before it writes. Numbers are rounded to the rows' dtype first: the
-results equal :func:`~moetrain.kernels.quant.rows.quantise_rows` of the plain kernel's, without the
+results equal :func:`~moetrain.kernels.quant.e4m3.quantise_rows` of the plain kernel's, without the
 way to memory and back. The operands of the weights' gradients are also written unquantised.
 
 Legend: R rows, F expert width. ``gate_up`` holds gate in its first F columns and up in the rest.
@@ -31,7 +31,7 @@ import torch
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import INTERPRETED, Backend, tl, triton, use_fast
-from moetrain.kernels.quant.rows import (
+from moetrain.kernels.quant.e4m3 import (
     E4M3,
     Quantised,
     row_launch,

@@ -1,7 +1,7 @@
 """Matrix products in e4m3: the one place that names torch's scaled GEMMs.
 
 Both operands lie along the inner width, with a scale for each row of the first and each column of
-the product (:mod:`moetrain.kernels.quant.rows`). On CUDA the tensor cores multiply e4m3; on a CPU
+the product (:mod:`moetrain.kernels.quant.e4m3`). On CUDA the tensor cores multiply e4m3; on a CPU
 the dequantised operands are multiplied in fp32: the same sum, but for its order. Tensor cores add
 in registers that keep fewer bits than fp32 (``use_fast_accum``). Without that option torch adds
 every 128 products up in fp32, which on one H200 costs a quarter of the rate.
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.grouped_mm import grouped_mm
-from moetrain.kernels.quant.rows import (
+from moetrain.kernels.quant.e4m3 import (
     MULTIPLE,
     Quantised,
     quantise_columns,

@@ -1,6 +1,6 @@
 """Tokens to their experts' ranks by all-to-all: plain collectives, on every device.
 
-Tokens are sorted by the rank they go to, as :mod:`moetrain.kernels.experts.indices` sorts by
+Tokens are sorted by the rank they go to, as :mod:`moetrain.kernels.experts.permutation` sorts by
 expert,
 with the ranks in the place of the experts: a token has a slot for each choice, and of those that
 lead to one rank the first alone counts. With 8 of 128 experts over 4 ranks that is 3.6 rows a token
@@ -32,9 +32,13 @@ import torch.distributed as dist
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import Backend, worth_saving
-from moetrain.kernels.experts.indices import ExpertIndices, expert_indices
-from moetrain.kernels.experts.permutation import permute_tokens, unpermute
-from moetrain.kernels.quant.rows import E4M3, Quantised, dequantise, quantise_rows
+from moetrain.kernels.experts.permutation import (
+    ExpertIndices,
+    expert_indices,
+    permute_tokens,
+    unpermute,
+)
+from moetrain.kernels.quant.e4m3 import E4M3, Quantised, dequantise, quantise_rows
 from moetrain.models.architecture import FP32
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
 from moetrain.parallel.expert.expert import Received, count_local_experts

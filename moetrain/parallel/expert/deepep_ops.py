@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import worth_saving
-from moetrain.kernels.quant.rows import Quantised, dequantise, quantise_rows
+from moetrain.kernels.quant.e4m3 import Quantised, dequantise, quantise_rows
 
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 

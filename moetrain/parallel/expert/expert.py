@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from moetrain.kernels.backend import Backend
-from moetrain.kernels.experts.indices import expert_indices
+from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.models.moe import Dispatched
 
 

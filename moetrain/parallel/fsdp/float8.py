@@ -22,8 +22,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from moetrain.kernels.quant.mxfp8 import SCALED, quantise_groups, widen_groups
-from moetrain.kernels.quant.rows import E4M3
+from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
 from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.offload.arena import Arena
 

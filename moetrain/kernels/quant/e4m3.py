@@ -1,12 +1,14 @@
-"""Quantisation: rows in e4m3, each with a scale of its own, in the order a product reads them.
+"""Quantisation to e4m3: rows for products, and MXFP8 groups for storage.
+
+Rows have a scale each and lie in the order a product reads them::
 
     scale = 2^k, the least with |x| <= 448 scale in all of the row      values = round(x / scale)
 
 The scale is a power of two. Then dividing by it is exact, a value times its scale is exact in bf16,
-and quantising what was quantised changes nothing: whoever quantises a row, wherever, gets the same
-bits, and a row that travelled in e4m3 need not be told from one that did not. A mantissa has the
-same 3 bits under any scale, so all that it costs is up to one of 15 binades. A row of zeros has
-zeros, under some scale.
+and quantising what was quantised changes nothing: every rank that quantises a row gets the same
+bits, and a row that travelled in e4m3 needs no special treatment. A mantissa has the same 3 bits
+under any scale, so the power of two costs at most one of 15 binades. A row of zeros has zeros,
+under some scale.
 
 A product in e4m3 reads both its operands along the inner width, so a weight [N, M] is quantised by
 its rows for the forward (``x @ w^T``) and by its columns, transposed, for the input's gradient
@@ -15,7 +17,16 @@ its rows for the forward (``x @ w^T``) and by its columns, transposed, for the i
 Worked example: the row [3, -1, 0.3] has the scale 2^-7 (448 / 128 = 3.5 holds 3, half of it does
 not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands for [3, -1, 0.3125].
 
-Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width.
+OCP's MXFP8 (Microscaling Formats v1.0) has a scale for each group of 32 neighbours, by the same
+rule, stored as the byte of its exponent in fp32: 127 + k, k >= -126. Groups are widened without
+rounding (in bf16 but for numbers below 2^-133), in a pass over memory that reads 1 1/32 bytes a
+number and writes the wider one.
+
+Worked example, groups of 2: (3, 1000) has the scale 4, since 1000 > 2 x 448, and the codes 0.75 and
+256 (250 lies between 240 and 256, nearer to 256), which stand for (3, 1024).
+
+Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width;
+of MXFP8: W ranks, N numbers of whole groups, G groups.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -31,11 +42,11 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 MULTIPLE = 16
 """Widths of products in e4m3 are multiples of this: rows are read through vectors of 16 bytes."""
-TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # of what is transposed at once
+_TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # of what is transposed at once
 
 
 class Quantised(NamedTuple):
-    """What ``values * scales[..., None]`` stands for."""
+    """Rows in e4m3 with their scales; they stand for ``values * scales[..., None]``."""
 
     values: torch.Tensor
     """[..., M] e4m3."""
@@ -43,19 +54,19 @@ class Quantised(NamedTuple):
     """[...] fp32, powers of two."""
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """What it stands for; exact in bf16 and wider.
+        """Dequantise to ``dtype``; exact in bf16 and wider.
 
-        Not a cast, which may be to the dtype that is there: compiled by torch 2.11, what has
-        another name in an autograd function's forward gets no gradient.
+        It multiplies rather than casts: a cast to the dtype that is there gives the same tensor,
+        and torch 2.11 compiled gives no gradient to an alias in an autograd function's forward.
         """
         return self.values.to(dtype) * self.scales[..., None].to(dtype)
 
 
 def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
-    """``x`` [..., M], by rows.
+    """Quantise ``x`` [..., M] by rows.
 
     Raises:
-        ValueError: ``x_XM`` is not contiguous.
+        ValueError: if ``x_XM`` is not contiguous.
     """
     if not use_fast(backend, x_XM):
         return quantise_rows_reference(x_XM)
@@ -65,7 +76,7 @@ def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
 
 
 def quantise_rows_reference(x_XM: torch.Tensor) -> Quantised:
-    """:func:`quantise_rows` in plain torch."""
+    """Compute :func:`quantise_rows` in plain torch."""
     amax_X = x_XM.detach().abs().amax(-1).float()
     # The exponent's field of the power of two from which on a row is too large for scale 1 / 256.
     field_X = ((amax_X.view(torch.int32) + 0x1FFFFF) >> 23).clamp(min=9)
@@ -75,10 +86,10 @@ def quantise_rows_reference(x_XM: torch.Tensor) -> Quantised:
 
 
 def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantised:
-    """The columns of ``w`` [E, N, M] as rows: values [E, M, N], scales [E, M].
+    """Quantise the columns of ``w`` [E, N, M], as rows: values [E, M, N], scales [E, M].
 
     Raises:
-        ValueError: ``w_ENM`` is not contiguous.
+        ValueError: if ``w_ENM`` is not contiguous.
     """
     if not use_fast(backend, w_ENM):
         return quantise_columns_reference(w_ENM)
@@ -87,17 +98,17 @@ def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantise
 
 
 def quantise_columns_reference(w_ENM: torch.Tensor) -> Quantised:
-    """:func:`quantise_columns` in plain torch."""
+    """Compute :func:`quantise_columns` in plain torch."""
     return quantise_rows_reference(w_ENM.transpose(1, 2).contiguous())
 
 
 def dequantise(
     quantised_RM: Quantised, dtype: torch.dtype, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """What rows ``quantised_RM`` [R, M] stand for, in ``dtype``; exact in bf16 and wider.
+    """Return the rows [R, M] that ``quantised_RM`` stands for; exact in bf16 and wider.
 
     Raises:
-        ValueError: another number of scales than of rows.
+        ValueError: if there are not as many scales as rows.
     """
     values_RM, scales_R = quantised_RM
     if scales_R.shape != values_RM.shape[:1]:
@@ -107,7 +118,7 @@ def dequantise(
         )
     if not use_fast(backend, values_RM):
         return quantised_RM.to(dtype)
-    # As bytes: torch's checks of ops compute with what these are given.
+    # As bytes: opcheck computes with an op's inputs, and torch computes nothing in e4m3.
     return _dequantise(values_RM.contiguous().view(torch.uint8), scales_R.contiguous(), dtype)
 
 
@@ -120,14 +131,14 @@ def quantise_to_rows(
     narrow: bool = True,
     wide: bool = False,
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
-    """:func:`moetrain.kernels.experts.permutation.permute` with rows in e4m3: a token is quantised
-    once.
+    """Permute tokens to rows in e4m3 (:mod:`moetrain.kernels.experts.permutation`).
 
-    The rows (with ``narrow``), their weights, and (with ``wide``) what the rows stand for, in
-    ``x``'s dtype; what is not wanted is empty. For ops on their fast path: inputs are contiguous.
+    A token is quantised once and copied. Returns the rows (with ``narrow``), their weights, and
+    (with ``wide``) the dequantised rows in ``x``'s dtype; the others are empty. Ops call it on
+    their fast path, with contiguous inputs.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: for shapes that do not fit together.
     """
     if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
         raise ValueError(
@@ -156,10 +167,10 @@ def _quantise_rows_fake(x_RM):
 def _quantise_columns(w_ENM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values_EMN, scales_EM = _quantise_columns_fake(w_ENM)
     experts, n, m = w_ENM.shape
-    grid = (triton.cdiv(m, TILE["BM"]), experts)
-    is_whole = n <= TILE["BN"]
+    grid = (triton.cdiv(m, _TILE["BM"]), experts)
+    is_whole = n <= _TILE["BN"]
     _columns_kernel[grid](
-        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **TILE
+        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **_TILE
     )
     return values_EMN, scales_EM
 
@@ -217,7 +228,7 @@ def _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide
 
 
 def row_launch(width: int) -> dict[str, int]:
-    """Launch settings of a kernel whose programs take a whole row each."""
+    """Return the launch settings of a kernel whose programs take a whole row each."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(16, max(2, block // 512))}
 
@@ -231,7 +242,7 @@ def _launch_rows(
     weights_TK: torch.Tensor | None = None,
     weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Quantise each token to its rows; None for these: token t is row t."""
+    """Quantise each token to its rows; without ``slot_row_TK`` token t is row t."""
     tokens, width = x_TD.shape
     slots = 1 if slot_row_TK is None else slot_row_TK.shape[1]
     if tokens:
@@ -243,7 +254,7 @@ def _launch_rows(
 
 @triton.jit
 def scale_of(amax):
-    """The scale of rows whose largest numbers are ``amax``, and what to multiply them by.
+    """The scale of rows whose largest numbers are ``amax``, and its inverse.
 
     Both powers of two are made of the bits of their exponents. 0x1FFFFF is what 1.75, the mantissa
     of 448, lacks of the next power; from field 9 on neither is subnormal.
@@ -337,3 +348,109 @@ def _store_tile(values, x, start, m, N, M, BN: tl.constexpr, BY_HAND: tl.constex
     n = start + tl.arange(0, BN)
     mask = (m < M)[:, None] & (n < N)[None, :]
     tl.store(values + m[:, None] * N + n[None, :], tl.trans(to_e4m3(x, BY_HAND)), mask)
+
+
+SCALED = 32
+"""Numbers in an MXFP8 group."""
+_BAD = 255
+"""The scale of a group with a number that is not finite; the whole group is NaN then."""
+_GROUP_LAUNCH = {"GROUPS": 64, "num_warps": 2}
+
+
+def quantise_groups(x_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x_N`` (floating, whole groups) to codes [N] (e4m3) and scales [G] (uint8)."""
+    x_GS = x_N.float().view(-1, SCALED)
+    is_bad_G = ~x_GS.isfinite().all(1)
+    codes_GS, scales_G = quantise_rows_reference(x_GS.masked_fill(is_bad_G[:, None], 0.0))
+    bytes_G = (scales_G.view(torch.int32) >> 23).masked_fill(is_bad_G, _BAD)
+    return codes_GS.view(-1), bytes_G.to(torch.uint8)
+
+
+def widen_groups(
+    codes_WN: torch.Tensor,
+    scales_WG: torch.Tensor,
+    out_N: torch.Tensor,
+    start: int,
+    numel: int,
+    backend: Backend = "auto",
+) -> None:
+    """Dequantise ``numel`` numbers from ``start`` on of each rank into ``out_N``, rank by rank.
+
+    Args:
+        codes_WN: e4m3; rows may lie apart.
+        scales_WG: uint8; rows may lie apart.
+        out_N: floating, contiguous, at most W * ``numel``: the last ranks may have less.
+
+    Raises:
+        ValueError: for other dtypes, numbers past the end, or more room than numbers.
+    """
+    ranks, numbers = codes_WN.shape
+    is_there = 0 <= start <= start + numel <= numbers and out_N.numel() <= ranks * numel
+    are_groups = numbers % SCALED == 0 and scales_WG.shape == (ranks, numbers // SCALED)
+    if not (is_there and are_groups and out_N.dim() == 1):
+        raise ValueError(
+            f"widen_groups: was given codes {tuple(codes_WN.shape)}, scales "
+            f"{tuple(scales_WG.shape)}, numbers {start} to {start + numel} and room for "
+            f"{tuple(out_N.shape)}; it takes [W, N], [W, N / {SCALED}], numbers of N and [N]"
+        )
+    if (codes_WN.dtype, scales_WG.dtype) != (E4M3, torch.uint8):
+        given = f"codes {codes_WN.dtype} and scales {scales_WG.dtype}"
+        raise ValueError(f"widen_groups: was given {given}; it takes {E4M3} and uint8")
+    if not (codes_WN.stride(1) == scales_WG.stride(1) == out_N.stride(0) == 1):
+        given = f"{codes_WN.stride()}, {scales_WG.stride()} and {out_N.stride()}"
+        raise ValueError(f"widen_groups: was given strides {given}; neighbours must be neighbours")
+    if not use_fast(backend, out_N):
+        widen_groups_reference(codes_WN, scales_WG, out_N, start, numel)
+    elif out_N.numel():
+        _widen_groups(codes_WN.view(torch.uint8), scales_WG, out_N, start, numel)
+
+
+def widen_groups_reference(
+    codes_WN: torch.Tensor, scales_WG: torch.Tensor, out_N: torch.Tensor, start: int, numel: int
+) -> None:
+    """Compute :func:`widen_groups` in plain torch."""
+    first, last = start // SCALED, -(-(start + numel) // SCALED)
+    whole_WN = codes_WN[:, first * SCALED : last * SCALED].to(out_N.dtype)
+    powers_WG = (scales_WG[:, first:last].int() << 23).view(torch.float32)
+    whole_WN.view(*powers_WG.shape, SCALED).mul_(powers_WG[..., None])
+    wide_WN = whole_WN[:, start - first * SCALED :][:, :numel]
+    out_N.copy_(wide_WN.reshape(-1)[: out_N.numel()])
+
+
+@torch.library.custom_op("moetrain::widen_groups", mutates_args=("out_N",))
+def _widen_groups(
+    bytes_WN: torch.Tensor, scales_WG: torch.Tensor, out_N: torch.Tensor, start: int, numel: int
+) -> None:
+    groups = -(-(start + numel) // SCALED) - start // SCALED
+    _groups_kernel[(triton.cdiv(groups, _GROUP_LAUNCH["GROUPS"]), len(bytes_WN))](
+        bytes_WN, scales_WG, out_N, bytes_WN.stride(0), scales_WG.stride(0),
+        start, numel, out_N.numel(), SIZE=SCALED, **_GROUP_LAUNCH,
+    )  # fmt: skip
+
+
+@_widen_groups.register_fake
+def _(*arguments) -> None:
+    return None
+
+
+@triton.jit
+def _groups_kernel(
+    codes, scales, out, code_stride, scale_stride, start, numel, total,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    rank = tl.program_id(1).to(tl.int64)
+    first = start // SIZE + tl.program_id(0).to(tl.int64) * GROUPS
+    skipped = first * SIZE - start  # of those that are wanted; below zero: some here are not
+    left = tl.minimum(numel, total - rank * numel) - skipped
+    group = tl.arange(0, GROUPS)
+    number = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = (number < left) & (number + skipped >= 0)
+    scale = tl.load(scales + (rank * scale_stride + first) + group, group * SIZE < left, other=0)
+    power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    # By hand, as not every GPU can. The bits of e4m3 lie in fp32's as those of a number that is
+    # 2^120 times smaller, subnormal ones too.
+    code = tl.load(codes + (rank * code_stride + first * SIZE) + number, mask, other=0)
+    code = code.to(tl.int32)
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    tl.store(out + (rank * numel + skipped) + number, wide * power[:, None], mask)
