@@ -1,0 +1,323 @@
+"""README.md and docs/ hold what is true: commands, paths, links, settings, names of metrics.
+
+A fenced block whose first line has a second word (``toml mine.toml``) is a file that commands of
+the same page may name. ``MODEL`` in a command is a Hugging Face checkpoint, and ``outputs/debug``
+the folder of a run: both are made here, tiny.
+"""
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import io
+import itertools
+import json
+import math
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from torch.distributed.run import get_args_parser
+
+from moetrain.cli import checkpoint, generate, serve
+from moetrain.cli.train import JOBS, RL, TRAIN, main
+from moetrain.config import Config
+from moetrain.rl.trainer import RlTrainer
+from moetrain.rollout.protocol import Chat, Completions
+from moetrain.train.metrics import read_metrics
+from moetrain.train.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PROGRAMS = {f"moetrain.{program.name}": program for program in (TRAIN, RL, JOBS)}
+OTHERS = {"bash", "cd", "git", "nsys", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
+"""Commands of others, of which nothing but the extras that pip installs is checked."""
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def blocks(page):
+    """Language, file name (or none) and text of every fenced block."""
+    found = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [tuple(block) for block in found]
+
+
+def commands(page):
+    """The words of every command in a page's ``sh`` blocks."""
+    for language, _, text in blocks(page):
+        if language == "sh":
+            for line in text.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words:
+                    end = words.index("&&") if "&&" in words else len(words)
+                    yield words[:end]
+                    words = words[end + 1 :]
+
+
+COMMANDS = list(dict.fromkeys((page, tuple(words)) for page in PAGES for words in commands(page)))
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, token_cache, tmp_path_factory):
+    """Where commands are run: a finished run in ``outputs/debug``, and its export as ``MODEL``."""
+    folder = tmp_path_factory.mktemp("docs")
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+    sizes |= {"num_experts": 8, "moe_intermediate_size": 32}
+    words = [f"model.{name}={size}" for name, size in sizes.items()]
+    words += ["data.source=text", f"data.path={corpus}", f"data.cache_dir={token_cache}"]
+    words += ["data.seq_len=64", "data.eval_fraction=0.2", "train.steps=2", "train.eval_rows=2"]
+    words += ["train.micro_batch_size=2", "train.global_batch_size=2", "train.device=cpu"]
+    words += ["log.interval=1", "log.tensorboard=no", "train.sample_tokens=0"]
+    words += ["checkpoint.save_hf=yes", "checkpoint.interval=1"]
+    words += [f"output_dir={folder / 'outputs' / 'debug'}"]
+    Trainer(Config.load("debug", words, environ={})).fit()
+    (folder / "MODEL").symlink_to(folder / "outputs" / "debug" / "hf")
+    first = "checkpoints/step-00000001"
+    shutil.copytree(folder / "outputs" / "debug" / first, folder / "outputs" / "other" / first)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """:func:`folder`, as the current one; moetrain's settings are those of the command alone."""
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{name_of(p)}: {' '.join(w)[:70]}" for p, w in COMMANDS]
+)
+def test_a_command_is_one(page, words, here, monkeypatch, capsys):
+    for _, name, text in blocks(page):
+        if name:
+            (here / name).write_text(text * (100 if name.endswith(".jsonl") else 1))
+    check(list(words), monkeypatch)
+
+
+def check(words, monkeypatch):
+    while re.fullmatch(r"\w+=.*", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        monkeypatch.setenv(name, value)
+    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program in ("python", "python3") and rest[0] == "-m":
+        check_module(rest[1], rest[2:], 1)
+    elif program in ("python", "python3"):
+        check_script(rest[0], rest[1:], monkeypatch)
+    elif program == "torchrun":
+        given = get_args_parser().parse_args(rest)
+        path, rest = given.training_script, given.training_script_args
+        world = int(given.nnodes.split(":")[0]) * int(given.nproc_per_node)
+        check_module(path, rest, world) if given.module else check_script(path, rest, monkeypatch)
+    elif program == "srun":
+        options = [*itertools.takewhile(lambda word: word.startswith("-"), rest)]
+        world = math.prod(int(option.partition("=")[2]) for option in options)
+        python, m, module, *words = rest[len(options) :]
+        assert (python, m) == ("python", "-m")
+        check_module(module, words, world)
+    elif program == "curl":
+        check_request(rest)
+    else:
+        assert program in OTHERS
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for names in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
+            assert set(names.split(",")) <= extras["optional-dependencies"].keys()
+
+
+def check_module(module, words, world):
+    """``world``: the processes that a launcher starts."""
+    if module in PROGRAMS:
+        check_run(PROGRAMS[module], words, world)
+    elif module == "moetrain.serve":
+        serve._parse(words)
+    elif module == "moetrain.generate":
+        assert generate.main([*words, "--max_tokens", "2"]) == 0
+    elif module == "moetrain.checkpoint":
+        differ = words[0] == "diff"
+        assert checkpoint.main(words) == differ, words
+    else:
+        assert module in ("pip", "pytest", "venv")
+
+
+def check_run(program, words, world):
+    """A run's command is read and planned for; one that is for GPUs, on H200s."""
+    if "--help" in words:
+        return
+    settings = [word for word in words if word != "--dry_run"]
+    is_source = bool(settings) and not settings[0].startswith("--")
+    source = [settings.pop(0)] if is_source else []
+    config = Config.load(*source, overrides=settings, recipes=program.recipes, once=True)
+    program.check(config)
+    is_big = words[:1] and words[0].startswith("qwen3")
+    if is_big and config.launch.gpus is None:
+        if "--launch.nproc" in settings:
+            at = settings.index("--launch.nproc")
+            world = int(settings[at + 1])
+            del settings[at : at + 2]
+        settings += ["--launch.gpus", str(world), "--launch.gpu", "h200"]
+    with redirect_stderr(io.StringIO()) as said:
+        code = main([*source, *settings, "--dry_run"], program)
+    assert code == 0, said.getvalue()
+    assert not is_big or "fits: " in said.getvalue().splitlines()[-1]
+
+
+class Parsed(Exception):
+    """A script's command line was accepted."""
+
+
+def check_script(path, words, monkeypatch):
+    """The parser of a script takes ``words``, and what it leaves are settings."""
+    assert (ROOT / path).is_file(), path
+    if "argparse" not in (ROOT / path).read_text():
+        assert all(not word.startswith("-") for word in words)
+        return
+    known = argparse.ArgumentParser.parse_known_args
+
+    def parse_some(parser, args=None, namespace=None):
+        raise Parsed(*known(parser, args, namespace))
+
+    def parse_all(parser, args=None, namespace=None):
+        found, rest = known(parser, args, namespace)
+        assert not rest, rest
+        raise Parsed(found, rest)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_some)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
+    monkeypatch.setattr(sys, "argv", [path, *words])
+    with pytest.raises(Parsed) as parsed:
+        load_script(path).main()
+    found, settings = parsed.value.args
+    for run in getattr(found, "run", None) or [["", *settings]]:
+        source, *common = getattr(found, "common", None) or [getattr(found, "recipe", None)]
+        Config.load(source, [*common, *run[1:]], environ={})
+
+
+def load_script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    monkey = pytest.MonkeyPatch()
+    monkey.setitem(sys.modules, spec.name, module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        monkey.undo()
+    return module
+
+
+def check_request(words):
+    """A request to the server of ``moetrain.serve`` has a body that it takes."""
+    url = next(word for word in words if word.startswith("http"))
+    if "-d" in words:
+        kind = {"completions": Completions, "chat/completions": Chat}[url.partition("/v1/")[2]]
+        kind.model_validate(json.loads(words[words.index("-d") + 1]))
+
+
+def test_help_is_printed(capsys):
+    for module, program in PROGRAMS.items():
+        assert main(["--help"], program) == 0
+        assert capsys.readouterr().out.startswith(f"usage: python -m {module} ")
+
+
+@every_page
+def test_python_imports_what_there_is(page):
+    for language, _, text in blocks(page):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("moetrain"):
+                module = importlib.import_module(str(node.module))
+                assert [n.name for n in node.names if not hasattr(module, n.name)] == []
+
+
+def slugs(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PROSE, ids=name_of)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in slugs(file), target
+    for path in re.findall(r"\b(?:moetrain|scripts|tests)/[\w./]*\w\.(?:py|toml|txt)\b", text):
+        assert (ROOT / path).is_file(), path
+    for folder in re.findall(r"\bmoetrain/[\w/]*/(?![\w.])", text):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_every_page_is_linked_from_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [name_of(page) for page in PAGES[1:] if f"({name_of(page)}" not in text] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_settings_that_prose_names_exist():
+    fields = {name: field.default for name, field in Config.model_fields.items()}
+    sections = {k: type(x).model_fields for k, x in fields.items() if isinstance(x, BaseModel)}
+    for page in PAGES:
+        for section, key in re.findall(r"`-{0,2}(\w+)\.(\w+)[` =]", page.read_text()):
+            if section in sections and key not in ("py", "toml", "jsonl"):
+                assert key in sections[section], f"{name_of(page)}: {section}.{key}"
+
+
+def test_the_page_of_settings_is_fresh():
+    script = load_script("scripts/write_settings.py")
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == script.render(), "run python scripts/write_settings.py"
+
+
+def test_every_setting_is_on_its_page(capsys):
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert main(["--help"]) == 0
+    named = re.findall(r"^  --([\w.]+) ", capsys.readouterr().out, re.M)
+    assert len(named) > 100
+    assert [name for name in named if f"| `{name}` |" not in page] == []
+
+
+def undocumented(rows):
+    """Keys that docs/metrics.md does not explain; of ``key/LAYERS`` the first part counts."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    keys = {key.partition("/")[0] + "/" * ("/" in key) for row in rows for key in row}
+    keys |= {key for row in rows for key in row if key.startswith("seconds/")}
+    return {key for key in keys if f"`{key}" not in page}
+
+
+def test_every_metric_of_a_run_is_explained(folder):
+    rows = read_metrics(folder / "outputs" / "debug" / "metrics.jsonl")
+    assert any("loss" in row for row in rows)
+    assert undocumented(rows) == set()
+
+
+def test_every_metric_of_reinforcement_learning_is_explained(tmp_path):
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    sizes |= {"num_experts": 4, "moe_intermediate_size": 16}
+    words = [f"model.{name}={size}" for name, size in sizes.items()]
+    words += ["train.steps=2", "train.micro_batch_size=4", "train.global_batch_size=16"]
+    words += ["rl.supervised_steps=1", "rl.group_size=4", "rl.eval_tasks=2", "rl.kl_coef=0.1"]
+    words += ["rl.entropy_coef=0.1", "rl.ratio=proximal", "rl.env=yes_no_maybe", "rl.max_tokens=6"]
+    words += ["train.device=cpu", "log.tensorboard=no", f"output_dir={tmp_path}"]
+    RlTrainer(Config.load("rl-sort", words, environ={}, recipes=RL.recipes)).fit()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert any("eval_reward" in row for row in rows)
+    assert any("reward" in row for row in rows)
+    assert undocumented(rows) == set()
