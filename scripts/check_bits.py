@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
-from moetrain.data.build import build_data
-from moetrain.data.loader import Batch, Loader
+from moetrain.data.loader import Batch, Loader, build_data
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Transformer, build_model, compile_blocks

@@ -13,8 +13,8 @@ from tokenizers import models, pre_tokenizers
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache, sources
-from moetrain.data.build import build_data
 from moetrain.data.cache import open_cache
+from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
 from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moetrain.config import Config, ConfigError
-from moetrain.data.build import Data, build_data
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate, template_variables
+from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import load_tokenizer

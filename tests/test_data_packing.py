@@ -8,8 +8,7 @@ import pytest
 
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import Batch, Loader, collate, eval_batches
-from moetrain.data.packing import IGNORE_INDEX, StreamDataset
-from moetrain.data.whole import WholeDataset, best_fit
+from moetrain.data.packing import IGNORE_INDEX, StreamDataset, WholeDataset, best_fit
 
 
 def token_cache(documents: list[list[int]], masked: list[int] | None = None) -> TokenCache:

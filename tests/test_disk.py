@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from moetrain.cli.train import main
 from moetrain.config import LogSection
-from moetrain.data.build import build_data
+from moetrain.data.loader import build_data
 from moetrain.train.metrics import MetricsLog
 from moetrain.train.trainer import Trainer
 

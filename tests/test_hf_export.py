@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import moetrain
 from moetrain.config import ConfigError
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, TokenizerFiles
 from moetrain.models.hf.save import save_hf, write_side_files

@@ -7,8 +7,7 @@ from test_engine import train, weights_of
 from test_lora import EVERYTHING, MICRO, adapted
 
 from moetrain.cli.generate import main as generate
-from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, tokenizer_files
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import is_adapter
 from moetrain.models.transformer import build_model

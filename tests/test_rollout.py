@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.loss.sampling import gumbel
 from moetrain.models.families import make_architecture

@@ -23,8 +23,7 @@ from test_rollout import make_model
 
 from moetrain.cli.serve import main
 from moetrain.data.chat import CHATML
-from moetrain.data.tokenizer import load_tokenizer
-from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.data.tokenizer import load_tokenizer, tokenizer_files
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout import Generator, Request, SamplingParams

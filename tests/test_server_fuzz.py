@@ -14,8 +14,7 @@ import pytest
 from test_jobs import config_of
 from test_rollout import make_model
 
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from moetrain.jobs import server as jobs_server
 from moetrain.jobs.requests import KINDS
 from moetrain.jobs.service import Service

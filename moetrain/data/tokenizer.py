@@ -28,7 +28,13 @@ import numpy as np
 import tokenizers
 
 from moetrain.config import ConfigError
-from moetrain.models.hf.files import follow
+from moetrain.models.hf.files import (
+    TokenizerFiles,
+    follow,
+    is_tokenizer_file,
+    read_json,
+    small_files,
+)
 
 logger = logging.getLogger("moetrain")
 
@@ -36,6 +42,9 @@ logger = logging.getLogger("moetrain")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "special_tokens_map.json")
 _FILES += ("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 # Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+_BYTE_EOS = "<|endoftext|>"
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 
 
@@ -340,3 +349,67 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
             '{"name": ..., "template": ...} with one named default',
         )
     return template
+
+
+# ---- export -------------------------------------------------------------------------------------
+
+
+def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None = None) -> TokenizerFiles:
+    """What an export holds of ``tokenizer``, with ``chat_template`` (None: its own, if any)."""
+    if isinstance(tokenizer, ByteTokenizer):
+        files, ids = _byte_files(), {}
+    elif isinstance(tokenizer, HFTokenizer):
+        files, ids = _copied_files(tokenizer), tokenizer.special_ids
+    else:
+        raise TypeError(f"{type(tokenizer).__name__} has no form in files")
+    if chat_template not in (None, tokenizer.chat_template):
+        files["chat_template.jinja"] = chat_template
+    return TokenizerFiles(files, tokenizer.eos_id, ids.get("bos_token"), ids.get("pad_token"))
+
+
+def _copied_files(tokenizer: HFTokenizer) -> dict[str, Path | str]:
+    """The files beside ``tokenizer.json``; its config says which token ends a text."""
+    folder = tokenizer.file.parent
+    files: dict[str, Path | str] = {
+        f: folder / f for f in small_files(folder) if is_tokenizer_file(f)
+    }
+    files["tokenizer.json"] = tokenizer.file
+    config = read_json(folder / _TOKENIZER_CONFIG) if _TOKENIZER_CONFIG in files else _CLASS
+    if "eos_token" not in config:
+        files[_TOKENIZER_CONFIG] = (
+            json.dumps({**config, **tokenizer.special_tokens}, indent=2) + "\n"
+        )
+    return files
+
+
+def _byte_files() -> dict[str, Path | str]:
+    """:class:`ByteTokenizer`, id for id, whatever the text.
+
+    The end of a document is no added token in tokenizer.json, and ``split_special_tokens`` keeps
+    ``transformers`` from making it one that a text can contain: it is never read out of a text.
+    """
+    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={**vocabulary, _BYTE_EOS: ByteTokenizer.eos_id}, merges=[])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    config = {
+        **_CLASS,
+        "eos_token": _BYTE_EOS,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": backend.to_str(pretty=True) + "\n",
+        _TOKENIZER_CONFIG: json.dumps(config, indent=2) + "\n",
+    }
+
+
+def _byte_symbols() -> list[str]:
+    """GPT-2's printable characters for the 256 bytes: themselves, or from U+0100 on in order."""
+    kept = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = (chr(0x100 + i) for i in range(256))
+    return [chr(byte) if byte in kept else next(others) for byte in range(256)]

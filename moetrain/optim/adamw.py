@@ -1,25 +1,42 @@
-"""AdamW on fp32 master weights, one launch a bucket, and one guarded update.
+"""AdamW on fp32 master weights: one kernel per bucket, one guarded update, and its saved state.
 
 Clipping and the decision to skip a non-finite step both ride inside the update: the norm never
 comes back to the host, so the next step's kernels are queued while this one still runs. The update
 also writes what the next gather sends, in the compute dtype (:meth:`FSDP.updates`).
 
-Moments are one flat tensor a bucket, in which a parameter's lie as it does in its shard.
+Moments are one flat tensor per bucket, in which a parameter's lie as it does in its shard.
 ``optimizer.state`` shows them parameter by parameter.
+
+Masters in host memory (``optim.offload_fraction``) are updated by :class:`HostUpdates` while the
+device continues. A thread waits for the clip factor and for gradients, which are on their way down,
+updates bucket by bucket in the order in which the next forward gathers them, and sends weights up.
+Training waits, if it must, where a bucket is gathered: the device's own updates, and the forward of
+the blocks before, hide the rest. For that the first gather after an update starts after the block
+before it, whether the update is done or not: every rank must start collectives in the same order,
+and hosts are not equally fast. An update that was done early thus leaves one gather uncovered, once
+a step; to gather before the block would leave the device without work for as long as a late update
+takes. The update is torch's fused AdamW, vectorised and on all of torch's threads.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import torch
 
-from moetrain.config import OptimSection
+from moetrain.config import ConfigError, OptimSection
+from moetrain.config.sections import StateDtype
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_rates
-from moetrain.optim.host import HostUpdates
+from moetrain.parallel.apply import check_like
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.offload.arena import Arena
+from moetrain.parallel.pipeline.stages import Stages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's tensors beside its step, each like its parameter."""
@@ -147,3 +164,138 @@ def guarded_step(
     skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
     optimizer.step((max_grad_norm / norm).clamp(max=1.0), skipped)
     return skipped
+
+
+# ---- on the host --------------------------------------------------------------------------------
+
+Moments = tuple[torch.Tensor, torch.Tensor]
+
+
+class HostUpdates:
+    """Updates ``buckets``, in this order; all of them are :attr:`Bucket.host`'s."""
+
+    def __init__(self, buckets: Sequence[Bucket], config: OptimSection) -> None:
+        self.buckets, self.config = buckets, config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
+
+    def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[Moments]) -> None:
+        """Begin an update with :func:`~moetrain.kernels.optim.adamw.adamw_rates` (on the device).
+
+        Every gradient must have been taken. ``moments``: flat, of each bucket.
+        """
+        host_S, copied = rates_S.to("cpu", non_blocking=True), None
+        if rates_S.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        for bucket, flat in zip(self.buckets, moments, strict=True):
+            assert bucket.host is not None
+            assert bucket.host.has_gradient
+            task = (bucket, flat, host_S, copied, lr)
+            bucket.host.update = self._thread.submit(self._update, *task)
+
+    @torch.no_grad()
+    def _update(
+        self,
+        bucket: Bucket,
+        flat: Moments,
+        rates_S: torch.Tensor,
+        copied: torch.cuda.Event | None,
+        lr: float,
+    ) -> None:
+        host = bucket.host
+        assert host is not None
+        if copied is not None:  # after which the device no longer uses the weights of before
+            copied.synchronize()
+        clip, *_, skipped, step = rates_S.tolist()
+        host.await_gradient()
+        if skipped:
+            return
+        start = time.perf_counter()
+        for decays in (False, True):
+            pieces = [
+                [member.local, *(member.piece_of(x_N) for x_N in (host.gradient_N, *flat))]
+                for member in bucket.members
+                if member.rule.decay == decays and member.local.numel()
+            ]
+            if not pieces:
+                continue
+            params, gradients, averages, squares = map(list, zip(*pieces, strict=True))
+            torch._fused_adamw_(
+                params,
+                gradients,
+                averages,
+                squares,
+                [],
+                [torch.tensor(step)] * len(params),
+                lr=lr,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                weight_decay=self.config.weight_decay if decays else 0.0,
+                eps=self.config.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=torch.tensor(1 / clip),
+            )
+        host.send()
+        bucket.mark_fresh()
+        host.link.busy_seconds += time.perf_counter() - start
+
+
+# ---- state --------------------------------------------------------------------------------------
+
+
+def optimizer_parts(
+    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
+) -> dict[str, TensorSlice]:
+    """What this rank holds of each ``"<parameter>.<moment>"``; nothing before the first step."""
+    return {
+        # The step is a scalar, the same on every rank.
+        f"{name}.{key}": stages.among(
+            name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
+        )
+        for name, member in members.items()
+        for key, value in optimizer.state.get(member.local, {}).items()
+    }
+
+
+def load_optimizer_state(
+    optimizer: AdamW,
+    members: Mapping[str, Member],
+    stages: Stages,
+    state: Mapping[str, Sliceable],
+) -> None:
+    """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
+
+    An empty ``state`` is that of before the first step. All parameters have made as many steps.
+
+    Raises:
+        ConfigError: state of other parameters or another optimizer; another shape or dtype.
+    """
+    trained = {name: member for name, member in members.items() if member.rule.trainable}
+    wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
+    if state and (odd := set(state) ^ wanted):
+        raise ConfigError(
+            "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
+        )
+    for name, member in trained.items() if state else ():
+        for key in MOMENTS:
+            _check_moment(f"{name}.{key}", state[f"{name}.{key}"], member, optimizer.dtype)
+        check_like(f"{name}.step", state[f"{name}.step"], ())
+    optimizer.forget()
+    if not state:
+        return
+    optimizer.begin()
+    for name, member in trained.items():
+        for key, value in optimizer.state[member.local].items():
+            value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
+
+
+def _check_moment(name: str, saved: Sliceable, member: Member, dtype: torch.dtype) -> None:
+    theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+    if theirs != ours and theirs in get_args(StateDtype):
+        raise ConfigError(
+            "optim.state_dtype",
+            f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to that, "
+            "or start again with checkpoint.resume never",
+        )
+    check_like(name, saved, member.layout.shape, dtype)

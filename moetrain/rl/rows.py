@@ -1,6 +1,6 @@
 """Packs samples into micro-batches of rows, and takes results apart again.
 
-Samples are fitted into rows uncut (:func:`moetrain.data.whole.best_fit`); the rest of a row is
+Samples are fitted into rows uncut (:func:`moetrain.data.packing.best_fit`); the rest of a row is
 padding. Position t of a sample reads token t and predicts token t + 1, so everything that is known
 of a token lies one position before it, and the last token takes no room: a sample of n tokens has
 n - 1 positions, the very ones that generation has read.
@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from moetrain.data.loader import tensors_on
-from moetrain.data.packing import IGNORE_INDEX
-from moetrain.data.whole import best_fit
+from moetrain.data.packing import IGNORE_INDEX, best_fit
 from moetrain.models.transformer import Inputs
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moetrain.config import TrainSection
-from moetrain.data.build import Data
+from moetrain.data.loader import Data
 from moetrain.rollout import Generator, Request, SamplingParams
 from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes

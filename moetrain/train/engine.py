@@ -45,8 +45,12 @@ from moetrain.models.moe import RoutingStats, update_router_bias
 from moetrain.models.rehearsal import Place, rehearse
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.transformer import build_model
-from moetrain.optim.adamw import build_optimizer, guarded_step
-from moetrain.optim.state import load_optimizer_state, optimizer_parts
+from moetrain.optim.adamw import (
+    build_optimizer,
+    guarded_step,
+    load_optimizer_state,
+    optimizer_parts,
+)
 from moetrain.parallel.apply import (
     load_whole_state,
     place_model,

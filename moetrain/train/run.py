@@ -27,8 +27,7 @@ from moetrain.checkpoint.save import Saved
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
-from moetrain.data.tokenizer import Tokenizer
-from moetrain.data.tokenizer_files import tokenizer_files
+from moetrain.data.tokenizer import Tokenizer, tokenizer_files
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.layout import TensorSlice
 from moetrain.train.engine import Engine

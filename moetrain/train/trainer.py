@@ -15,8 +15,7 @@ import torch
 
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import ConfigError, TrainSection
-from moetrain.data.build import build_data
-from moetrain.data.loader import Loader, eval_batches
+from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats

@@ -5,7 +5,7 @@ or the tokenizer may have changed; everything in them that none of these decide 
 are copies.
 
 Left out on purpose: process groups (how processes share the work is an argument), and how a run's
-tokenizer becomes files (:mod:`moetrain.data.tokenizer_files`).
+tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
 """
 
 from __future__ import annotations
