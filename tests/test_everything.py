@@ -38,8 +38,8 @@ from moetrain.train.objectives import Pretraining
 from moetrain.train.setup import resolve_run
 
 STEPS, TOLERANCE = 3, 1e-5
-FEW = "6:0:2"
-"""Of each kind of mesh of two processes one."""
+FEW = "8:0:2"
+"""Two of each kind of mesh of two processes."""
 
 
 class Drawn(NamedTuple):
