@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 
 from moetrain.kernels.optim.reduction import sum_chunks
@@ -34,7 +35,9 @@ all_to_all_single: Collective = dist.all_to_all_single
 if hasattr(dist, "all_gather_single"):
     all_gather_single: Collective = dist.all_gather_single
     reduce_scatter_single: Collective = dist.reduce_scatter_single
+    _all_gather: Collective = functional.all_gather_single
 else:
+    _all_gather = functional.all_gather_tensor
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
 
@@ -43,6 +46,19 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group whose ``group_name`` is ``name``."""
     # torch has no public way back from a name; 2.13 gives names a type of their own.
     return distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
+def all_gather_rows(x_ND: torch.Tensor, group: str) -> torch.Tensor:
+    """Every rank's rows, in rank order; a functional collective, which the compiler sees."""
+    return functional.wait_tensor(_all_gather(x_ND, 0, group))
+
+
+def sum_scatter_rows(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """This rank's T / W rows of the sum of every rank's ``y_TD``: summed in fp32 in rank order, and
+    rounded once. A functional all-to-all, and the op that adds up."""
+    arriving_TD = functional.wait_tensor(functional.all_to_all_single(y_TD, None, None, group))
+    out_N = y_TD.new_empty(y_TD.numel() // ranks)
+    return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, y_TD.shape[1])
 
 
 def all_gather_start(

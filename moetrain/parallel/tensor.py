@@ -7,8 +7,9 @@ heads or of the width:
     x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
 
 ``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results and gives
-each its tokens; each is the other's backward. Both are ops that the compiler sees. Sums are made in
-fp32 in rank order and rounded once, whatever the number of ranks.
+each its tokens; each is the other's backward. Both are functional collectives, which the compiler
+sees. Torch's own autograd form of a gather is not used: its backward adds up in the tensors' dtype,
+in the order of NCCL's ring. Here sums are made in fp32 in rank order and rounded once.
 
 Tokens are cut as one row [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2
 rows of S=3 tokens has the second row. The plan of the family says which matrices are cut; the
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.models.rules import PartStyle
-from moetrain.parallel.collectives import all_gather_start, reduce_scatter_start, resolve_group
+from moetrain.parallel.collectives import all_gather_rows, sum_scatter_rows
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class TokenParts:
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         """All tokens, from every rank's; leading dims of any kind become one of 1."""
-        return _gather_tokens(x_ND.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+        return _GatherTokens.apply(x_ND.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
 
     def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of the sum of every rank's ``y_TD``; [1, N, D]."""
-        return _scatter_tokens(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+        return _ScatterTokens.apply(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
 
 
 def share_tokens(part: nn.Module, style: PartStyle, parts: TokenParts) -> None:
@@ -101,48 +102,27 @@ def _gather_output(
     return parts.gather(x_ND)
 
 
-@torch.library.custom_op("moetrain::gather_tokens", mutates_args=())
-def _gather_tokens(x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    x_WM, work = all_gather_start(x_ND.view(-1), resolve_group(group))
-    work.wait()
-    return x_WM.view(-1, x_ND.shape[1])
+class _GatherTokens(torch.autograd.Function):
+    """[W * N, D] of every rank's [N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+        ctx.place = ranks, group
+        return all_gather_rows(x_ND, group)
+
+    @staticmethod
+    def backward(ctx: Any, d_x_TD: torch.Tensor):
+        return sum_scatter_rows(d_x_TD.contiguous(), *ctx.place), None, None
 
 
-@torch.library.custom_op("moetrain::scatter_tokens", mutates_args=())
-def _scatter_tokens(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    y_WM = y_TD.view(ranks, -1)
-    out_M = y_WM.new_empty(y_WM.shape[1], dtype=torch.float32)
-    pending = reduce_scatter_start(
-        y_WM, resolve_group(group), out_N=out_M, accumulate=False, mode="fp32_accum"
-    )
-    return pending.finish().to(y_TD.dtype).view(-1, y_TD.shape[1])
+class _ScatterTokens(torch.autograd.Function):
+    """[T / W, D] of the sum of every rank's [T, D]."""
 
+    @staticmethod
+    def forward(ctx: Any, y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+        ctx.group = group
+        return sum_scatter_rows(y_TD, ranks, group)
 
-@_gather_tokens.register_fake
-def _(x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return x_ND.new_empty(ranks * x_ND.shape[0], x_ND.shape[1])
-
-
-@_scatter_tokens.register_fake
-def _(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return y_TD.new_empty(y_TD.shape[0] // ranks, y_TD.shape[1])
-
-
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.ranks, ctx.group = inputs
-
-
-def _differentiate_gather(ctx: Any, d_x_TD: torch.Tensor):
-    return _scatter_tokens(d_x_TD.contiguous(), ctx.ranks, ctx.group), None, None
-
-
-def _differentiate_scatter(ctx: Any, d_y_ND: torch.Tensor):
-    return _gather_tokens(d_y_ND.contiguous(), ctx.ranks, ctx.group), None, None
-
-
-_gather_tokens.register_autograd(_differentiate_gather, setup_context=_save_group)
-_scatter_tokens.register_autograd(_differentiate_scatter, setup_context=_save_group)
-
-# The compiler must neither drop nor merge what other ranks wait for.
-torch.fx.has_side_effect(torch.ops.moetrain.gather_tokens.default)
-torch.fx.has_side_effect(torch.ops.moetrain.scatter_tokens.default)
+    @staticmethod
+    def backward(ctx: Any, d_y_ND: torch.Tensor):
+        return all_gather_rows(d_y_ND.contiguous(), ctx.group), None, None
