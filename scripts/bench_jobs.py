@@ -23,8 +23,8 @@ import torch
 from bench_train import device_name
 
 from moetrain.config import JOB_RECIPES, Config
-from moetrain.jobs.requests import ForwardBackward
-from moetrain.jobs.service import Service
+from moetrain.jobs.api import ForwardBackward
+from moetrain.jobs.scheduler import Service
 from moetrain.train.objectives import Pretraining
 
 GIB = 2**30

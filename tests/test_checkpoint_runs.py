@@ -28,7 +28,7 @@ from moetrain.cli.train import main
 from moetrain.config import JOB_RECIPES, Config, ConfigError
 from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.service import Service
+from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.world import join_world

@@ -17,7 +17,7 @@ from test_lora import (
 from test_lora_rollout import check, follow
 
 from moetrain.config import Config, ConfigError
-from moetrain.jobs.service import Service
+from moetrain.jobs.scheduler import Service
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf

@@ -13,11 +13,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moetrain.config import JOB_RECIPES, Config, ConfigError
 from moetrain.config.sources import RunFailed
-from moetrain.jobs import journal
-from moetrain.jobs import session as desk_module
-from moetrain.jobs.journal import Full
-from moetrain.jobs.requests import BadRequest
-from moetrain.jobs.service import Service, Unknown
+from moetrain.jobs import session as session_module
+from moetrain.jobs import store
+from moetrain.jobs.api import BadRequest, Full
+from moetrain.jobs.scheduler import Service, Unknown
 from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
@@ -239,7 +238,7 @@ def test_a_job_is_an_engine_of_its_own(tmp_path):
         if kind == "optim_step":
             engine.step(body["lr"])
             continue
-        request = desk_module.ForwardBackward.model_validate(body)
+        request = session_module.ForwardBackward.model_validate(body)
         batches = pack(request.samples(), 64, 1)
         totals = engine.forward_backward(batches, Pretraining.of(config, arch))
         losses.append(totals.total.item())
@@ -391,7 +390,7 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
 
 
 def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "KEPT_ANSWERS", 4)
+    monkeypatch.setattr(store, "KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
         name = service.create()["id"]
         ask = asker(service, name)

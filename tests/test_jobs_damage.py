@@ -14,11 +14,11 @@ from test_jobs import asker, config_of, text_of
 from test_jobs_server import free_port
 
 from moetrain.config import ConfigError
-from moetrain.jobs import journal
+from moetrain.jobs import store
+from moetrain.jobs.api import BadRequest
 from moetrain.jobs.client import Client, RequestFailed
-from moetrain.jobs.requests import BadRequest
 from moetrain.jobs.run import serving
-from moetrain.jobs.service import Service
+from moetrain.jobs.scheduler import Service
 
 SEEDS = (3, 4, 5)
 NAMES = {seed: f"{seed:032x}" for seed in SEEDS}
@@ -193,7 +193,7 @@ def copies(left, tmp_path, damages):
 @pytest.fixture
 def unreadable(monkeypatch):
     """Files of jobs that nobody may read: root reads all, so this is how they are simulated."""
-    opened, scanned = Path.read_bytes, journal.os.scandir
+    opened, scanned = Path.read_bytes, store.os.scandir
 
     def refuse(path):
         if isinstance(path, int):  # an open folder
@@ -204,7 +204,7 @@ def unreadable(monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) or opened(path))
-    monkeypatch.setattr(journal.os, "scandir", lambda path: refuse(path) or scanned(path))
+    monkeypatch.setattr(store.os, "scandir", lambda path: refuse(path) or scanned(path))
 
 
 def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unreadable, caplog):
@@ -325,7 +325,7 @@ def test_an_answer_that_cannot_be_written_is_in_no_checkpoint(left, tmp_path, mo
         def full(*_, **__):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(journal, "write_durably", full)
+        patch.setattr(store, "write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.turn()
     with Service(config_of(folder)) as service:

@@ -14,11 +14,9 @@ from pydantic import ValidationError
 from test_jobs import asker, config_of, text_of
 from test_jobs_server import Process, send
 
-from moetrain.jobs import job as job_module
-from moetrain.jobs import journal
-from moetrain.jobs.journal import Full
-from moetrain.jobs.requests import KINDS, BadRequest
-from moetrain.jobs.service import Service, Unknown
+from moetrain.jobs import store
+from moetrain.jobs.api import KINDS, BadRequest, Full
+from moetrain.jobs.scheduler import Service, Unknown
 
 LEARN = ("forward_backward", {"data": [{"tokens": text_of(5)}]})
 STEP, LOOK = ("optim_step", {"lr": 1e-2}), ("forward", {"data": [{"tokens": text_of(6)}]})
@@ -115,15 +113,15 @@ def test_who_is_cancelled_is_not_brought_back(tmp_path, monkeypatch):
     service._stack.close()  # as the kernel ends a claim
     with Service(config_of(tmp_path)) as service:
         waiting = service.answer(name, service.submit(name, *STEP))
-        again, served = journal.Journal.serve_again, []
+        again, served = Service._serve_again, []
 
-        def cancel(self, number, session):
+        def cancel(self, job, number):
             served.append(number)
             if number == 3:
                 service.cancel(name)
-            again(self, number, session)
+            again(self, job, number)
 
-        monkeypatch.setattr(journal.Journal, "serve_again", cancel)
+        monkeypatch.setattr(Service, "_serve_again", cancel)
         assert service.turn()
         assert waiting.result(0) == {"error": "cancelled"}
         assert served == [0, 1, 2, 3]
@@ -159,7 +157,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_module, "write_durably", full)
+        patch.setattr(store, "write_durably", full)
         with pytest.raises(OSError, match="No space"):
             service.create(other)
         with pytest.raises(OSError, match="No space"):
@@ -171,7 +169,7 @@ def test_a_full_disk_refuses_and_changes_nothing(service, tmp_path, monkeypatch)
     assert "result" in waiting.result(0)
     waiting = service.answer(name, service.submit(name, *LEARN))
     with monkeypatch.context() as patch:
-        patch.setattr(job_module, "write_durably", full)
+        patch.setattr(store, "write_durably", full)
         gone = service.delete(name)
         assert waiting.result(0) == {"error": "cancelled"}
         service.turn()

@@ -10,9 +10,9 @@ from distributed import spawn
 from test_jobs import Course, adapter_of, asker, config_of
 from test_jobs_server import Process
 
-from moetrain.jobs.ranks import dismiss, follow
-from moetrain.jobs.service import Service
+from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
+from moetrain.jobs.shared import dismiss, follow
 from moetrain.train.setup import resolve_run
 
 SEEDS = (0, 1, 3)

@@ -16,8 +16,8 @@ from test_rollout import make_model
 
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from moetrain.jobs import server as jobs_server
-from moetrain.jobs.requests import KINDS
-from moetrain.jobs.service import Service
+from moetrain.jobs.api import KINDS
+from moetrain.jobs.scheduler import Service
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout import Generator

@@ -1,9 +1,9 @@
 """``python -m moetrain.jobs``: the service as a process, behind HTTP.
 
-Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: what is in memory is
-saved, who waits is told. Killed, it loses nothing that anybody was told of.
+Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs in memory are saved,
+and waiting clients are told. If it is killed, nothing is lost that a client was told of.
 
-Of several processes (torchrun, ``launch.nproc``) the main one has the jobs and the door.
+With several processes (torchrun, ``launch.nproc``) the main one has the jobs and the HTTP server.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
-from moetrain.jobs.ranks import dismiss, follow
-from moetrain.jobs.service import Service
+from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
+from moetrain.jobs.shared import dismiss, follow
 from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
@@ -29,7 +29,7 @@ from moetrain.train.setup import resolve_run
 logger = logging.getLogger("moetrain")
 
 IDLE_SECONDS = 0.1
-"""Between looks at stop signals, while nobody has anything to do."""
+"""Between looks at stop signals, while no request waits."""
 
 
 class JobRun:
@@ -43,9 +43,9 @@ class JobRun:
         """Serve until SIGTERM or Ctrl-C.
 
         Raises:
-            ConfigError: as :class:`Service`; or nobody can listen at ``jobs.port``.
+            ConfigError: as :class:`Service`; or ``jobs.port`` cannot be listened at.
             RunFailed: the disk or the device fails.
-            SystemExit: SIGTERM (143) or Ctrl-C (130) came; all there is was saved.
+            SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
         """
         place = launched_place()
         if place is not None and place.rank > 0:
@@ -62,7 +62,7 @@ class JobRun:
         raise SystemExit(128 + stop[0])
 
     def _help(self) -> None:
-        """Of other ranks than the main one: do as it does."""
+        """Run on other ranks what the main one runs."""
         with stop_signals() as stop:  # it says when to stop
             session = JobSession(*resolve_run(self.config))
             follow(session)
@@ -71,7 +71,7 @@ class JobRun:
             raise SystemExit(128 + stop[0])
 
     def announce(self, service: Service) -> None:
-        """Say what is about to run and write ``config.json``."""
+        """Log the settings and write ``config.json``."""
         settings = json.dumps(service.config.to_dict(), indent=2)
         (service.folder / "config.json").write_text(settings, "utf-8")
         logger.info("settings:\n%s", service.config.describe())
@@ -81,7 +81,7 @@ class JobRun:
 
 @contextmanager
 def serving(service: Service) -> Iterator[None]:
-    """Meanwhile ``jobs.port`` is listened at by a thread of its own."""
+    """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
     jobs = service.config.jobs
     from moetrain.jobs.server import error_body, make_app
 
@@ -98,14 +98,14 @@ def serving(service: Service) -> Iterator[None]:
 
 
 def access_of(config: Config) -> Access:
-    """Who is served, where."""
+    """Return the address of the server, and who may use it."""
     jobs = config.jobs
     own_file = Path(config.output_dir) / "token"
     return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
 
 
 def check_settings(config: Config) -> None:
-    """Raise ConfigError for settings that a service cannot have."""
+    """Raise ConfigError for settings that the service cannot have."""
     if not config.lora.rank:
         raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
     if config.optim.offload_fraction:
@@ -115,11 +115,11 @@ def check_settings(config: Config) -> None:
 
 
 def inspect(config: Config, arch: Architecture) -> None:
-    """While several processes start: :func:`check_settings`."""
+    """Check the settings before several processes start."""
     check_settings(config)
 
 
 def plan(config: Config, arch: Architecture) -> str:
-    """For a dry run: refuse what a service would refuse; the memory that it takes, in words."""
+    """Refuse what the service would refuse, and describe the memory that it takes."""
     check_settings(config)
     return plan_memory(config, arch)

@@ -4,7 +4,7 @@
     GET    /v1/jobs/ID                    how it is doing
     POST   /v1/jobs/ID/cancel             give up what it has waiting
     DELETE /v1/jobs/ID                    remove it, and all that it has
-    POST   /v1/jobs/ID/requests/KIND      a request of :mod:`moetrain.jobs.requests`
+    POST   /v1/jobs/ID/requests/KIND      a request of :mod:`moetrain.jobs.api`
     GET    /v1/jobs/ID/answers/NUMBER     what came of it
     GET    /v1/jobs/ID/saves/NAME/FILE    a save's adapter, in PEFT's format
 
@@ -29,9 +29,8 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from moetrain.config.sources import shortened
-from moetrain.jobs.journal import Full
-from moetrain.jobs.requests import NAME, BadRequest, NewJob, Nothing, validated
-from moetrain.jobs.service import STOPPED, Service, Unknown
+from moetrain.jobs.api import NAME, BadRequest, Full, NewJob, Nothing, validated
+from moetrain.jobs.scheduler import STOPPED, Service, Unknown
 from moetrain.rollout.http_json import Bodies, Meaning, json_app, reply
 
 LONGEST_WAIT = 600.0

@@ -1,4 +1,4 @@
-"""An engine and a generator, at which one job sits at a time.
+"""An engine and a generator that serve one job at a time.
 
 What a job has learned, its adapter, moments and the gradients of a step that is not over, is copied
 into the very tensors that the engine was built with, and out of them when another sits down: one
@@ -8,8 +8,8 @@ the base model, which the generator shares.
 Every job's random numbers follow from its seed and a request's number, so what comes of it depends
 on nobody else. A request that fails costs its job the gradients of its step, and nothing more.
 
-Of several ranks each has a session, and does what the main one does (:mod:`moetrain.jobs.ranks`).
-Left out on purpose: who is next, and why (:mod:`moetrain.jobs.service`).
+Of several ranks each has a session, and does what the main one does (:mod:`moetrain.jobs.shared`).
+Left out on purpose: who is next, and why (:mod:`moetrain.jobs.scheduler`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.config import Config
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.durable import read
-from moetrain.jobs.held import Held, Progress
-from moetrain.jobs.ranks import together
-from moetrain.jobs.requests import (
+from moetrain.jobs.api import (
     BadRequest,
     Forward,
     ForwardBackward,
@@ -44,7 +41,8 @@ from moetrain.jobs.requests import (
     finite,
     parse,
 )
-from moetrain.jobs.shared import SharedEngine, copies_of, to_host
+from moetrain.jobs.shared import Held, Progress, SharedEngine, copies_of, to_host, together
+from moetrain.jobs.store import read
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import is_adapter
 from moetrain.parallel.apply import draw_values

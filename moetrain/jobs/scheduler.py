@@ -1,4 +1,4 @@
-"""The service: whose turn it is, what becomes of it, and what survives.
+"""The service: which job is served next, what happens on an error, and what survives a crash.
 
     service.create(id, seed)    service.submit(id, kind, body)    ... from any thread
     while service.turn(): ...                                     one thread: a request at a time
@@ -10,7 +10,7 @@ within a request is reported to its job, and the others stay as they were. The s
 job's files: where one is damaged the job is set aside, with its folder as it is, until a service
 is started that finds it put right. A write that fails ends the service.
 
-Who knows a job's id may use it; ids are random, and nobody is told another's.
+Whoever knows a job's id may use it; ids are random, and no client is told another's.
 """
 
 from __future__ import annotations
@@ -31,34 +31,41 @@ from typing import Any, Self
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.durable import DamagedJob, read, write_durably
-from moetrain.jobs.job import Job, Status, has_begun
-from moetrain.jobs.journal import Full, Journal
-from moetrain.jobs.requests import BadRequest, parse
+from moetrain.jobs.api import KINDS, BadRequest, Full, parse
 from moetrain.jobs.session import Cancelled, JobSession
+from moetrain.jobs.store import (
+    DamagedJob,
+    Job,
+    Journal,
+    Status,
+    has_begun,
+    read,
+    request_file,
+    write_durably,
+)
 from moetrain.models.architecture import Architecture
 from moetrain.train.run_folder import check_output_folder, claimed
 from moetrain.train.setup import resolve_run
 
 logger = logging.getLogger("moetrain")
 
-ID = re.compile(r"[0-9a-f]{32}")
+_ID = re.compile(r"[0-9a-f]{32}")
 STOPPED = "the service was stopped; ask again when it runs"
-REMOVED = ".removed"
+_REMOVED = ".removed"
 
 
 class Unknown(LookupError):
-    """There is no such job."""
+    """No job has this id."""
 
 
 class Service:
-    """A session, and the jobs that take turns at it; as a library, see :meth:`ask`."""
+    """A session and the jobs that take turns at it. For use without HTTP, see :meth:`ask`."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model and find the jobs that there are.
+        """Load the model, and the jobs that the folder holds.
 
         Raises:
-            ConfigError: as a run's, or the folder's jobs are of another model.
+            ConfigError: as for a run, or the folder's jobs are of another model.
         """
         self.folder = Path(config.output_dir)
         check_output_folder(self.folder)
@@ -73,7 +80,7 @@ class Service:
             self.jobs = {job.id: job for job in self._find()}
             self._stack = stack.pop_all()
         self.is_stopping: Callable[[], bool] = lambda: False
-        """Whether the service is to end, asked while text is generated."""
+        """Called while text is generated: whether the service is to stop."""
         self._last: str | None = None
         self._removals: list[tuple[Job, Future[None]]] = []
 
@@ -89,7 +96,7 @@ class Service:
         self.close()
 
     def close(self) -> None:
-        """Save what is in memory, and let the folder go."""
+        """Save all jobs in memory, and release the folder."""
         try:
             self.tell_stopped()
             self._remove()
@@ -98,13 +105,13 @@ class Service:
             self._stack.close()
 
     def tell_stopped(self) -> None:
-        """Answer everybody who waits that nothing will come for now."""
+        """Tell all waiting clients that the service stops."""
         with self._lock:
             for job in self.jobs.values():
                 job.tell_waiting(STOPPED)
 
     def _check_same_base(self, arch: Architecture) -> None:
-        """Refuse jobs that were trained beside other weights, or with adapters of another shape."""
+        """Raise ConfigError for jobs of other frozen weights, or of adapters of another shape."""
         path, lora = self.folder / "base.json", self.config.lora
         mine = {
             "architecture": arch.model_dump(mode="json"),
@@ -133,14 +140,14 @@ class Service:
                 )
 
     def _find(self) -> list[Job]:
-        """The jobs of clients, as they were left."""
+        """Read all jobs from the disk, as they were left."""
         root = self.folder / "jobs"
         root.mkdir(mode=0o700, exist_ok=True)
         found = []
         for folder in sorted(root.iterdir()):
-            if folder.name.startswith(REMOVED):
+            if folder.name.startswith(_REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif ID.fullmatch(folder.name) and folder.is_dir() and has_begun(folder):
+            elif _ID.fullmatch(folder.name) and folder.is_dir() and has_begun(folder):
                 found.append(Job(folder.name, folder, Journal(folder)))
                 self._look(found[-1])
         return found
@@ -152,9 +159,10 @@ class Service:
             self._set_aside(job, str(error))
 
     def _set_aside(self, job: Job, error: str) -> None:
-        """Serve ``job`` no more, and leave all that it has as it is.
+        """Stop serving ``job``, and leave its folder as it is.
 
-        Not on the disk: the next start, with other settings or a folder put right, may do it.
+        This is not written down: the next start, with other settings or a repaired folder, may
+        serve it again.
         """
         with self._lock:
             job.status, job.error = "failed", error
@@ -164,15 +172,15 @@ class Service:
     # ---- for clients, from any thread ----------------------------------------------------------
 
     def create(self, name: str | None = None, seed: int = 0) -> dict[str, Any]:
-        """A new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
+        """Make a new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
 
         Raises:
-            BadRequest: no such name, or a job of that name has another seed.
-            Full: there are as many jobs as may be, or one of that name is being deleted.
-            OSError: the disk does not take it, and there is no such job.
+            BadRequest: ``name`` is not valid, or a job of that name has another seed.
+            Full: there are ``jobs.max_jobs`` already, or one of that name is being deleted.
+            OSError: it cannot be written, and there is no such job.
         """
         name = secrets.token_hex(16) if name is None else name
-        if not ID.fullmatch(name):
+        if not _ID.fullmatch(name):
             raise BadRequest("id is not 32 hexadecimal digits (of a random number that is secret)")
         if not 0 <= seed < 2**63:
             raise BadRequest(f"seed {seed!r:.40} is out of range")
@@ -205,20 +213,21 @@ class Service:
         return job
 
     def describe(self, name: str) -> dict[str, Any]:
-        """How a job is doing; raises Unknown."""
+        """Describe a job to its client; raises Unknown."""
         with self._lock:
             return self._of(name).describe()
 
     def submit(self, name: str, kind: str, body: object, number: int | None = None) -> int:
-        """Take up a request, which is on the disk when this returns; its number.
+        """Take up a request and return its number. It is on the disk when this returns.
 
         Args:
-            number: which one of the job's it is, so that it can be sent again; None: the next.
+            number: the place in the job's order that the client gives it, so that it can be sent
+                again; None: the next.
 
         Raises:
             BadRequest, Full, Unknown: it is not taken up.
         """
-        self.describe(name)  # before work is put into it
+        self.describe(name)  # raises Unknown before the body is parsed
         text = parse(kind, body, self.session.limits).model_dump_json()
         with self._lock:
             job = self._of(name)
@@ -228,7 +237,7 @@ class Service:
             return taken
 
     def answer(self, name: str, number: int) -> Future[dict[str, Any]]:
-        """What comes of a request: ``result`` or ``error``.
+        """Return a future of a request's ``result`` or ``error``.
 
         Raises:
             BadRequest: there was no such request, or it was too long ago.
@@ -246,14 +255,14 @@ class Service:
             if number < job.log.done:
                 try:
                     answer = job.log.answer_of(number)
-                except DamagedJob as error:  # which the job need not know, as long as it is loaded
+                except DamagedJob as error:  # the job itself can go on
                     logger.warning("job %s: %s", job.label, error)
                     answer = {"error": str(error)}
             future.set_result(answer)
             return future
 
     def cancel(self, name: str) -> dict[str, Any]:
-        """Give up what a job has waiting, and take up nothing more; raises Unknown."""
+        """Cancel a job's waiting requests, and take up no more; raises Unknown."""
         with self._lock:
             job = self._of(name)
             if job.status == "open":
@@ -261,43 +270,43 @@ class Service:
             return job.describe()
 
     def delete(self, name: str) -> Future[None]:
-        """Remove a job and all that it has; it is done when the future is. Raises Unknown."""
+        """Remove a job and its files; the future is done when they are gone. Raises Unknown."""
         with self._lock:
             job = self.jobs[name] = self._of(name)
             if job.status == "open":
                 try:
                     self._end(job, "cancelled")
-                except OSError:  # a full disk keeps nobody from making room
+                except OSError:  # a full disk must not keep anybody from making room
                     job.status = "cancelled"
                     job.tell_waiting(job.status)
             del self.jobs[name]
             future: Future[None] = Future()
-            future.set_running_or_notify_cancel()  # who does not wait any more cannot stop it
+            future.set_running_or_notify_cancel()  # a client that leaves cannot stop it
             self._removals.append((job, future))
             self._lock.notify()
             return future
 
     def saved_file(self, name: str, save: str, file: str) -> Path:
-        """A file of a save's adapter, in PEFT's format; raises Unknown."""
+        """Return the path of a file of a save's adapter, in PEFT's format; raises Unknown."""
         with self._lock:
             path = self._of(name).folder / "saves" / save / "adapter" / file
-            # Names are those of the routes, which have no way out of the folder.
+            # The routes let no name through that leads out of the folder.
             if not path.is_file():
                 raise Unknown(name)
             return path
 
     def _end(self, job: Job, status: Status, error: str | None = None) -> None:
-        """Let ``job`` be over; with the lock."""
+        """End ``job`` and tell its clients. The caller holds the lock."""
         job.note(status, error)
         job.tell_waiting(error or status)
 
     # ---- the worker's thread -------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Do what is next: one request. Not: there is nothing to do.
+        """Serve one request; False: none waits.
 
         Raises:
-            RunFailed, OSError: the disk does not take what must be kept.
+            RunFailed, OSError: the device has failed, or a file cannot be written.
         """
         self._remove()
         with self._lock:
@@ -324,7 +333,7 @@ class Service:
         return True
 
     def _next(self) -> Job | None:
-        """The first that has work, behind the one that was served last."""
+        """Return the first job with work behind the one that was served last."""
         jobs = list(self.jobs.values())
         names = [job.id for job in jobs]
         start = names.index(self._last) + 1 if self._last in names else 0
@@ -333,18 +342,28 @@ class Service:
         return job
 
     def _catch_up(self, job: Job) -> bool:
-        """Do again what was done and is in no checkpoint. Not: the job was given up meanwhile."""
+        """Compute again what is in no checkpoint; False: the job was cancelled meanwhile."""
         while self.session.progress.seen < job.log.done:
             if self._is_given_up(job):
                 return False
-            job.log.serve_again(self.session.progress.seen, self.session)
+            self._serve_again(job, self.session.progress.seen)
         return True
+
+    def _serve_again(self, job: Job, number: int) -> None:
+        """Bring ``job`` to where it was after request ``number``, which has an answer."""
+        answer = job.log.answer_of(number)
+        if "error" in answer and not answer["refused"]:
+            self.session.forget_step()
+        if "result" in answer and KINDS[answer["kind"]].changes:
+            self.session.serve(number, request_file(number))
+        else:
+            self.session.pass_over(number)
 
     def _serve(self, job: Job) -> None:
         number, session = job.log.done, self.session
         try:
             session.is_given_up = partial(self._is_given_up, job)
-            answer: dict[str, Any] = {"result": job.log.serve(number, session)}
+            answer: dict[str, Any] = {"result": session.serve(number, request_file(number))}
         except (RunFailed, OSError, DamagedJob):
             raise
         except Cancelled:
@@ -385,25 +404,25 @@ class Service:
         return new > 0 and is_due and self.session.engine.is_between_steps
 
     def wait(self, seconds: float) -> None:
-        """Return when there may be something to do, or after so many seconds."""
+        """Return when a request or a removal waits, or after ``seconds``."""
         with self._lock:
             if not self._removals and not any(job.has_work for job in self.jobs.values()):
                 self._lock.wait(seconds)
 
     def _remove(self) -> None:
-        """Remove those that are to be."""
+        """Remove the folders of deleted jobs."""
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)
-            gone = job.folder.with_name(f"{REMOVED}-{job.id}")
+            gone = job.folder.with_name(f"{_REMOVED}-{job.id}")
             job.folder.rename(gone)
             shutil.rmtree(gone)
-            with self._lock:  # until now its name is taken
+            with self._lock:  # only now may another job take its name
                 del self._removals[0]
             future.set_result(None)
 
     def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
-        """:meth:`submit`, and take turns until the answer is there; for one thread."""
+        """Submit a request and take turns until its answer is there; for use from one thread."""
         future = self.answer(name, self.submit(name, kind, body, number))
         while not future.done():
             self.turn()
@@ -411,6 +430,6 @@ class Service:
 
 
 def _line_of(error: Exception) -> str:
-    """One line for a client; an error of ours speaks for itself, another has its class."""
+    """Describe ``error`` in one line for a client, with its class unless the message is ours."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

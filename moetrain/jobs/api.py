@@ -49,7 +49,11 @@ Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
 
 
 class BadRequest(ValueError):
-    """A request that is refused; the message is one line for the client."""
+    """A request is refused; the message is one line for the client."""
+
+
+class Full(Exception):
+    """The service has as much to do as it takes; the message is one line for the client."""
 
 
 @dataclass(frozen=True)

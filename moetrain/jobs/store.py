@@ -1,0 +1,306 @@
+"""Jobs on the disk: each file is there whole or not at all, and damage is found and named.
+
+    jobs/<id>/job.json                 seed, and whether it is open, cancelled or failed
+              requests/00000007.json   from when it was taken up until a checkpoint has seen it
+              answers/00000007.json    the newest, for clients that ask again
+              checkpoints/step-...     the state after so many requests (:mod:`moetrain.checkpoint`)
+              saves/<name>/            the same under a name, and the adapter in PEFT's format
+
+Anything else in requests/ and answers/, except hidden files, is damage, and so is a missing file.
+JSON files end with a checksum; files of earlier versions have none, and only their fields are
+checked.
+
+A request's number is its place in the job's order, from 0. A client that sends one again under its
+number (the connection broke, the service was killed) gets the first one's answer: each is done
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args
+
+from moetrain.checkpoint.format import holds_seal, list_checkpoints, sealed, step_of
+from moetrain.config.files import fsync, remove_temporaries, write_atomically
+from moetrain.config.sources import shortened
+from moetrain.jobs.api import KINDS, BadRequest, Full
+from moetrain.train.run_folder import CHECKPOINTS
+
+KEPT_ANSWERS = 100
+"""Answers that are kept of each job: a client that asks for older ones has lost its place."""
+Status = Literal["open", "cancelled", "failed"]
+_JOB = "job.json"
+_REQUESTS, _ANSWERS, _SAVES = "requests", "answers", "saves"
+_NAME = re.compile(r"([0-9]{8,})\.json")
+
+
+class DamagedJob(BadRequest):
+    """A file of a job is not what was written; the message names it, and is for the client."""
+
+    def __init__(self, name: str, why: object) -> None:
+        super().__init__(f"{name} is damaged: {' '.join(str(why).split())}")
+
+
+def write_durably(path: Path, value: Mapping[str, Any], **more: str) -> None:
+    """Write ``value``, which is not empty, as JSON, and force it to the disk.
+
+    Args:
+        more: further keys, whose values are JSON already.
+
+    Raises:
+        OSError: it cannot be written, and ``path`` is unchanged.
+    """
+    text = json.dumps(value, allow_nan=False)
+    for key, part in more.items():
+        text = f"{text[:-1]}, {json.dumps(key)}: {part}}}"
+    write_atomically(path, lambda temporary: temporary.write_bytes(sealed(text)), durable=True)
+
+
+def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
+    """Read what :func:`write_durably` wrote to ``folder / name``.
+
+    Raises:
+        DamagedJob: it is missing, cannot be read, is not what was written, or lacks one of
+            ``fields``, of that type.
+    """
+    try:
+        data = (folder / name).read_bytes()
+        if holds_seal(data) is False:
+            raise ValueError("its checksum differs")
+        value = json.loads(data.decode())
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__}, not an object")
+        for field_name, kind in fields.items():
+            if not isinstance(value.get(field_name, ...), kind):
+                raise ValueError(f"it has no {field_name}, or one of another type")
+    except FileNotFoundError:
+        raise DamagedJob(name, "it is not there") from None
+    except OSError as error:
+        raise DamagedJob(name, f"it cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedJob(name, error) from None
+    value.pop("crc32", None)
+    return value
+
+
+def request_file(number: int) -> str:
+    """Return the name of a request's file in its job's folder."""
+    return _file(_REQUESTS, number)
+
+
+def _file(kind: str, number: int) -> str:
+    return f"{kind}/{number:08d}.json"
+
+
+class Journal:
+    """A job's requests and answers.
+
+    Attributes:
+        accepted, done: how many requests there are, and how many of them have an answer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.accepted = self.done = 0
+        self._entries: dict[int, dict[str, str]] = {}
+        """Kind and digest of requests, which their answers repeat."""
+
+    def look(self, seen: int) -> None:
+        """Read what is on the disk, given how many requests the newest checkpoint has seen.
+
+        Raises:
+            DamagedJob, OSError: a file is not what it should be, missing, or one too many.
+        """
+        for kind in (_REQUESTS, _ANSWERS, _SAVES):
+            (self._folder / kind).mkdir(exist_ok=True)
+            remove_temporaries(self._folder / kind)
+        remove_temporaries(self._folder)
+        for kind in (_REQUESTS, _ANSWERS):
+            for entry in os.scandir(self._folder / kind):
+                is_ours = entry.is_file() and _NAME.fullmatch(entry.name)
+                if not is_ours and not entry.name.startswith("."):
+                    raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
+        fsync(self._folder)
+        requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
+        done = 1 + max(answers, default=-1)
+        accepted = max(done, 1 + max(requests, default=-1))
+        # Requests that every checkpoint has seen may be gone; later ones are needed to go on.
+        for kind, known, end in ((_REQUESTS, requests, accepted), (_ANSWERS, answers, done)):
+            if (lost := next((n for n in range(seen, end) if n not in known), None)) is not None:
+                raise DamagedJob(_file(kind, lost), "it is not there")
+        self.accepted, self.done = accepted, done
+
+    def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
+        """Take up a request and return its number.
+
+        Args:
+            body: as JSON.
+            number: the number that the client gives it; None: the next.
+            most: requests that may wait.
+
+        Raises:
+            BadRequest: another request has that number, or ones before it have not come.
+            Full: as many wait already.
+        """
+        entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
+        if number is not None and number < self.accepted:
+            if self._known(number)["digest"] != entry["digest"]:
+                raise BadRequest(
+                    f"number {number} was another request; the next is {self.accepted}"
+                )
+            return number
+        if number not in (None, self.accepted):
+            raise BadRequest(f"number {number} is ahead of the next, {self.accepted}")
+        if self.accepted - self.done >= most:
+            raise Full(f"{most} requests of this job wait already (jobs.max_queued)")
+        write_durably(self._folder / _file(_REQUESTS, self.accepted), entry, body=body)
+        self._entries[self.accepted] = entry
+        self.accepted += 1
+        return self.accepted - 1
+
+    def _known(self, number: int) -> dict[str, str]:
+        """Return kind and digest of a request."""
+        if number not in self._entries:
+            is_kept = (self._folder / _file(_REQUESTS, number)).exists()
+            entry = self._read(_REQUESTS, number) if is_kept else self.answer_of(number)
+            self._entries[number] = {key: entry[key] for key in ("kind", "digest")}
+        return self._entries[number]
+
+    def answer(self, number: int, answer: Mapping[str, Any]) -> None:
+        """Keep the ``result`` or the ``error`` of the request that was served last."""
+        assert number == self.done
+        path = self._folder / _file(_ANSWERS, number)
+        write_durably(path, {**self._known(number), **answer})
+        self.done += 1
+
+    def answer_of(self, number: int) -> dict[str, Any]:
+        """Return the result or the error of request ``number``, which is done.
+
+        Raises:
+            BadRequest: it was too long ago, or its file is damaged (DamagedJob).
+        """
+        if not os.path.lexists(self._folder / _file(_ANSWERS, number)):
+            raise BadRequest(
+                f"the answer to request {number} is no longer kept: the last {KEPT_ANSWERS} are"
+            )
+        return self._read(_ANSWERS, number)
+
+    def _read(self, kind: str, number: int) -> dict[str, Any]:
+        name = _file(kind, number)
+        entry = read(self._folder, name, kind=str, digest=str)
+        outcome = {"body"} if kind == _REQUESTS else {"result", "error"}
+        if entry["kind"] not in KINDS or not outcome & set(entry):
+            raise DamagedJob(name, "it is not what this version of moetrain writes")
+        return entry
+
+    def prune(self, seen: int) -> None:
+        """Remove files that are not needed once every checkpoint has seen so many requests."""
+        self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
+        for kind, end in ((_REQUESTS, self.done), (_ANSWERS, self.done - KEPT_ANSWERS)):
+            for number in self._numbers(kind):
+                if number < min(seen, end):
+                    (self._folder / _file(kind, number)).unlink()
+
+    def _numbers(self, kind: str) -> set[int]:
+        """Return the numbers of the complete files."""
+        names = map(_NAME.fullmatch, os.listdir(self._folder / kind))
+        return {int(name[1]) for name in names if name}
+
+
+@dataclass(eq=False)
+class Job:
+    """One job as the service knows it: its state, and the clients that wait for it."""
+
+    id: str
+    folder: Path
+    log: Journal
+    seed: int | None = None
+    """None: its job.json is damaged."""
+    status: Status = "open"
+    error: str | None = None
+    waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
+    """Answers that clients wait for, by the number of the request."""
+    saved_time: float = field(default_factory=time.monotonic)
+    """When it was last saved, or found."""
+
+    @property
+    def label(self) -> str:
+        """A name for the log, which must not show ids: clients keep them secret."""
+        return self.id[:8]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits to be served."""
+        return self.status == "open" and self.log.done < self.log.accepted
+
+    def look(self) -> None:
+        """Read from the disk how the job was left.
+
+        Raises:
+            DamagedJob: a file is not what it should be, or missing.
+        """
+        try:
+            known = read(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
+            if len(known) != 3 or known["status"] not in get_args(Status):
+                raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
+            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
+            (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            steps = map(step_of, list_checkpoints(self.folder / CHECKPOINTS))
+            seen = max(filter(None, steps), default=0)
+            self.log.look(seen)
+        except OSError as error:
+            name = Path(os.fsdecode(error.filename or "")).name
+            raise DamagedJob(f"its folder ({name})", error.strerror) from None
+        if seen > self.log.done:
+            raise DamagedJob("its log", f"a checkpoint has seen {seen} requests of {self.log.done}")
+
+    def note(self, status: Status, error: str | None = None) -> None:
+        """Write the new state to disk, then adopt it. Raises OSError, and changes nothing then."""
+        value = {"seed": self.seed, "status": status, "error": error}
+        write_durably(self.folder / _JOB, value)
+        self.status, self.error = status, error
+
+    def check_open(self) -> None:
+        """Raise BadRequest unless the job is open."""
+        if self.status != "open":
+            raise BadRequest(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the job to its client."""
+        waiting = self.log.accepted - self.log.done if self.status == "open" else 0
+        return {
+            "id": self.id,
+            "status": self.status,
+            "error": self.error,
+            "seed": self.seed,
+            "next_number": self.log.accepted,
+            "waiting": waiting,
+        }
+
+    def tell_waiting(self, error: str) -> None:
+        """Answer all waiting clients with ``error``."""
+        for future in self.waiting.values():
+            future.set_result({"error": error})
+        self.waiting.clear()
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a job is in ``folder``; else a service died before it told anybody of the job."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    try:
+        walk = os.walk(folder, onerror=fail)
+        return any(not name.startswith(".") for _, _, names in walk for name in names)
+    except OSError:  # Job.look will say what is wrong
+        return True
