@@ -28,7 +28,7 @@ from moetrain.config.compute import SavedName
 from moetrain.models.rules import PartStyle, Rule
 
 FP32 = 4
-"""Bytes of a number."""
+"""Bytes of an fp32 number."""
 
 
 class Weight(NamedTuple):
@@ -40,10 +40,10 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank has of a micro-batch, and how it computes."""
+    """What one rank computes of a micro-batch, and how."""
 
     tokens: int
-    """T: of the rows here, which tensor parallel ranks have in common."""
+    """T, the tokens of the rows here, which tensor parallel ranks have in common."""
     tp: int
     ep: int
     width: int
@@ -52,80 +52,81 @@ class Workload:
 
     @property
     def own_tokens(self) -> int:
-        """N: the tokens that this rank has alone."""
+        """N, the tokens that this rank has for itself."""
         return self.tokens // self.tp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part(ABC):
-    """One sub-layer: what it is made of, and what it costs.
+    """Describes one sub-layer: what it is made of and what it costs (in bytes).
 
     Equal parts build equal modules. A field has the name of the architecture's field that it is
-    read from. Impossible sizes are a ValueError that names them.
+    read from. Impossible sizes raise a ValueError that names them.
     """
 
     name: ClassVar[str] = "mlp"
-    """Of the attribute of the block that holds the module."""
+    """Name of the block's attribute that holds the module."""
     style: ClassVar[PartStyle] = "all"
     aligned: ClassVar[Mapping[str, int]] = {}
-    """Fields that kernels need to be a multiple of something."""
+    """Fields that kernels need to be multiples of a number."""
     divided: ClassVar[Mapping[str, str]] = {}
-    """Fields that the degree of an axis (``parallel.tp`` or ``ep``) must divide."""
+    """Fields that the degree of a mesh axis (``tp`` or ``ep``) must divide."""
 
     hidden_size: int
 
     @classmethod
     def of(cls, arch: object, **others: Any) -> Self:
-        """The part with the fields of ``arch``, but for ``others``."""
+        """Make the part from the fields of ``arch``; ``others`` are given here instead."""
         names = [field.name for field in fields(cls) if field.name not in others]
         return cls(**{name: getattr(arch, name) for name in names}, **others)
 
     @abstractmethod
     def build(self, kernels: KernelsSection, moe: MoeSection) -> nn.Module:
-        """The module; see :class:`moetrain.models.transformer.Block` for how it is called."""
+        """Build the module; :class:`moetrain.models.transformer.Block` shows how it is called."""
 
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
-        """Every parameter of the module, by its name there."""
+        """Every parameter of the module, by its name in it."""
 
     # Arithmetic.
     def num_params(self) -> int:
-        """Parameters."""
+        """Count the parameters."""
         return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     def num_active_params(self) -> int:
-        """Parameters that one token uses."""
+        """Count the parameters that one token uses."""
         return self.num_params()
 
     def products_per_token(self, seq_len: int) -> float:
-        """Multiply-adds of matrix products in one token's forward, in a row of ``seq_len``."""
+        """Count the multiply-adds of matrix products in one token's forward."""
         return sum(math.prod(weight.shape) for weight in self._matrices())
 
     # Memory.
     def numbers(self, share: Workload) -> float:
-        """Of its matrices on one rank: whole over FSDP ranks, cut over tensor and expert ranks."""
+        """Count the numbers of its matrices on one rank, unsharded over FSDP ranks."""
         ranks = {"colwise": share.tp, "rowwise": share.tp, "expert": share.ep}
         return sum(math.prod(w.shape) / ranks.get(w.rule.style, 1) for w in self._matrices())
 
     def activations(self, share: Workload) -> float:
-        """What it keeps for its backward, beside its input, if nothing is recomputed.
+        """Return the bytes kept for the backward, beside the input, if nothing is recomputed.
 
-        Here what every matrix product results in; a part that keeps something else says so.
+        By default these are the results of all matrix products; a part that keeps something else
+        overrides this.
         """
         numbers = sum(weight.shape[0] for weight in self._matrices())
         return share.tokens * share.width * numbers / share.tp
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
-        """What each name of ``activation.save`` keeps of that."""
+        """Return how many of these bytes each name of ``activation.save`` keeps."""
         return {}
 
     def working_set(self, share: Workload) -> float:
-        """Gradients of what is wider than the residual stream, while its backward runs."""
+        """Return the bytes of gradients wider than the residual stream while the backward runs."""
         return 0.0
 
     def cached_numbers(self) -> int:
-        """What generation keeps of every token that was read."""
+        """Count the numbers that generation caches for every token that was read."""
         return 0
 
     def _matrices(self) -> Iterator[Weight]:
@@ -134,31 +135,31 @@ class Part(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPart(Part):
-    """A sub-layer that mixes tokens: ``module(x_BSD, context) -> y_BSD``."""
+    """Describes a sub-layer that mixes tokens: ``module(x_BSD, context) -> y_BSD``."""
 
     name = "attn"
 
     window: int | None = None
-    """How many tokens back (itself included) a token sees; None: all."""
+    """How many tokens a token sees, itself included; None: all before it."""
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head turn with the position; 0: none."""
+        """How many numbers of a head rotate with the position; 0: none."""
         return 0
 
 
 # Far above what anybody builds, and low enough that counting and building on meta stay quick: a
 # damaged config.json is to be refused, not to be computed with.
-MAX_LAYERS, MAX_EXPERTS, MAX_SIZE, MAX_PARAMS = 10_000, 2**16, 2**31 - 1, 10**15
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE, _MAX_PARAMS = 10_000, 2**16, 2**31 - 1, 10**15
 
-Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
-Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Size = Annotated[int, Field(gt=0, le=_MAX_SIZE)]
+_Count = Annotated[int, Field(ge=0, le=_MAX_SIZE)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RopeScaling(BaseModel):
-    """Rotary embedding variants, with Hugging Face's names and meanings.
+    """A variant of rotary embeddings, with Hugging Face's names and meanings.
 
     ``linear``: positions divided by ``factor`` (arXiv 2306.15595). ``yarn``: arXiv 2309.00071.
     ``llama3``: frequency-dependent scaling of Llama 3.1.
@@ -167,18 +168,18 @@ class RopeScaling(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kind: Literal["default", "linear", "yarn", "llama3"] = "default"
-    factor: Positive = 1.0
-    original_max_positions: Size | None = None
+    factor: _Positive = 1.0
+    original_max_positions: _Size | None = None
     # yarn
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None
-    mscale: NonNegative | None = None
-    mscale_all_dim: NonNegative | None = None
+    beta_fast: _Positive = 32.0
+    beta_slow: _Positive = 1.0
+    attention_factor: _Positive | None = None
+    mscale: _NonNegative | None = None
+    mscale_all_dim: _NonNegative | None = None
     truncate: bool = True
     # llama3
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
+    low_freq_factor: _Positive = 1.0
+    high_freq_factor: _Positive = 4.0
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScaling:
@@ -201,38 +202,38 @@ class Architecture(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kinds: ClassVar[tuple[type[AttentionPart], type[Part], *tuple[type[Part], ...]]]
-    """Of which parts the family's layers are made: of the first two, unless :meth:`attention` and
-    :meth:`feed_forward` say otherwise of some layers."""
+    """The kinds of parts in the family's layers: the first two, unless :meth:`attention` and
+    :meth:`feed_forward` choose otherwise for some layers."""
 
     family: str
-    """Hugging Face ``model_type``; :mod:`moetrain.models.families` knows them."""
-    vocab_size: Size
-    hidden_size: Size
-    num_layers: int = Field(gt=0, le=MAX_LAYERS)
-    num_heads: Size
-    num_kv_heads: Size
-    head_dim: Size
-    intermediate_size: Size
-    max_positions: Size = 4096
-    norm_eps: NonNegative = 1e-6
+    """Hugging Face ``model_type``, a key of :data:`moetrain.models.families.FAMILIES`."""
+    vocab_size: _Size
+    hidden_size: _Size
+    num_layers: int = Field(gt=0, le=_MAX_LAYERS)
+    num_heads: _Size
+    num_kv_heads: _Size
+    head_dim: _Size
+    intermediate_size: _Size
+    max_positions: _Size = 4096
+    norm_eps: _NonNegative = 1e-6
     tie_embeddings: bool = False
-    rope_theta: Positive = 10000.0
+    rope_theta: _Positive = 10000.0
     rope: RopeScaling = RopeScaling()
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_windows: tuple[Size | None, ...] = ()
-    """Attention window of each layer in tokens, None: full; empty: full everywhere."""
-    num_experts: int = Field(default=0, ge=0, le=MAX_EXPERTS)
-    """0: dense."""
-    num_experts_per_token: Count = 0
-    moe_intermediate_size: Count = 0
+    sliding_windows: tuple[_Size | None, ...] = ()
+    """Attention window of each layer in tokens (None: full); empty: full attention everywhere."""
+    num_experts: int = Field(default=0, ge=0, le=_MAX_EXPERTS)
+    """Experts in each MoE layer; 0: the model is dense."""
+    num_experts_per_token: _Count = 0
+    moe_intermediate_size: _Count = 0
     moe_layers: tuple[bool, ...] = ()
-    """Which layers are MoE; empty: all if num_experts, else none."""
+    """Whether each layer is MoE; empty: all are if there are experts."""
     norm_topk_prob: bool = True
     """Whether the chosen experts' weights are renormalised to sum to one."""
-    router_aux_loss_coef: NonNegative = 0.0
+    router_aux_loss_coef: _NonNegative = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> Architecture:
@@ -242,52 +243,51 @@ class Architecture(BaseModel):
                 raise ValueError(
                     f"{name} names {len(value)} layers, num_layers is {self.num_layers}"
                 )
-        if self.num_params() > MAX_PARAMS:  # which also asks each part whether it can be
+        if self.num_params() > _MAX_PARAMS:  # which also asks each part whether it can be
             raise ValueError(f"these sizes make a model of {self.num_params():.1e} parameters")
         return self
 
     def attention(self, layer: int) -> AttentionPart:
-        """The first part of block ``layer``, counted from 0."""
+        """Return the first part of block ``layer``, counted from 0."""
         window = self.sliding_windows[layer] if self.sliding_windows else None
         return self.kinds[0].of(self, window=window)
 
     def feed_forward(self, layer: int) -> Part:
-        """The second part of block ``layer``."""
+        """Return the second part of block ``layer``."""
         return self.kinds[1].of(self)
 
     def layers(self) -> list[tuple[AttentionPart, Part]]:
-        """Both parts of every block."""
+        """Return both parts of every block."""
         return [(self.attention(i), self.feed_forward(i)) for i in range(self.num_layers)]
 
     def parts(self) -> list[Part]:
-        """Each distinct part, in the order of layers."""
+        """Return each distinct part, in the order of layers."""
         return list(dict.fromkeys(self._every_part()))
 
     def window(self, layer: int) -> int | None:
-        """Sliding attention window of block ``layer`` in tokens, None: unlimited."""
+        """Return the sliding attention window of block ``layer`` in tokens; None: unlimited."""
         return self.attention(layer).window
 
     @property
     def moe_layer_indices(self) -> list[int]:
-        """Numbers of the blocks that route tokens to experts, from 0."""
+        """Indices of the blocks that route tokens to experts."""
         return [i for i in range(self.num_layers) if self.feed_forward(i).style == "routed"]
 
     def num_params(self) -> int:
-        """Parameters of the built model (tied embeddings counted once)."""
+        """Count the parameters of the built model (tied embeddings once)."""
         return self._frame() + sum(part.num_params() for part in self._every_part())
 
     def num_active_params(self) -> int:
-        """Parameters one token uses: as :meth:`num_params` with only its chosen experts."""
+        """Count the parameters that one token uses, with only its chosen experts."""
         return self._frame() + sum(part.num_active_params() for part in self._every_part())
 
     def flops_per_token(self, seq_len: int, *, is_frozen: bool = False) -> float:
-        """Training FLOPs of one token in a causal row of ``seq_len`` tokens.
-
-        ``is_frozen``: without the gradients of weights; what adapters take instead is left out.
+        """Compute the training FLOPs of one token in a causal row of ``seq_len`` tokens.
 
         Forward plus backward (3 x forward), 2 FLOPs a multiply-add, matrix products only: no
         recomputation, norms, embedding lookups or biases. Causal attention counts the average
-        number of keys a query sees, ``seq_len / 2`` (less with a window).
+        number of keys a query sees, ``seq_len / 2`` (less with a window). ``is_frozen`` leaves out
+        the gradients of weights, and also the adapters that are trained instead.
         """
         products = sum(part.products_per_token(seq_len) for part in self._every_part())
         head = self.vocab_size * self.hidden_size
@@ -298,6 +298,6 @@ class Architecture(BaseModel):
         return chain.from_iterable(self.layers())
 
     def _frame(self) -> int:
-        """Parameters outside the parts: of the vocabulary and of norms."""
+        """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
         return self.hidden_size * (matrices * self.vocab_size + 2 * self.num_layers + 1)

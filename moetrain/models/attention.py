@@ -1,4 +1,4 @@
-"""Grouped-query attention; what happens to queries, keys and values is injected.
+"""Grouped-query attention; the function that mixes queries, keys and values is injected.
 
 Legend: B batch, S sequence, D model width, H query heads, G key/value heads, d head width.
 """
@@ -22,7 +22,7 @@ from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention(AttentionPart):
-    """Causal attention whose query heads share keys and values (arXiv 2305.13245)."""
+    """Describes causal attention whose query heads share keys and values (arXiv 2305.13245)."""
 
     divided: ClassVar[Mapping[str, str]] = {"num_heads": "tp", "num_kv_heads": "tp"}
 
@@ -48,7 +48,7 @@ class GroupedQueryAttention(AttentionPart):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of all queries together, and of all keys."""
+        """Width of all query heads together, and of all key heads."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     @property
@@ -77,9 +77,10 @@ class GroupedQueryAttention(AttentionPart):
         return super().products_per_token(seq_len) + scores_and_values
 
     def activations(self, share: Workload) -> float:
-        """Queries, keys, values, result and its log-sum-exp, of all tokens and this rank's heads.
+        """Return the bytes of queries, keys, values, the result and its log-sum-exp.
 
-        With q/k norms, what comes out of the products is kept beside what goes into attention.
+        They are of all tokens and this rank's heads. With q/k norms, the results of the products
+        are kept beside the inputs of attention.
         """
         w, numbers = share.width, sum(self.widths)
         values = 2 * w * numbers  # the result and the values; queries and keys, as taken
@@ -100,7 +101,7 @@ class GroupedQueryAttention(AttentionPart):
 
 
 class AttentionCore(Protocol):
-    """Mixes tokens: rotated queries and keys, and values, to one value a query head.
+    """Mixes tokens: takes rotated queries and keys, and values, and returns one value a query head.
 
     The seam of context parallelism, key/value caches, sinks and other scores. It is called inside
     the compiled block.
@@ -109,21 +110,21 @@ class AttentionCore(Protocol):
     def __call__(
         self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """[B, S, H, d]; under tensor parallelism of this rank's heads alone."""
+        """Return [B, S, H, d]; under tensor parallelism H counts this rank's heads alone."""
         ...
 
 
 def masked_attention(
     q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    """The :class:`AttentionCore` of whole rows: softmax over what the mask lets a token see."""
+    """Attend over whole rows: softmax over what the mask lets a token see."""
     return attention(q_BSHd, k_BSGd, v_BSGd, context.mask)
 
 
 class Attention(nn.Module):
     """The module of :class:`GroupedQueryAttention`, with rotary positions.
 
-    ``core`` is a plain attribute, to be replaced.
+    ``core`` is a plain attribute; generation replaces it by attention over pages.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(sizes.head_dim, sizes.norm_eps, kernels) if sizes.qk_norm else None
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> torch.Tensor:
-        """Mixes tokens: [B, S, D] in ``x_BSD``'s dtype."""
+        """Mix tokens; returns [B, S, D] in ``x_BSD``'s dtype."""
         q_BSHd, k_BSGd, v_BSGd = (
             x.unflatten(-1, (-1, self.head_dim))
             for x in linears(x_BSD, (self.wq, self.wk, self.wv))
@@ -155,7 +156,7 @@ class Attention(nn.Module):
         return self.wo(self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
 
     def _turn(self, x_BSHd: torch.Tensor, norm: RMSNorm | None, rotation: Rotation) -> torch.Tensor:
-        """Queries or keys, normalised where there is a norm, turned by their positions."""
+        """Normalise queries or keys where there is a norm, and rotate them by their positions."""
         cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in rotation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         x_THd, fusible = x_BSHd.flatten(0, 1), not self.batch_invariant

@@ -33,7 +33,7 @@ Place = tuple[int | slice, ...]
 
 
 class Piece(NamedTuple):
-    """One file tensor and where it lies: ``parameter[place]`` is that tensor."""
+    """A file tensor and where it lies: ``parameter[place]`` is that tensor."""
 
     hf_name: str
     parameter: str
@@ -41,27 +41,27 @@ class Piece(NamedTuple):
 
 
 class Operation(Protocol):
-    """One invertible line of a table."""
+    """One invertible line of a weight map."""
 
     def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
-        """The file tensors of ``parameter``; empty if this operation is not about it."""
+        """Return the file tensors of ``parameter``; none if the operation does not cover it."""
         ...
 
     @property
     def modules(self) -> Sequence[str]:
-        """The file's modules whose tensors it takes, with ``{layer}`` and ``{expert}``."""
+        """The file's modules whose tensors it covers, with ``{layer}`` and ``{expert}``."""
         ...
 
 
 @dataclass(frozen=True)
 class Rename:
-    """A module under another name. Its ``weight`` and ``bias`` keep their leaf name and shape."""
+    """Maps a module to another name. Its ``weight`` and ``bias`` keep leaf name and shape."""
 
     ours: str
     theirs: str
 
     def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
-        """One tensor, the whole parameter."""
+        """Return one tensor, which is the whole parameter."""
         module, _, leaf = parameter.rpartition(".")
         fields = _match(self.ours, module)
         if fields is None:
@@ -70,13 +70,13 @@ class Rename:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The one module."""
+        """The module itself."""
         return (self.theirs,)
 
 
 @dataclass(frozen=True)
 class StackExperts:
-    """``[E, ...]``: the experts' matrices stacked, each the concatenation of ``theirs`` by rows.
+    """Stacks experts' matrices to ``[E, ...]``, each the concatenation of ``theirs`` by rows.
 
     For E = 2 and theirs = (gate, up), both [F, D], the parameter ``[2, 2F, D]`` is
     ``[[gate_0; up_0], [gate_1; up_1]]``: ``up_1`` lies at ``[1, F:2F]``.
@@ -86,7 +86,7 @@ class StackExperts:
     theirs: tuple[str, ...]
 
     def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
-        """``E * len(theirs)`` tensors, in the order of memory."""
+        """Return ``E * len(theirs)`` tensors in memory order."""
         fields = _match(self.ours, parameter)
         if fields is None:
             return []
@@ -103,18 +103,15 @@ class StackExperts:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Each expert's matrices."""
+        """The modules of an expert's matrices."""
         return tuple(theirs.rpartition(".")[0] for theirs in self.theirs)
 
 
 def all_pieces(table: Sequence[Operation], shapes: Mapping[str, Sequence[int]]) -> list[Piece]:
-    """Every file tensor of a model, in the order of its parameters.
-
-    Args:
-        shapes: the model's parameters, by name.
+    """List every file tensor of a model whose parameters have ``shapes``, in their order.
 
     Raises:
-        ValueError: a parameter that no operation covers, or more than one does.
+        ValueError: no operation covers a parameter, or more than one does.
     """
     pieces: list[Piece] = []
     for parameter, shape in shapes.items():
@@ -126,10 +123,10 @@ def all_pieces(table: Sequence[Operation], shapes: Mapping[str, Sequence[int]]) 
 
 
 def find_scope(table: Sequence[Operation], hf_name: str) -> str | None:
-    """Where a file tensor lies in what a table describes; None: outside all of it.
+    """Find the layer or module of ``table`` that a file tensor lies in; None: it lies outside.
 
-    That is the layer, as the file writes its number, whatever the tensor is called within it: a
-    table describes layers whole. Of a module outside the layers it is the module's name.
+    A layer is named by its number as the file writes it, and any tensor in it counts, whatever it
+    is called: a table describes whole layers. Outside the layers it is the module's name.
     """
     for module in dict.fromkeys(module for operation in table for module in operation.modules):
         layers, is_layer, _ = module.partition("{layer}.")
@@ -139,16 +136,16 @@ def find_scope(table: Sequence[Operation], hf_name: str) -> str | None:
 
 
 def _match(template: str, name: str) -> dict[str, str] | None:
-    """The fields of ``template`` ("layers.{layer}.mlp") as found in ``name``, None: no match."""
+    """Return the fields of ``template`` ("layers.{layer}.mlp") in ``name``; None: no match."""
     pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)")
     found = re.fullmatch(pattern, name)
     return None if found is None else found.groupdict()
 
 
 def moe_block(block: str, gate: str, up: str, down: str) -> tuple[Operation, ...]:
-    """The router and experts of layers whose file tensors lie under ``block``.
+    """Map the router and experts of layers whose file tensors lie under ``block``.
 
-    ``gate``, ``up`` and ``down`` are the file's names of an expert's three matrices.
+    ``gate``, ``up`` and ``down`` are the file's names for an expert's three matrices.
     """
     prefix = f"model.layers.{{layer}}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
@@ -189,7 +186,7 @@ class DenseDecoder(Architecture):
     kinds = (GroupedQueryAttention, SwiGLU)
 
 
-COMMON_FIELDS = {
+_COMMON_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -202,14 +199,14 @@ COMMON_FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
 }
-"""Architecture fields and the keys that hold them in every family's files."""
+"""Architecture fields, and the keys that hold them in the files of every family."""
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
-"""For ``HFFamily.fields``: one key for both biases."""
+"""Entries of ``HFFamily.fields``: one key holds both biases."""
 EXPERTS = {
     "num_experts_per_token": "num_experts_per_tok",
     "router_aux_loss_coef": "router_aux_loss_coef",
 }
-"""For ``HFFamily.fields``: what all families with experts call the same."""
+"""Entries of ``HFFamily.fields``: keys that all families with experts share."""
 COMMON_DEFAULTS: HFConfig = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -221,53 +218,56 @@ COMMON_DEFAULTS: HFConfig = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-"""For ``HFFamily.defaults``, to be completed and overridden."""
-COMMON_DERIVED: Mapping[str, Callable[[HFConfig], Any]] = {
+"""Entries of ``HFFamily.defaults``, which a family completes and overrides."""
+_COMMON_DERIVED: Mapping[str, Callable[[HFConfig], Any]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
 }
-"""For ``HFFamily.derived``."""
+"""The usual ``HFFamily.derived``."""
 
 
 @dataclass(frozen=True)
 class HFFamily:
-    """How Hugging Face writes a family's models down."""
+    """Describes the files in which Hugging Face stores a family's models."""
 
     hf_class: str
-    """``transformers`` class of the model, for ``architectures``."""
+    """Name of the ``transformers`` class, for the key ``architectures``."""
     defaults: HFConfig
-    """Keys that a file may omit, with the values they then have: those of the config class."""
+    """Keys that a file may omit, with the values of the ``transformers`` config class."""
     weight_map: Sequence[Operation]
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Architecture fields beyond :data:`COMMON_FIELDS` and the keys that hold them."""
+    """Architecture fields beyond :data:`_COMMON_FIELDS`, and the keys that hold them."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Architecture fields that are the same in the whole family."""
+    """Architecture fields that have one value in the whole family."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys that files use."""
-    derived: Mapping[str, Callable[[HFConfig], Any]] = field(default_factory=lambda: COMMON_DERIVED)
-    """Sizes (keys of ``defaults``) that may be null, and what they then are."""
+    """Other names that files use for keys."""
+    derived: Mapping[str, Callable[[HFConfig], Any]] = field(
+        default_factory=lambda: _COMMON_DERIVED
+    )
+    """Keys of ``defaults`` that may be null, and functions that compute their values then."""
     nullable: Mapping[str, type] = field(default_factory=dict)
-    """Other keys of ``defaults`` that may be null, and what they hold otherwise."""
+    """Other keys of ``defaults`` that may be null, and the types of their values otherwise."""
     lora_layout: Literal["per_expert", "fused"] = "per_expert"
-    """How its servers want experts' adapters: :mod:`moetrain.models.hf.peft`."""
+    """The layout in which servers load experts' adapters; see :mod:`moetrain.models.hf.peft`."""
     activation: str = "silu"
-    """What ``hidden_act`` has to be."""
+    """The one value of ``hidden_act`` that is supported."""
     read_layers: Callable[[HFConfig], dict[str, Any]] = lambda config: {}
-    """Fields that several keys decide, or that differ between layers; ``defaults`` filled in."""
+    """Computes fields that several keys decide, or that differ between layers; it gets the config
+    with ``defaults`` filled in."""
     write_layers: Callable[[Architecture], dict[str, Any]] = lambda arch: {}
-    """The inverse of ``read_layers``."""
+    """Inverts ``read_layers``."""
 
     @property
     def all_fields(self) -> dict[str, str]:
-        """Every architecture field that a key holds, and that key."""
-        return {**COMMON_FIELDS, **self.fields}
+        """Every architecture field that a key holds, with that key."""
+        return {**_COMMON_FIELDS, **self.fields}
 
 
 def decoder_plan(arch: Architecture) -> ShardingPlan:
-    """What the parts say of themselves, and what holds of every decoder beside them.
+    """Collect the rules and styles of all parts, and add those that every decoder has.
 
     Raises:
-        ValueError: parts of one name disagree about a parameter or their style.
+        ValueError: parts of one name disagree about a parameter's rule or about their style.
     """
     rules: dict[str, Rule] = {"embed.weight": EMBEDDING, "norm.weight": NORM}
     rules |= {"layers.*.attn_norm.weight": NORM, "layers.*.mlp_norm.weight": NORM}
@@ -287,19 +287,19 @@ def decoder_plan(arch: Architecture) -> ShardingPlan:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's file says about its models."""
+    """A model family, as its file describes it."""
 
     name: str
     """Hugging Face ``model_type``, and the ``Architecture.family`` of its models."""
     architecture: type[Architecture]
-    """Says of which parts the layers are made."""
+    """Names the parts that layers are made of."""
     hf: HFFamily
     presets: Mapping[str, Architecture] = field(default_factory=dict)
-    """Named architectures."""
+    """The named architectures, for ``model.preset``."""
     plan: Callable[[Architecture], ShardingPlan] = decoder_plan
-    """Rules of its parameters and styles of its parts."""
+    """Makes the rules of the parameters and the styles of the parts."""
 
 
 def config_error(problem: str) -> ConfigError:
-    """What reading a checkpoint's ``config.json`` raises, in a family's own functions too."""
+    """Make the error that reading ``config.json`` raises, in a family's functions too."""
     return ConfigError("model.path", f"config.json: {problem}")

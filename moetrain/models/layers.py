@@ -46,7 +46,10 @@ class Rotation(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles of heads of which ``dim`` numbers turn."""
+    """Computes rotary angles (arXiv 2104.09864, with the scalings of :class:`RopeScaling`).
+
+    ``dim`` is how many numbers of a head rotate.
+    """
 
     def __init__(self, arch: Architecture, dim: int) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class RotaryEmbedding(nn.Module):
         self._copies: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, positions_BS: torch.Tensor) -> Rotation:
-        """Angles of integer ``positions_BS``; computed once per forward, used by every layer."""
+        """Compute the angles of integer ``positions_BS``, once per forward for all layers."""
         device = positions_BS.device
         if device not in self._copies:
             # non_blocking: a copy from pageable memory would otherwise wait for the device.
@@ -66,7 +69,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
-    """Radians a token of each of the d/2 pairs (fp32, CPU), and the factor on cos and sin."""
+    """Return each of the d/2 pairs' radians per token (fp32, CPU), and a factor on cos and sin."""
     rope = arch.rope
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     inv_freq = 1.0 / arch.rope_theta**exponents
@@ -80,7 +83,7 @@ def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float
 
 
 def _llama3_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Divides what turns slowly by ``factor``, keeps what turns fast, blends in between."""
+    """Divide slow frequencies by ``factor``, keep fast ones, and blend in between."""
     rope = arch.rope
     turns = (rope.original_max_positions or arch.max_positions) * inv_freq / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -89,7 +92,7 @@ def _llama3_frequencies(arch: Architecture, inv_freq: torch.Tensor) -> torch.Ten
 
 
 def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> torch.Tensor:
-    """A linear ramp over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
+    """Blend linearly over the pairs, from kept to divided by ``factor`` (arXiv 2309.00071)."""
     rope = arch.rope
     context = rope.original_max_positions or arch.max_positions
 
@@ -117,18 +120,20 @@ def _yarn_scale(arch: Architecture) -> float:
 
 
 class Vocabulary(Protocol):
-    """Functions of the vocabulary matrix ``w_VD`` (the embedding's, or the head's).
+    """Uses the vocabulary matrix ``w_VD`` (the embedding's, or the head's).
 
-    Hidden states go in as they come out of ``Transformer.backbone``. Arguments and results are
-    those of :mod:`moetrain.kernels.loss.linear_cross_entropy`.
+    It is the seam through which a model keeps its single-device code when its matrix is spread over
+    devices; :class:`WholeVocabulary` is for a device that has all of it. Hidden states go in as
+    ``Transformer.backbone`` returns them. Arguments and results are those of
+    :mod:`moetrain.kernels.loss.linear_cross_entropy`.
     """
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        """Rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
+        """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
         ...
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        """``h @ w^T`` over the whole vocabulary: [B, S, V]."""
+        """Compute ``h @ w^T`` over the whole vocabulary: [B, S, V]."""
         ...
 
     def token_losses(
@@ -139,7 +144,7 @@ class Vocabulary(Protocol):
         *,
         temperature: float = 1.0,
     ) -> TokenLosses:
-        """Each token's loss (the negative log-probability of its target), lse and entropy."""
+        """Compute each token's loss (its target's negative log-probability), lse and entropy."""
         ...
 
     def loss_sum(
@@ -149,13 +154,13 @@ class Vocabulary(Protocol):
         targets_T: torch.Tensor,
         weights_T: torch.Tensor,
     ) -> SummedLoss:
-        """The weighted sum of losses; over several devices, this one's share of it."""
+        """Sum the weighted losses; over several devices, return this one's share of the sum."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeVocabulary:
-    """The :class:`Vocabulary` of a device that has all of it."""
+    """The :class:`Vocabulary` of a device that has the whole matrix."""
 
     backend: Backend = "auto"
 
@@ -193,7 +198,7 @@ _KERNELS = KernelsSection()
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * weight`` over the last dim (arXiv 1910.07467), normalised in fp32.
+    """Computes ``x / rms(x) * weight`` over the last dim (arXiv 1910.07467), in fp32.
 
     The result is rounded to ``x``'s dtype before the weight is applied, as Hugging Face does.
 
@@ -211,21 +216,23 @@ class RMSNorm(nn.Module):
         return self.beside(x)[1]
 
     def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` to go on with, and its norm: what else ``x`` is used for adds to its gradient
-        where the norm's is made."""
+        """Return ``x`` for the residual stream, and its norm.
+
+        Using this ``x`` adds the stream's gradient where the norm's is computed.
+        """
         if self.batch_invariant:
             return x, rms_norm(x, self.weight, self.eps, self.backend)
         return fusible_rms_norm(x, self.weight, self.eps, self.backend)
 
     def of_sum(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x + y``, and its norm."""
+        """Return ``x + y`` and its norm."""
         if self.batch_invariant:
             return add_rms_norm(x, y, self.weight, self.eps, self.backend)
         return self.beside(x + y)
 
 
 class Linear(Adaptable):
-    """``x @ weight^T + bias``; ``weight`` is [out, in]."""
+    """Computes ``x @ weight^T + bias``; ``weight`` is [out, in]."""
 
     can_drop = True
 
@@ -248,7 +255,7 @@ class Linear(Adaptable):
 
 
 def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
-    """What each of ``modules``, which are of one kind, makes of ``x`` [..., in]: [..., out]."""
+    """Apply each of ``modules``, which have equal settings, to ``x`` [..., in]: [..., out] each."""
     x_TD, leading = x.flatten(0, -2), x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
@@ -273,7 +280,7 @@ def _products(
 def _adapted(
     x_TD: torch.Tensor, made: "Sequence[torch.Tensor]", modules: "Sequence[Linear]"
 ) -> "Sequence[torch.Tensor]":
-    """``made`` with what the modules' adapters add."""
+    """Add the products of the modules' adapters to ``made``."""
     found = {i: m.adapter("weight", x_TD.dtype) for i, m in enumerate(modules)}
     adapters = {i: adapter for i, adapter in found.items() if adapter is not None}
     if not adapters:
@@ -292,7 +299,7 @@ def _adapted(
 
 
 class Embedding(nn.Module):
-    """Rows of ``weight`` [V, D], in the parameter's dtype, looked up by a ``Vocabulary``."""
+    """Looks up rows of ``weight`` [V, D] through a ``Vocabulary``, in the parameter's dtype."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -303,22 +310,23 @@ class Embedding(nn.Module):
 
 
 class Context(NamedTuple):
-    """What a block sees beside the residual stream; the same for all that look as far back."""
+    """What a block gets beside the residual stream; blocks with the same window share it."""
 
     rotation: Rotation
     mask: AttentionMask
     cu_seqlens: torch.Tensor | None = None
-    """int32 [documents + 1]: their ends over the B * S tokens, from 0; None: not known, or rows."""
+    """int32 [documents + 1]: 0, then the documents' ends over the B * S tokens; None: every row is
+    one document, or the ends are not known."""
     is_pad_BS: torch.Tensor | None = None
-    """bool, tokens that only fill up a row; None: there are none."""
+    """bool: tokens that only fill up a row; None: there are none."""
     routes_BSK: torch.Tensor | None = None
-    """int32, the experts of this layer that are to be taken again, -1: as the router chooses; None:
-    all are chosen."""
+    """int32: the experts of this layer to use again (-1: the router chooses); None: the router
+    chooses for all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwiGLU(Part):
-    """A gated feed-forward layer (arXiv 2002.05202)."""
+    """Describes a gated feed-forward layer (arXiv 2002.05202)."""
 
     divided: ClassVar[Mapping[str, str]] = {"intermediate_size": "tp"}
 
@@ -349,7 +357,7 @@ class SwiGLU(Part):
         return 3 * self._wide(share)
 
     def _wide(self, share: Workload) -> float:
-        """One tensor of the layer's own width."""
+        """Return the bytes of one tensor of the layer's own width."""
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 
@@ -366,7 +374,7 @@ class DenseMLP(nn.Module):
         self.w_down = Linear(width, dim, kernels, bias=bias)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, None]:
-        """[B, S, D]; None stands for "no routing"."""
+        """Return [B, S, D], and None for "no routing"."""
         gate, up = linears(x_BSD, (self.w_gate, self.w_up))
         if self.batch_invariant:
             both = torch.cat((gate, up), dim=-1)

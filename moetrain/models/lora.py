@@ -1,15 +1,15 @@
-"""Adapters: two small matrices beside a weight, which alone are trained (LoRA, arXiv 2106.09685).
+"""LoRA adapters (arXiv 2106.09685): two small matrices beside a weight, which alone are trained.
 
     y = x @ W^T + scale * (x @ A^T) @ B^T        A [rank, in], B [out, rank]
 
-An adapter is two more parameters of the module that has the weight, called as the weight is and
-``_lora_a``, ``_lora_b``. The rest follows from that: their rules from the weight's
-(:mod:`moetrain.models.rules`), and sharding, optimizer state, checkpoints and weight updates from
-their being parameters. Stacked experts have stacked adapters, A [E, rank, in]; an expert's gate and
-up, which are one weight, thereby share A.
+An adapter is two more parameters of the module that has the weight, named like the weight with
+``_lora_a`` and ``_lora_b`` appended. Their rules follow from the weight's
+(:mod:`moetrain.models.rules`); sharding, optimizer state, checkpoints and weight updates follow
+from their being parameters. Stacked experts have stacked adapters, A [E, rank, in]; an expert's
+gate and up matrices, which are one weight, thereby share A.
 
-Which modules can have adapters, they say themselves (:class:`Adaptable`), since they must use them:
-one beside a weight that is read in another way would change nothing, and nobody would notice.
+A module declares itself that it can have adapters (:class:`Adaptable`), since it must apply them:
+an adapter beside a weight that is used otherwise would change nothing, and nobody would notice.
 
 Left out on purpose: adapters of the embedding, the head and norms.
 """
@@ -30,7 +30,7 @@ from moetrain.models.rules import ADAPTER
 
 
 class Adapter(NamedTuple):
-    """What is beside one weight [..., out, in]."""
+    """The adapter of one weight [..., out, in]."""
 
     a: torch.Tensor
     """[..., rank, in]."""
@@ -40,22 +40,22 @@ class Adapter(NamedTuple):
     dropout: float = 0.0
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """``W + scale * B @ A``, in ``weight``'s dtype."""
+        """Return ``W + scale * B @ A`` in ``weight``'s dtype."""
         return weight + (self.scale * (self.b @ self.a)).to(weight.dtype)
 
 
 class Adaptable(nn.Module):
-    """A module that uses the adapters of its ``weights`` wherever there are some."""
+    """A module that applies the adapters of its ``weights`` where it has some."""
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)
     can_drop: ClassVar[bool] = False
-    """Whether it drops some of what its adapters get, while gradients are made."""
+    """Whether it supports dropout of its adapters' inputs in training."""
     lora_scale: float | None = None
-    """None: there are no adapters."""
+    """Scale of the adapters; None: there are none."""
     lora_dropout: float = 0.0
 
     def adapter(self, weight: str, dtype: torch.dtype) -> Adapter | None:
-        """That of ``weight``, as it is used."""
+        """Return the adapter of ``weight`` in ``dtype``; None: there is none."""
         if self.lora_scale is None:
             return None
         a, b = (getattr(self, weight + half).to(dtype) for half in ADAPTER)
@@ -63,10 +63,10 @@ class Adaptable(nn.Module):
 
 
 def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
-    """Give those modules of a model's ``layers`` that ``lora.targets`` names adapters (no values).
+    """Add adapters without values to the modules of ``layers`` that ``lora.targets`` names.
 
     Raises:
-        ConfigError: a pattern that matches no module, or what a module of those cannot have.
+        ConfigError: a pattern matches no module, or a module does not support the dropout or rank.
     """
     modules = dict(adaptable(layers))
     for name in _targets(modules, lora):
@@ -89,8 +89,11 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
 
 @contextmanager
 def own_draws(key: str, device: torch.device) -> Iterator[None]:
-    """Meanwhile random numbers are others for every ``key`` and call. They follow from torch's
-    state, of which a call draws one: what goes on from a state that was noted has the same ones."""
+    """Draw other random numbers inside, for every ``key`` and every call.
+
+    They follow from torch's random state, of which each call draws one number, so that a run that
+    resumes from a saved state draws the same ones.
+    """
     call = int(torch.randint(2**31, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(f"{key}.{call}".encode()))
@@ -98,7 +101,7 @@ def own_draws(key: str, device: torch.device) -> Iterator[None]:
 
 
 class Merged(NamedTuple):
-    """An adapter that is in its weight for now."""
+    """An adapter that is merged into its weight for now."""
 
     module: Adaptable
     weight: str
@@ -108,9 +111,9 @@ class Merged(NamedTuple):
 
 @torch.no_grad()
 def merge(layers: nn.ModuleList) -> list[Merged]:
-    """Let weights be what they and their adapters make together, and have no adapters.
+    """Merge all adapters into their weights, and remove them from their modules.
 
-    For a model that has its parameters whole; what it gives for :func:`unmerge` holds the adapters.
+    The model must have its parameters whole. The result holds the adapters for :func:`unmerge`.
     """
     merged: list[Merged] = []
     for _, module in adaptable(layers):
@@ -129,7 +132,7 @@ def merge(layers: nn.ModuleList) -> list[Merged]:
 
 @torch.no_grad()
 def unmerge(merged: Sequence[Merged]) -> None:
-    """Inverse of :func:`merge`, up to the rounding of weights in their dtype."""
+    """Invert :func:`merge`, up to the rounding of weights in their dtype."""
     for module, leaf, (a, b), scale in merged:
         weight = module.get_parameter(leaf)
         weight.copy_(Adapter(a.float(), b.float(), -scale).merged(weight.float()))
@@ -139,14 +142,14 @@ def unmerge(merged: Sequence[Merged]) -> None:
 
 
 def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:
-    """Every module that may have adapters, by name."""
+    """Iterate over the modules that can have adapters, with their names."""
     for name, module in layers.named_modules(prefix="layers"):
         if isinstance(module, Adaptable):
             yield name, module
 
 
 def _targets(modules: Mapping[str, Adaptable], lora: LoraSection) -> list[str]:
-    """The names of those that ``lora`` is for."""
+    """Return the names of the modules that ``lora.targets`` selects."""
     patterns = lora.targets
     if patterns == ("auto",):
         is_routed = any(fnmatchcase(name, "*.moe.experts") for name in modules)

@@ -14,16 +14,16 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.family import Family
 
 FAMILIES: dict[str, Family] = {}
-"""By ``model_type``."""
+"""Every known family by its ``model_type``."""
 PRESETS: dict[str, Architecture] = {}
-"""Every family's named architectures."""
+"""The named architectures of all families."""
 
 
 def register(family: Family) -> None:
-    """From here on models of ``family`` are built, trained, read and written.
+    """Make models of ``family`` known, so that they can be built, trained, read and written.
 
     Raises:
-        ValueError: there is another of its name, or a preset is.
+        ValueError: a family or a preset of the same name is known already.
     """
     taken = {family.name} & FAMILIES.keys() | family.presets.keys() & PRESETS.keys()
     if taken:
@@ -33,16 +33,16 @@ def register(family: Family) -> None:
 
 
 def find_family(arch: Architecture) -> Family:
-    """The family of ``arch``."""
+    """Return the family of ``arch``."""
     return FAMILIES[arch.family]
 
 
 def make_architecture(*, family: str, **fields: Any) -> Architecture:
-    """The architecture of these fields, in its family's own class.
+    """Make an architecture from ``fields``, in its family's own class.
 
     Raises:
-        ConfigError: no such family.
-        ValidationError: fields that it does not have, or that do not fit each other.
+        ConfigError: there is no such family.
+        ValidationError: the class lacks a field, or fields contradict each other.
     """
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -53,4 +53,4 @@ def make_architecture(*, family: str, **fields: Any) -> Architecture:
 for _module in pkgutil.iter_modules(__path__):
     register(import_module(f"{__name__}.{_module.name}").FAMILY)
 SHIPPED = frozenset(FAMILIES)
-"""The families of the package, which every process knows."""
+"""The package's own families, which every process knows."""
