@@ -24,7 +24,7 @@ from moetrain.models.transformer import Transformer, build_model
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What ``train.dtype`` means on ``device``."""
+    """Return the dtype that ``train.dtype`` means on ``device``."""
     if config.train.dtype != "auto":
         return getattr(torch, config.train.dtype)
     return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -33,14 +33,13 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def plan_model(
     config: Config, arch: Architecture, dtype: torch.dtype
 ) -> tuple[Transformer, dict[str, Rule]]:
-    """The model of ``arch`` on meta as ``config`` trains it, and the rules of its parameters.
+    """Build the model of ``arch`` on meta as ``config`` trains it, and its parameters' rules.
 
-    Args:
-        dtype: the compute dtype.
+    ``dtype`` is the compute dtype.
 
     Raises:
-        ConfigError: patterns of ``lora.targets`` or ``train.freeze`` that match nothing, and what
-            else cannot be trained so.
+        ConfigError: patterns of ``lora.targets`` or ``train.freeze`` match nothing, or the model
+            cannot be trained with these settings.
     """
     with torch.device("meta"):
         model = build_model(arch, kernels=config.kernels, moe=config.moe)
@@ -53,12 +52,12 @@ def plan_model(
     return model, narrowed(rules) if config.lora.base_dtype == "float8" else rules
 
 
-BLOCK_NUMBERS = 2**24
+_BLOCK_NUMBERS = 2**24
 
 
 @torch.no_grad()
 def init_weights(model: Transformer, std: float, seed: int) -> None:
-    """Random initial values in place; parameters must have storage (``to_empty``)."""
+    """Draw initial values in place; parameters must have storage (``to_empty``)."""
     parameters = dict(model.named_parameters())
     for name, rule in parameter_rules(find_family(model.arch).plan(model.arch), model).items():
         draw(parameters[name], name, rule, parameters[name].shape, 0, std, seed)
@@ -76,14 +75,14 @@ def draw(
     seed: int,
     columns: tuple[slice, ...] = (),
 ) -> None:
-    """Fill ``out`` with rows from ``first`` on of the parameter ``name`` of ``shape``.
+    """Fill ``out`` with the initial rows from ``first`` on of the parameter ``name`` of ``shape``.
 
-    ``columns``: which part of the dims behind the first ``out`` has; empty: all.
+    ``columns`` is the slice of the further dims that ``out`` has; empty: all of them.
     """
     if rule.init in ("ones", "zeros"):
         out.fill_(1.0 if rule.init == "ones" else 0.0)
         return
-    per_block = max(1, BLOCK_NUMBERS // max(1, math.prod(shape[1:])))
+    per_block = max(1, _BLOCK_NUMBERS // max(1, math.prod(shape[1:])))
     stop = first + out.shape[0] if out.numel() else first
     for start in range(first - first % per_block, stop, per_block):
         size = min(per_block, shape[0] - start)

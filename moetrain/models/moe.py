@@ -33,7 +33,7 @@ from moetrain.models.rules import EXPERT, ROUTER, PartStyle
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts(Part):
-    """SwiGLU experts, of which a router chooses some for each token."""
+    """Describes SwiGLU experts, of which a router chooses some for each token."""
 
     name: ClassVar[str] = "moe"
     style: ClassVar[PartStyle] = "routed"
@@ -77,7 +77,7 @@ class RoutedExperts(Part):
         return self.num_active_params()
 
     def activations(self, share: Workload) -> float:
-        """The tokens that rows are copies of, the rows' pre-activations, and the routing."""
+        """Return the bytes of the received tokens, the rows' pre-activations, and the routing."""
         return self.saved(share)["experts"] + self._received(share)
 
     def saved(self, share: Workload) -> Mapping[SavedName, float]:
@@ -93,11 +93,14 @@ class RoutedExperts(Part):
         return rows + 2 * self._received(share)
 
     def _routing(self) -> int:
-        """A token's logits, and its ids, weights and indices."""
+        """Return the bytes of a token's logits, ids, weights and indices."""
         return FP32 * (self.num_experts + 5 * self.num_experts_per_token)
 
     def _received(self, share: Workload) -> float:
-        """Tokens that reach this rank, each once, if every expert is as likely as the next."""
+        """Return the bytes of tokens that reach this rank, if all experts are equally likely.
+
+        A token counts once, however many of its experts are here.
+        """
         if share.ep == 1:
             return 0.0
         reached = 1 - (1 - 1 / share.ep) ** self.num_experts_per_token
@@ -105,14 +108,14 @@ class RoutedExperts(Part):
 
 
 class RouterStats(NamedTuple):
-    """Sums over one layer's tokens; the fields of :class:`moetrain.kernels.Routed`."""
+    """Sums over one layer's tokens, which :class:`~moetrain.kernels.experts.router.Routed` has."""
 
     counts_E: torch.Tensor
     prob_sum_E: torch.Tensor
     z_sum: torch.Tensor
     entropy_sum: torch.Tensor
     dropped: torch.Tensor | None = None
-    """int32: rows for which a dispatcher of fixed sizes had no room here; None: it has none."""
+    """int32: rows for which a dispatcher of fixed sizes had no room; None: sizes are not fixed."""
 
 
 class RoutingStats(NamedTuple):
@@ -127,13 +130,13 @@ class RoutingStats(NamedTuple):
     entropy_sum_L: torch.Tensor
     """fp32, no gradient: sum over tokens of the routing entropy in nats."""
     num_tokens: torch.Tensor
-    """int64 (0-d): tokens that each layer routed, which pads are not among."""
+    """int64 (0-d): tokens that each layer routed, without pads."""
     dropped: torch.Tensor | None = None
-    """int32: rows dropped in all layers; where there are any, nothing here can be trusted."""
+    """int32: rows dropped in all layers; if there are any, no statistic can be trusted."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[RouterStats], top_k: int) -> "RoutingStats | None":
-        """Those of one micro-batch, whose tokens chose ``top_k`` experts; None: no layers."""
+        """Stack the layers of one batch whose tokens have ``top_k`` experts; None: no layers."""
         if not layers:
             return None
         counts_LE = torch.stack([layer.counts_E for layer in layers])
@@ -149,37 +152,37 @@ class RoutingStats(NamedTuple):
 
     @classmethod
     def together(cls, several: "Sequence[RoutingStats]") -> "RoutingStats":
-        """The sums of several micro-batches, at least one; some may have dropped nothing."""
+        """Add up several micro-batches, at least one; some may have no ``dropped``."""
         parts = zip(cls._fields, zip(*several, strict=True), strict=True)
         given = {name: [x for x in part if x is not None] for name, part in parts}
         return cls(**{name: torch.stack(part).sum(0) for name, part in given.items() if part})
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RoutingStats":
-        """``function`` of every sum: a sum over ranks, say."""
+        """Apply ``function`` to every sum: a sum over ranks, say."""
         return RoutingStats(**{k: function(x) for k, x in self._asdict().items() if x is not None})
 
 
 class Dispatched(NamedTuple):
-    """Tokens for the experts of this device."""
+    """The tokens for the experts of this device."""
 
     x_SD: torch.Tensor
-    """Each token once, whoever of the experts here it is for, in the tokens' dtype."""
+    """Each token once, in its own dtype, whichever of the experts here it is for."""
     weights_SK: torch.Tensor
     """fp32 routing weights; unspecified where a slot has no expert here. They travel with the
     token, because the experts apply them before their down projection (combining is then a plain
     sum); their gradient flows back."""
     indices: ExpertIndices
-    """Which rows of which local experts the tokens' slots are."""
+    """Maps the tokens' slots to rows of the local experts."""
     ctx: tuple[torch.Tensor, ...]
-    """What ``combine`` needs; opaque to everyone else."""
+    """What ``combine`` needs; opaque to all others."""
     typical_rows: int
-    """Rows that would be used if all experts were chosen as often; a number that the host knows."""
+    """Rows under balanced routing; a number that the host knows."""
     dropped: torch.Tensor | None = None
-    """int32: rows that found no room; None: there is room for all."""
+    """int32: rows for which there was no room; None: there is room for all."""
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to their experts and back.
+    """Sends tokens to their experts and back.
 
     No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
     re-enter safely under recomputation, pipelining and overlap.
@@ -188,17 +191,17 @@ class Dispatcher(Protocol):
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
-        """Tokens of the experts here, from tokens, int32 global expert ids (-1: none), weights."""
+        """Send tokens to their experts, by int32 global ids (-1: none); return those sent here."""
         ...
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """``y_TD``: the sum of what was made of each token, in the order of ``dispatch``'s."""
+        """Return ``y_TD``, the sum of each token's results, in the order that ``dispatch`` took."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """Every expert is on this device: nothing is sent."""
+    """The dispatcher for a device that has all experts: nothing is sent."""
 
     num_experts: int
     backend: Backend = "auto"
@@ -214,7 +217,7 @@ class LocalDispatcher:
 
 
 class Router(Adaptable):
-    """Chooses K experts for each token, with fp32 logits whatever the activations' dtype.
+    """Chooses K experts for each token by fp32 logits, whatever the activations' dtype.
 
     ``bias`` (fp32 buffer [E], only with ``moe.bias_update_rate`` > 0) is added to the scores for
     the choice alone; :func:`update_router_bias` moves it between steps.
@@ -240,9 +243,9 @@ class Router(Adaptable):
         is_pad_T: torch.Tensor | None = None,
         ids_TK: torch.Tensor | None = None,
     ) -> Routed:
-        """The routing of ``x_TD`` (any float dtype); pads have no expert and count nowhere.
+        """Route ``x_TD`` (any float dtype); pads get no expert and count nowhere.
 
-        ``ids_TK`` are experts to be taken whatever the scores, -1: where there are none to take.
+        ``ids_TK`` are experts to use whatever the scores; -1: the router chooses.
         """
         adapter = self.adapter("weight", self.weight.dtype)
         weight_ED = self.weight if adapter is None else adapter.merged(self.weight)  # it is small
@@ -273,7 +276,7 @@ class Router(Adaptable):
         logits_TE: torch.Tensor,
         is_pad_T: torch.Tensor | None,
     ) -> Routed:
-        """``routed`` with this choice for its own; weights follow the scores as they are."""
+        """Replace the choice in ``routed`` by ``ids_TK``; the weights follow from the scores."""
         at_TK = ids_TK.clamp(min=0).long()
         weights_TK = logits_TE.softmax(-1).gather(1, at_TK)
         if self.normalize:
@@ -289,7 +292,7 @@ class Router(Adaptable):
 
 
 def _balanced_stride(num_experts: int, top_k: int) -> int:
-    """Distance between the experts of one token under forced balance.
+    """Return the distance between the experts of one token under forced balance.
 
     Coprime to E, so that every expert comes up equally often. A token's K experts then span two
     thirds of them: spread over expert-parallel ranks about as natural routing spreads them (K=8
@@ -302,7 +305,7 @@ def _balanced_stride(num_experts: int, top_k: int) -> int:
 
 
 class Experts(Adaptable):
-    """All experts' SwiGLU weights, stacked; gate's F rows lie before up's."""
+    """All experts' SwiGLU weights, stacked; the gate's F rows lie before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
 
@@ -322,7 +325,7 @@ class Experts(Adaptable):
         indices: ExpertIndices,
         typical_rows: int | None = None,
     ) -> torch.Tensor:
-        """``y_SD``: the sum over each token's experts here of what they give, times its weight."""
+        """Return ``y_SD``, the weighted sum of each token's experts here."""
         weights, backend = (self.w_gate_up.to(x_SD.dtype), self.w_down.to(x_SD.dtype)), self.backend
         if self.precision == "fp8":
             return expert_mlp_fp8(x_SD, weights_SK, indices, *weights, backend)
@@ -348,7 +351,7 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
-        """``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and what the router did."""
+        """Return ``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and the routing statistics."""
         x_TD = x_BSD.flatten(0, 1)
         is_pad_BS, routes_BSK = context.is_pad_BS, context.routes_BSK
         routed = self.router(
@@ -372,13 +375,13 @@ def load_balancing_loss(
     *,
     pooled: bool = False,
 ) -> torch.Tensor:
-    """The auxiliary loss ``E * sum_e f_e * P_e`` (arXiv 2101.03961, eq. 4-6) over L layers.
+    """Compute the auxiliary loss ``E * sum_e f_e * P_e`` of L layers (arXiv 2101.03961, eq. 4-6).
 
-    ``f_e`` and ``P_e`` are the share of the tokens that chose the expert and its mean probability.
-    Each layer has its own, and the loss is the layers' mean (Megatron adds them up: its coefficient
-    times L is ours). ``pooled``, as Hugging Face has it: both are those of all layers taken
-    together, which a layer may be as far from as it likes while others make up for it. A uniform
-    router gives K either way.
+    ``f_e`` is the share of the tokens that chose the expert, ``P_e`` its mean probability. Each
+    layer has its own, and the loss is the layers' mean (Megatron adds them up: its coefficient
+    times L is ours). With ``pooled``, as Hugging Face has it, both are those of all layers taken
+    together: one layer may be unbalanced as long as others make up for it. A uniform router gives
+    K either way.
 
     Args:
         counts_LE: choices of each expert over the *whole* batch.
@@ -393,7 +396,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-    """Mean of ``logsumexp(router logits)^2`` over tokens and layers (arXiv 2202.08906, eq. 5).
+    """Average ``logsumexp(router logits)^2`` over tokens and layers (arXiv 2202.08906, eq. 5).
 
     Like :func:`load_balancing_loss`, parts of a batch add up when ``num_tokens`` is the whole's.
     """
@@ -404,7 +407,7 @@ def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torc
 def update_router_bias(
     model: nn.Module, counts_LE: torch.Tensor, rate: torch.Tensor | float
 ) -> None:
-    """Raises the selection bias of underused experts and lowers the others', by ``rate``.
+    """Raise the selection bias of underused experts and lower the others', by ``rate``.
 
     Auxiliary-loss-free balancing (arXiv 2408.15664). ``counts_LE`` are the choices over the whole
     batch, in the order of ``model``'s MoE layers.

@@ -1,4 +1,4 @@
-"""A step without a device: which kernels it will launch (:mod:`moetrain.kernels.ahead`).
+"""Runs a step without a device, to find which kernels it launches (:mod:`moetrain.kernels.ahead`).
 
 Left out on purpose: what dispatch launches (indices among a rank's own experts too), and the few
 kernels that are compiled for a tensor parallel rank's part of the heads.
@@ -23,25 +23,27 @@ from moetrain.models.transformer import Inputs, Transformer
 
 
 class Place(NamedTuple):
-    """Where a step would be done."""
+    """Where a step will run."""
 
     device: torch.device
     dtype: torch.dtype
     """The compute dtype."""
     groups: frozenset[tuple[int, int]]
-    """How many ranks shard parameters, and which of them this one is, in every group that does."""
+    """For every group of ranks that shards parameters: its size, and this rank's index in it."""
     copies: bool
-    """Whether gradients travel among them by copy engines."""
+    """Whether gradients travel among the ranks of a group by copy engines."""
     takes_turns: bool
-    """Whether blocks' parameters are gathered in turns: then updates of those that no peer copies
-    write masters alone."""
+    """Whether blocks' parameters are gathered in turns. Then updates of parameters that no peer
+    copies write masters alone."""
     micro_batches: int
-    """Of a step."""
+    """How many micro-batches a step has."""
 
 
 def rehearse(config: Config, arch: Architecture, place: Place) -> None:
-    """One micro-batch, forward and backward, through one block of each kind and the loss, and an
-    update; within a FakeTensorMode."""
+    """Run a micro-batch, forward and backward, through one block of each kind and the loss; update.
+
+    Call it within a FakeTensorMode.
+    """
     if config.kernels.attention != "exact":  # a library's, or the compiler's
         kernels = config.kernels.model_copy(update={"attention": "reference"})
         config = config.model_copy(update={"kernels": kernels})
@@ -93,8 +95,7 @@ def _move_buffers(model: Transformer, device: torch.device) -> None:
 
 
 def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
-    """The cast, sums of ranks' gradients and AdamW, of a shard of some size that is gathered in
-    ``dtype``."""
+    """Run the cast, the sums of ranks' gradients and AdamW, for a shard gathered in ``dtype``."""
     optim, size = config.optim, 16 * BLOCK
     empty = partial(torch.empty, device=place.device)
     master_N, cast_N = empty(size), None
@@ -123,7 +124,7 @@ def _rehearse_sums(
     rank: int,
     place: Place,
 ) -> None:
-    """Of gradients that rank ``rank`` of ``ranks`` gets in ``dtype``."""
+    """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
     size, device, mode = len(gradient_N), place.device, config.parallel.reduce
     is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
     accumulates = place.micro_batches > 1 and not is_kept_back

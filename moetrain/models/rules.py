@@ -22,11 +22,11 @@ On top of that FSDP splits every parameter's first dim. Styles of parts, where r
     gather     computes on this rank's tokens; all ranks' results are gathered
     vocabulary goes through ``Transformer.vocabulary``
 
-Adapters (:mod:`moetrain.models.lora`) need no patterns: how they are cut follows from what they
-adapt. What is not trained after all, :func:`train_only` says of the whole table.
+Adapters (:mod:`moetrain.models.lora`) need no patterns: how they are cut follows from the weights
+that they adapt. :func:`train_only` then marks what a run freezes.
 
 Matching is strict both ways: a pattern that matches nothing and a name that no pattern covers are
-errors, since either is a plan that does not describe the model.
+errors, since such a plan does not describe the model.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
 
 @dataclass(frozen=True)
 class Rule:
-    """All that one parameter needs said."""
+    """How one parameter is cut, initialised, decayed, stored and gathered."""
 
     style: ParameterStyle
     init: Literal["normal", "ones", "zeros", "kaiming", "gaussian"] = "normal"
-    """normal: N(0, ``model.init_std``^2). kaiming, gaussian: as ``lora.init`` says of an adapter's
-    first matrix [..., rank, in]."""
+    """normal: N(0, ``model.init_std``^2). kaiming and gaussian are for an adapter's first matrix
+    [..., rank, in], by ``lora.init``."""
     decay: bool = True
     """Whether weight decay applies."""
     gather: torch.dtype | None = None
-    """What it is gathered and used in; None: the compute dtype."""
+    """The dtype in which it is gathered and used; None: the compute dtype."""
     storage: torch.dtype = torch.float32
-    """What a rank's shard is stored in; other than fp32 only if it is not trained."""
+    """The dtype of a rank's shard; one that is trained is fp32."""
     trainable: bool = True
     is_narrow: bool = False
-    """Whether a rank's shard is codes of 8 bits, with scales, and is but read in ``storage``."""
+    """Whether a rank's shard is stored as 8-bit codes with scales, and read in ``storage``."""
 
     @property
     def stored_bytes(self) -> float:
-        """Of a number."""
+        """Bytes that one number takes in a rank's shard."""
         return 1 + 1 / SCALED if self.is_narrow else self.storage.itemsize
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Rule:
 
 
 class ShardingPlan(NamedTuple):
-    """Patterns for every parameter and every part of one model; the first that matches decides."""
+    """Patterns for every parameter and part of a model; the first that matches a name decides."""
 
     parameters: Mapping[str, Rule]
     parts: Mapping[str, PartStyle]
@@ -93,10 +93,10 @@ T = TypeVar("T")
 
 
 def match(patterns: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """What ``patterns`` say of each name.
+    """Map each name to the value of the first pattern that matches it.
 
     Raises:
-        ValueError: an unused pattern or an uncovered name.
+        ValueError: a pattern matches no name, or a name matches no pattern.
     """
     unused, found, uncovered = set(patterns), {}, []
     for name in names:
@@ -114,7 +114,7 @@ def match(patterns: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
 
 
 ADAPTER = ("_lora_a", "_lora_b")
-"""What the adapter of a parameter is called, behind its name: [..., rank, in], [..., out, rank]."""
+"""Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""
 _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
     "replicate": ("replicate", "replicate"),
     # Every rank has all inputs, and its part of the outputs.
@@ -126,12 +126,12 @@ _ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] 
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter ``name`` is half of another's adapter."""
+    """Return whether the parameter ``name`` is one half of another's adapter."""
     return name.endswith(ADAPTER)
 
 
 def parameter_rules(plan: ShardingPlan, model: nn.Module) -> dict[str, Rule]:
-    """The rule of every parameter of ``model``, by name; ValueError as :func:`match`."""
+    """Return the rule of every parameter of ``model``, by name; ValueError as :func:`match`."""
     names = [name for name, _ in model.named_parameters()]
     rules = match(plan.parameters, [name for name in names if not is_adapter(name)])
     return {name: rules[name] if name in rules else _adapter_rule(rules, name) for name in names}
@@ -147,12 +147,13 @@ def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
 def train_only(
     rules: Mapping[str, Rule], freeze: Sequence[str], dtype: torch.dtype
 ) -> dict[str, Rule]:
-    """``rules`` of what is trained then: not what a pattern of ``freeze`` matches, and with
-    adapters nothing else. The rest is stored in what it is used in, ``dtype`` unless its rule says
+    """Freeze what the patterns of ``freeze`` match and, if there are adapters, all but these.
+
+    A frozen parameter is stored in the dtype in which it is used: ``dtype``, unless its rule says
     otherwise.
 
     Raises:
-        ConfigError: a pattern that matches nothing, or nothing is left to train.
+        ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     has_adapters = any(map(is_adapter, rules))
     frozen = {name for name in rules if has_adapters and not is_adapter(name)}
@@ -173,8 +174,11 @@ def train_only(
 
 
 def narrowed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """``rules`` with frozen matrices of blocks narrow: neither norms and biases, which are small,
-    nor routers, embedding and head, whose rounding costs most (as QLoRA leaves them)."""
+    """Store the frozen matrices of blocks as 8-bit codes.
+
+    Norms and biases are left out because they are small, and routers, embedding and head because
+    their rounding costs most (QLoRA leaves them too).
+    """
     return {
         name: replace(rule, is_narrow=True)
         if name.startswith("layers.") and is_matrix(rule) and not rule.trainable
@@ -184,12 +188,12 @@ def narrowed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 def is_matrix(rule: Rule) -> bool:
-    """Whether it is of a product's weights, in the compute dtype."""
+    """Return whether the parameter is the matrix of a product in the compute dtype."""
     return rule.init == "normal" and rule.decay and rule.gather is None
 
 
 def part_styles(plan: ShardingPlan, model: nn.Module) -> dict[str, PartStyle]:
-    """The style of every part of ``model``, by name: what holds parameters, in blocks and beside.
+    """Return the style of every part of ``model`` (in or beside blocks, with parameters), by name.
 
     Raises:
         ValueError: as :func:`match`.

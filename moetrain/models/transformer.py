@@ -83,7 +83,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, context: Context
     ) -> tuple[torch.Tensor, RouterStats | None]:
-        """The residual stream after this block, and its routing (None: it has no experts)."""
+        """Return the residual stream after this block, and its routing (None: not MoE)."""
         attention, feed_forward = self.parts
         x_BSD, normed_BSD = self.attn_norm.beside(x_BSD)
         mixed_BSD = getattr(self, attention)(normed_BSD, context)
@@ -93,33 +93,33 @@ class Block(nn.Module):
 
 
 class Inputs(NamedTuple):
-    """What a model reads."""
+    """The inputs of a model."""
 
     tokens_BS: torch.Tensor
     """Integer token ids."""
     positions_BS: torch.Tensor | None = None
-    """Position of each token in its document; a 0 starts a document, and no token sees another
-    document. None: one document a row."""
+    """Position of each token in its document. A 0 starts a document, and no token sees another
+    document; None: each row is one document."""
     cu_seqlens: torch.Tensor | None = None
-    """The same documents as ends over the B * S tokens, int32, from 0; cuDNN's packed attention
-    needs them, the other backends do not."""
+    """int32: 0, then the ends of the same documents over the B * S tokens. cuDNN's packed attention
+    alone needs them."""
     is_pad_BS: torch.Tensor | None = None
-    """bool, tokens that only fill up a row, behind its documents or each of them: no expert sees
-    them and no statistics count them. Attention takes them for the end of the document before. They
-    should have no targets. None: there are none."""
+    """bool: tokens that only fill up a row, behind its documents or behind each of them. No expert
+    sees them and no statistic counts them; attention takes them for the end of the document before.
+    They should have no targets. None: there are none."""
     routes_BSLK: torch.Tensor | None = None
-    """int32, by MoE layer, the experts that each token was sent to before, and is sent to again,
-    with weights from the router's scores as they are now (arXiv 2507.18071, 2510.11370); -1: as the
-    router chooses now. None: it chooses for all."""
+    """int32: by MoE layer, the experts that each token is sent to again, with weights from the
+    router's present scores (arXiv 2507.18071, 2510.11370); -1: the router chooses. None: it chooses
+    for all tokens."""
 
 
 class Rows(NamedTuple):
-    """The rows of one forward pass, as blocks are told of them."""
+    """What blocks need to know of the rows of one forward pass."""
 
     batch: int
     seq_len: int
     contexts: dict[int | None, Context]
-    """By attention window."""
+    """The context of blocks with each attention window."""
     routes_BSLK: torch.Tensor | None = None
     """As in :class:`Inputs`."""
 
@@ -129,19 +129,19 @@ CallBlock = Callable[..., Any]
 
 
 class Sharding(Protocol):
-    """Brings parameters to where they are used; the one seam between a model and how it is kept."""
+    """Unshards parameters where they are used; the one seam between a model and its sharding."""
 
     def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
-        """``call(block, *inputs)`` while the block has its parameters whole."""
+        """Return ``call(block, *inputs)``, run while the block has its parameters whole."""
         ...
 
     def open(self, module: nn.Module) -> None:
-        """Let ``module`` (the embedding; the norm, with the head) have its parameters whole."""
+        """Unshard the parameters of ``module``: the embedding, or the norm with the head."""
         ...
 
 
 class Unsharded:
-    """The :class:`Sharding` of a model that has its parameters."""
+    """The :class:`Sharding` of a model that has its parameters whole."""
 
     def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
         return call(block, *inputs)
@@ -155,10 +155,10 @@ class Transformer(nn.Module):
 
     Attributes:
         compute_dtype: dtype of the activations; None: the embedding's own.
-        call_block: how a block is called; recomputation replaces it.
-        sharding: brings parameters to where they are used.
-        source: what else the checkpoint holds that the weights came from; None: there was none.
-        vocabulary: how the embedding's and the head's matrices are used; sharding replaces it.
+        call_block: calls a block; recomputation and offloading replace it.
+        sharding: unshards parameters where they are used.
+        source: the rest of the checkpoint that the weights came from; None: there was none.
+        vocabulary: uses the embedding's and the head's matrices; tensor parallelism replaces it.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`."""
+        """Compute logits [B, S, V] in the compute dtype; arguments as in :class:`Inputs`."""
         hidden_BSD, _ = self.backbone(tokens_BS, positions_BS)
         return self.vocabulary.logits(hidden_BSD, self.head_weight)
 
@@ -199,16 +199,16 @@ class Transformer(nn.Module):
         is_pad_BS: torch.Tensor | None = None,
         routes_BSLK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, RoutingStats | None]:
-        """All stages: hidden states [B, S, D] after the final norm, and routing statistics.
+        """Run all stages; return hidden states [B, S, D] after the final norm, and statistics.
 
-        Arguments as in :class:`Inputs`; None for statistics: there is no MoE layer.
+        Arguments as in :class:`Inputs`. The routing statistics are None if no layer is MoE.
         """
         rows = self.prepare(Inputs(tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK))
         x_BSD, layer_stats = self.run(self.embed_tokens(tokens_BS), rows)
         return self.head(x_BSD, rows), self.routing(layer_stats)
 
     def prepare(self, inputs: Inputs) -> Rows:
-        """What every block will need to know of the rows; no parameters are touched."""
+        """Compute what every block needs to know of the rows; no parameters are touched."""
         tokens_BS, positions_BS, cu_seqlens, is_pad_BS, routes_BSLK = inputs
         batch, seq_len = tokens_BS.shape
         if positions_BS is None:
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
         return Rows(batch, seq_len, contexts, routes_BSLK)
 
     def embed_tokens(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """The residual stream [B, S, D] before the first block, in the compute dtype."""
+        """Return the residual stream [B, S, D] before the first block, in the compute dtype."""
         self.sharding.open(self.embed)
         x_BSD = self.embed(tokens_BS, self.vocabulary)
         return x_BSD.to(self.compute_dtype or x_BSD.dtype)
@@ -241,7 +241,7 @@ class Transformer(nn.Module):
     def run(
         self, x_BSD: torch.Tensor, rows: Rows, start: int = 0, stop: int | None = None
     ) -> tuple[torch.Tensor, list[RouterStats]]:
-        """Blocks ``start`` to ``stop`` (None: the last), and the statistics of their MoE layers."""
+        """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
             context = rows.contexts[self.windows[i]]
@@ -256,41 +256,41 @@ class Transformer(nn.Module):
         return x_BSD, layer_stats
 
     def head(self, x_BSD: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Hidden states [B, S, D] as ``vocabulary`` takes them, with :attr:`head_weight`."""
+        """Apply the final norm: [B, S, D], for ``vocabulary`` with :attr:`head_weight`."""
         self.sharding.open(self.norm)
         return self.norm(x_BSD).view(rows.batch, rows.seq_len, x_BSD.shape[-1])
 
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
-        """The statistics of all MoE layers together; None: there are none."""
+        """Stack the statistics of all MoE layers; None: there are none."""
         return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
 
 
 def build_model(
     arch: Architecture, *, kernels: KernelsSection = _KERNELS, moe: MoeSection = _MOE
 ) -> Transformer:
-    """A model of ``arch`` on the current default device, in the default dtype.
+    """Build a model of ``arch`` on the current default device, in the default dtype.
 
-    Its parameters are not initialised: call :func:`init_weights` or load a checkpoint. Built on
-    ``torch.device("meta")`` it takes no memory; ``to_empty`` then gives it storage.
+    Its parameters have no values yet: call :func:`moetrain.models.init.init_weights` or load a
+    checkpoint. Built on ``torch.device("meta")`` it takes no memory; ``to_empty`` then allocates.
     """
     blocks = [Block(arch, i, kernels, moe) for i in range(arch.num_layers)]
     return Transformer(arch, blocks, kernels)
 
 
 def call(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
-    """The block itself."""
+    """Call the block; the default of ``Transformer.call_block``."""
     return block(x_BSD, context)
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
-    """Compiles every block as one graph; blocks of one kind share the compiled code."""
+    """Compile every block as one graph; blocks of one kind share the compiled code."""
     prepare_compiler()
     for block in model.layers:
         block.compile(fullgraph=True, backend=backend)
 
 
 def prepare_compiler() -> None:
-    """The compiler settings (of the whole process) that graphs with dispatch in them need."""
+    """Change the process's compiler settings as graphs that contain dispatch need them."""
     from torch._dynamo import config as dynamo_config  # a second to import
 
     # Sizes that the compiler does not know come from ops of ours. Asserting in the graph that they
@@ -300,7 +300,7 @@ def prepare_compiler() -> None:
 
 
 def set_recomputation(model: Transformer, activation: ActivationSection) -> None:
-    """Let ``model`` keep what ``activation`` says. Comes before :func:`compile_blocks`."""
+    """Make ``model`` recompute as ``activation`` says; call it before :func:`compile_blocks`."""
     # Then the same numbers are to be drawn again.
     draws = any(getattr(module, "lora_dropout", 0) for module in model.modules())
     is_full = activation.policy == "full"
@@ -312,7 +312,7 @@ def set_recomputation(model: Transformer, activation: ActivationSection) -> None
 
 
 def _recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context, *, draws: bool) -> Any:
-    """The block's results; the backward runs it again, with the parameters it holds now."""
+    """Run the block; the backward runs it again, with the parameters that it holds now."""
     run = partial(_run_holding, _held(block), block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 
@@ -326,7 +326,7 @@ def _contexts(names: Sequence[SavedName]) -> Any:
 
 
 def _forward_keeping(names: Sequence[SavedName], draws: bool) -> Callable[..., Any]:
-    """A block's forward, recomputed but for the ops of ``names``; one for all blocks."""
+    """Make a forward for all blocks that recomputes everything but the ops of ``names``."""
     contexts = partial(_contexts, names)
     # The compiler's cache must tell this from other choices of names.
     contexts.cache_hash = repr(sorted(saved_ops(names)))  # pyright: ignore[reportAttributeAccessIssue]
@@ -346,13 +346,13 @@ _Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 
 
 def _held(block: nn.Module) -> _Held:
-    """What every module holds as a parameter now: sharding takes it away after the forward."""
+    """List the parameters that modules hold now; sharding takes them away after the forward."""
     holders = [module._parameters for module in block.modules()]
     return [(holder, name, value) for holder in holders for name, value in holder.items()]
 
 
 def _run_holding(held: _Held, run: Callable[..., Any], *inputs: Any) -> Any:
-    """``run(*inputs)`` while the modules hold ``held``."""
+    """Return ``run(*inputs)``, run while the modules hold the parameters of ``held``."""
     before = [(holder, name, holder[name]) for holder, name, _ in held]
     try:
         _put(held)
