@@ -1,16 +1,15 @@
-"""Kernels compiled ahead of their first launch, several at once.
+"""Triton kernels compiled before their first launch, several at once.
 
 A process that launches thirty kernels for the first time compiles them one after the other: some
-half a second each, most of it in compilers that other threads could run meanwhile. Which ones, with
-which constants, is known before: a rehearsal of the step on tensors that have no memory launches
-all of them, and what it would launch is compiled in threads, while the model is being built. Part
-of that is Python, which one thread at a time runs: processes of one machine share the work.
+half a second each, most of it in compilers that other threads could run. Which kernels, with which
+constants, is known before: a rehearsal of the step on tensors without memory launches all of them,
+and threads compile what it would launch, while the model is being built. A part of compiling is
+Python, which one thread at a time runs: the processes of a machine share the work.
 
-A kernel that is launched before it is there, or that no rehearsal launched, is compiled then, as
-ever.
+A kernel that no rehearsal launched, or that is not compiled yet, is compiled at its launch.
 
-Kernels that torch's compiler writes are compiled by processes of its own. Those have to start, and
-it has to be imported, seconds each: :func:`compiler_started` does both while something else waits.
+Kernels that torch's compiler writes are compiled by its own processes. To import it and to start
+them takes seconds each: :func:`compiler_started` does both while something else waits.
 
 Left out on purpose: kernels of libraries.
 """
@@ -35,10 +34,10 @@ from moetrain.kernels.backend import INTERPRETED, KNOBS, TensorDescriptor, trito
 
 logger = logging.getLogger("moetrain")
 
-THREADS = 16
-"""For each process; they wait for compilers most of the time."""
+_THREADS = 16
+"""Threads of each process; they wait for compilers most of the time."""
 
-COMPILER = (  # with what it imports when it is first used
+COMPILER = (  # with the modules that it imports at its first use
     "torch._dynamo.backends.inductor",
     "torch._functorch.partitioners",
     "networkx",
@@ -46,23 +45,22 @@ COMPILER = (  # with what it imports when it is first used
     "torch._inductor.codegen.triton",
 )
 
-LIBRARY_OPS = (
+_LIBRARY_OPS = (
     "moetrain::attention_packed_backward",
     "moetrain::grouped_mm",
     "moetrain::grouped_outer",
 )
-"""Ops that call a library, which would write to tensors that have no memory. The forward of packed
-attention stays: rehearsals ask for it as ``exact`` alone, which is a kernel of ours."""
+"""Ops that call a library, which would write to tensors without memory. The forward of packed
+attention is not among them: rehearsals run it as ``exact`` alone, which is a kernel of ours."""
 
-Launch = tuple[tuple[Any, ...], dict[str, Any]]
-"""A kernel's arguments, of which tensors are what Triton takes for one (its MockTensor)."""
-Launches = dict[Any, list[Launch]]
-"""By kernel."""
+_Launch = tuple[tuple[Any, ...], dict[str, Any]]
+"""A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
+Launches = dict[Any, list[_Launch]]
+"""All launches, by kernel."""
 
 
 def launches_of(rehearsal: Callable[[], object]) -> Launches:
-    """What ``rehearsal`` launches, which runs on tensors without memory (of a FakeTensorMode): the
-    device has none of it."""
+    """Run ``rehearsal`` on tensors without memory (a FakeTensorMode) and return its launches."""
     found: Launches = {}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -77,15 +75,15 @@ def launches_of(rehearsal: Callable[[], object]) -> Launches:
 def compile_ahead(
     launches: Launches, device: torch.device, rank: int = 0, size: int = 1
 ) -> list[Future[None]]:
-    """Begin to compile ``launches`` for ``device``; one that fails is logged.
+    """Begin to compile ``launches`` for ``device`` in threads; failures are logged.
 
-    Of ``size`` processes of a machine that do so, this is the one of ``rank``: its share comes
-    first. What is left has others compiled meanwhile and put into Triton's cache; if they have not,
-    it is compiled here.
+    This is process ``rank`` of ``size`` on the machine, and its share comes first. The other
+    processes compile the rest meanwhile and put it into Triton's cache; what they have not, this
+    process compiles too.
     """
-    # Where it is not set, the compiler would, later, to a folder of this process's own.
+    # If it is unset, torch's compiler later sets it to a folder of this process's own.
     os.environ.setdefault("TRITON_CACHE_DIR", KNOBS.cache.dir)
-    pool = ThreadPoolExecutor(THREADS, "compile", torch.cuda.set_device, (device,))
+    pool = ThreadPoolExecutor(_THREADS, "compile", torch.cuda.set_device, (device,))
     items = list(launches.items())
     own = [pool.submit(_compile, *item) for item in items[rank::size]]
     of_others = [item for i, item in enumerate(items) if i % size != rank]
@@ -94,11 +92,11 @@ def compile_ahead(
     return own + rest
 
 
-def _compile(kernel: Any, launches: list[Launch], after: Sequence[Future[None]] = ()) -> None:
+def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]] = ()) -> None:
     wait(after)
     try:
         for args, settings in launches:
-            # Asked for how to run it, Triton compiles a host function that launches it as well.
+            # Reading ``run`` makes Triton compile the host function that launches it as well.
             _ = kernel.warmup(*args, grid=(1,), **settings).run
     except Exception as error:
         logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
@@ -107,7 +105,7 @@ def _compile(kernel: Any, launches: list[Launch], after: Sequence[Future[None]] 
 
 @contextmanager
 def _caught(found: Launches) -> Iterator[None]:
-    """Meanwhile launches that are given tensors without memory are put to ``found`` instead."""
+    """Collect launches on tensors without memory in ``found`` instead of running them."""
     kinds: Any = triton.runtime.jit.KernelInterface
     original = kinds.__getitem__
 
@@ -147,7 +145,7 @@ class _Opened(TorchDispatchMode):
         self.implementations = {
             op._opoverload: op._init_fn
             for name, op in OPDEFS.items()
-            if op._init_fn.__module__.startswith("moetrain.kernels.") and name not in LIBRARY_OPS
+            if op._init_fn.__module__.startswith("moetrain.kernels.") and name not in _LIBRARY_OPS
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,25 +158,24 @@ class _Opened(TorchDispatchMode):
 
 @contextmanager
 def compiler_started(device: torch.device) -> Iterator[None]:
-    """Meanwhile, in a thread, torch's compiler is imported and starts its processes; it is there
-    at the end."""
+    """Import torch's compiler and start its processes in a thread; they are ready at the end."""
     thread = threading.Thread(target=_start_compiler, args=(device,), daemon=True)
     thread.start()
-    yield  # what fails here need not wait for it
+    yield  # an error here does not wait for the thread
     thread.join()
 
 
 def _start_compiler(device: torch.device) -> None:
     try:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread, should anything there ask
+            torch.cuda.set_device(device)  # the current device is each thread's own
         for name in COMPILER:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()
-    except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
+    except Exception as error:  # noqa: BLE001 - it costs seconds alone
         logger.warning("the compiler will start at its first use: %s", error)
 
 
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether ``device`` runs compiled kernels."""
+    """Return True if ``device`` runs compiled kernels."""
     return device.type == "cuda" and not INTERPRETED

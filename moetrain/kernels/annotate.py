@@ -1,10 +1,9 @@
-"""Names in traces: which part of a step what is seen there belongs to.
+"""Names in profiler traces, which say which part of a step an event belongs to.
 
-While a profiler is on (:mod:`moetrain.train.profiling`, or anybody's), stretches of the host's time
-have names; whatever it launches meanwhile is shown under them. While none is, asking is all there
-is to
-pay: a microsecond. Inside a compiled block there are none, as its graph would break; the ops
-there (``moetrain::expert_mlp``, ``moetrain::deepep_dispatch``, ...) have names of their own.
+While a profiler is on (:mod:`moetrain.train.profiling`, or another), stretches of the host's time
+have names, and everything launched meanwhile is shown under them. While none is on, a name costs
+one check, a microsecond. Compiled blocks have no names inside, since their graphs would break; the
+ops there (``moetrain::expert_mlp``, ``moetrain::deepep_dispatch``, ...) have names of their own.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ import torch
 from torch.autograd import Variable
 from torch.profiler import record_function
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def is_traced() -> bool:
-    """Whether a profiler is on in this thread."""
+def _is_traced() -> bool:
+    """Return True if a profiler is on in this thread."""
     return not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
 
 
 def annotate(name: str, *moved: torch.Tensor) -> AbstractContextManager[Any]:
     """Label everything inside with ``name`` in profiler traces, and with the MiB of ``moved``."""
-    if not is_traced():
+    if not _is_traced():
         return nullcontext()
     size = f", {sum(x.nbytes for x in moved) / 2**20:.1f} MiB" if moved else ""
     return record_function(name + size)
 
 
-def annotated(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Every call of the function that this decorates is ``name``."""
+def annotated(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a function: label each call with ``name`` in profiler traces."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with annotate(name):
                 return function(*args, **kwargs)
 
@@ -50,9 +49,11 @@ def annotated(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def annotate_backward(x: torch.Tensor, name: str) -> torch.Tensor:
-    """``x``, from whose gradient on a backward is ``name`` in a trace: until it comes to the next
-    that has a name, or is over."""
-    return _Named.apply(x, name) if is_traced() and x.requires_grad else x
+    """Return ``x``; the backward from its gradient on is labelled ``name`` in profiler traces.
+
+    The label lasts until the backward reaches the next name, or ends.
+    """
+    return _Named.apply(x, name) if _is_traced() and x.requires_grad else x
 
 
 class _Named(torch.autograd.Function):
@@ -70,7 +71,7 @@ class _Named(torch.autograd.Function):
         if _Named._open is None:
             Variable._execution_engine.queue_callback(_Named._end)
         _Named._end()
-        if is_traced():
+        if _is_traced():
             _Named._open = record_function(ctx.name)
             _Named._open.__enter__()
         return gradients[0], None

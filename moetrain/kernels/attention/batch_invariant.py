@@ -1,15 +1,15 @@
-"""Attention whose every row has the same bits, whatever it is computed beside: one Triton forward.
+"""Batch-invariant attention: a Triton forward whose rows have the same bits in any batch.
 
 A row is a query of one head; its result is a function of that query and of the keys and values that
-it sees, and of nothing else. Keys are taken in blocks of ``BLOCK`` that are counted from the start
-of their document, in ascending order, by one program; blocks and keys that are hidden from a row
-leave its numbers as they are (a weight of 0, a factor of 1). So a token has one answer in a packed
-batch of training, in a chunk of a prompt and in a step of generation, from keys that lie end to end
-or in pages. The softmax is that of arXiv 2205.14135 in base 2.
+it sees, and of nothing else. One program takes the keys in ascending order, in blocks of ``BLOCK``
+that are counted from the start of their document; blocks and keys that are hidden from a row leave
+its numbers unchanged (a weight of 0, a factor of 1). So a token has one answer in a packed batch of
+training, in a chunk of a prompt and in a step of generation, from keys that lie end to end or in
+pages. The softmax is that of arXiv 2205.14135 in base 2.
 
 A tile holds the queries of a few tokens for all heads that share keys, which are thus read once.
-:func:`forward` is for documents laid end to end, :func:`paged_attention` for pages. Left out on
-purpose: a split of the keys over programs, which would add up in another order; the backward pass
+:func:`forward` takes documents laid end to end, :func:`paged_attention` keys in pages. Left out on
+purpose: a split of the keys over programs, which would add up in another order, and the backward
 (:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
 
 Legend: T tokens, H query heads, G key/value heads, d head width, N documents or sequences,
@@ -26,14 +26,14 @@ import torch
 from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
 
 BLOCK = 64
-"""Keys at a time. Part of what a row's bits depend on: every tile has the same."""
+"""Keys at a time. A row's bits depend on it, so every tile has the same."""
 _NEVER = tl.constexpr(float("-inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
 
 
-class AttentionTile(NamedTuple):
-    """Launch settings; ``rows`` of (token, head), of at most ``tokens`` tokens."""
+class _AttentionTile(NamedTuple):
+    """Launch settings: a tile has ``rows`` of (token, head), of at most ``tokens`` tokens."""
 
     rows: int
     tokens: int
@@ -41,13 +41,13 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
 
-def _tile(heads: int, one_token: bool) -> AttentionTile:
-    """For ``heads`` query heads a key head; measured on one H200."""
+def _tile(heads: int, one_token: bool) -> _AttentionTile:
+    """Return the tile for ``heads`` query heads a key head, measured on one H200."""
     padded = triton.next_power_of_2(heads)
     if one_token:  # one warp: several would share a row's sum, and add it up in another order
-        return AttentionTile(max(16, padded), 1, 1, 5)
+        return _AttentionTile(max(16, padded), 1, 1, 5)
     rows = max(64, padded)
-    return AttentionTile(rows, rows // padded, rows // 16, 3)
+    return _AttentionTile(rows, rows // padded, rows // 16, 3)
 
 
 def forward(
@@ -57,7 +57,7 @@ def forward(
     cu_seqlens: torch.Tensor,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs; not an op, checks nothing."""
+    """Return ``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op."""
     tile = _tile(q_THd.shape[1] // k_TGd.shape[1], one_token=False)
     return _launch(tile, q_THd, k_TGd, v_TGd, cu_seqlens, None, None, window, one_token=False)
 
@@ -73,16 +73,16 @@ def paged_attention(
     window: int | None = None,
     one_token: bool = False,
 ) -> torch.Tensor:
-    """``o_THd``: each token over its sequence's keys so far, its own (which lie in pages) included.
+    """Attend each token to its sequence's keys so far, its own (in pages too) included: ``o_THd``.
 
     Args:
         q_THd: the tokens that each sequence reads now, sequences end to end; contiguous.
         keys_PZGd, values_PZGd: contiguous; ``Z`` is a multiple of :data:`BLOCK`, and no page holds
             infinities or NaN.
         cu_seqlens: [N + 1] int32, the sequences' ends among the T tokens, from 0.
-        seen_N: int32, tokens of each sequence that were read before.
-        pages_NM: int32, where each sequence's keys and values lie; what is past its end is not
-            followed.
+        seen_N: int32, the number of tokens of each sequence that were read before.
+        pages_NM: int32, the pages of each sequence's keys and values; entries past its end are not
+            read.
         one_token: every sequence reads one token, so that T is N.
     """
     tile = _tile(q_THd.shape[1] // keys_PZGd.shape[2], one_token)
@@ -99,11 +99,11 @@ def store_in_pages(
     v_TGd: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """Token t's key and value into slot ``slots_T[t]`` (int32, of all pages'; -1: nowhere)."""
+    """Store token t's key and value in slot ``slots_T[t]`` (int32, over all pages; -1: nowhere)."""
     tokens, heads, width = k_TGd.shape
     numbers = heads * width
     for x in (k_TGd, v_TGd):
-        assert x.stride()[1:] == (width, 1)  # tokens may lie apart, what is of one may not
+        assert x.stride()[1:] == (width, 1)  # tokens may lie apart, a token's numbers may not
     if tokens:
         _store_kernel[(tokens,)](
             keys_PZGd, values_PZGd, k_TGd, v_TGd, slots_T, k_TGd.stride(0), v_TGd.stride(0),
@@ -127,7 +127,7 @@ def _store_kernel(
 
 
 def _launch(
-    tile: AttentionTile,
+    tile: _AttentionTile,
     q_THd: torch.Tensor,
     k_LGd: torch.Tensor,
     v_LGd: torch.Tensor,

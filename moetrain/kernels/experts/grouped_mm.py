@@ -1,4 +1,4 @@
-"""Grouped matrix product: the one place that names torch's grouped GEMM and its SM carveout.
+"""Grouped matrix products: the one place that names torch's grouped GEMM.
 
 Rows of ``a`` are sorted by group; group g is rows ``offsets[g-1]:offsets[g]``. Rows past
 ``offsets[-1]`` belong to no group: their outputs and gradients are uninitialised memory (0 x NaN is
@@ -14,27 +14,27 @@ from torch.nn.functional import grouped_mm as _grouped_mm
 
 from moetrain.kernels.backend import worth_saving
 
-ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
+_ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
 
 
 def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
+    """Return ``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
 
-    ``offsets_E`` (int32) holds the cumulative end row of each group. Fast in bf16, and on a CPU in
-    fp16 and fp32; the rest take the loop of :func:`grouped_mm_reference`, which waits for the
-    device and is there to check numbers with. Differentiable in ``a`` and ``b``.
+    ``offsets_E`` (int32) holds the cumulative end row of each group. It is fast in bf16, and on a
+    CPU in fp16 and fp32; other dtypes take a loop that waits for the device and serves to check
+    numbers. It is differentiable in ``a`` and ``b``.
 
     Raises:
-        ValueError: a width whose bytes are not a multiple of 16.
+        ValueError: for a width whose bytes are not a multiple of 16.
     """
     if a_RM.dtype == torch.float64:
-        return grouped_mm_reference(a_RM, b_EMN, offsets_E)
+        return _mm_reference(a_RM, b_EMN, offsets_E)
     for name, size in (("inner", b_EMN.shape[1]), ("outer", b_EMN.shape[2])):
-        if size * b_EMN.element_size() % ALIGNMENT_BYTES:
+        if size * b_EMN.element_size() % _ALIGNMENT_BYTES:
             raise ValueError(
                 f"grouped_mm: the {name} width {size} in {b_EMN.dtype} is not a multiple of "
-                f"{ALIGNMENT_BYTES} bytes; use a multiple of "
-                f"{ALIGNMENT_BYTES // b_EMN.element_size()}"
+                f"{_ALIGNMENT_BYTES} bytes; use a multiple of "
+                f"{_ALIGNMENT_BYTES // b_EMN.element_size()}"
             )
     if a_RM.dtype == torch.bfloat16:
         return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
@@ -46,7 +46,7 @@ def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor)
 @torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
 def _opaque_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
     if a_RM.is_cuda:
-        return grouped_mm_reference(a_RM, b_EMN, offsets_E)
+        return _mm_reference(a_RM, b_EMN, offsets_E)
     return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
 
 
@@ -75,10 +75,10 @@ def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tenso
 def grouped_weight_grad(
     a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
 ) -> torch.Tensor:
-    """``out[e] = a[rows of e]^T @ g[rows of e]``: [R, M] x [R, N] -> [E, M, N], in ``a``'s dtype.
+    """Return ``out[e] = a[rows of e]^T @ g[rows of e]``: [R, M] x [R, N] -> [E, M, N].
 
-    The gradient of :func:`grouped_mm` in ``b``. Rows past ``offsets[-1]`` are not read; a group
-    without rows gives zeros. Dtypes as there.
+    It is the gradient of :func:`grouped_mm` in ``b``, in ``a``'s dtype; dtypes are as there. Rows
+    past ``offsets[-1]`` are not read, and a group without rows gives zeros.
     """
     if a_RM.dtype == torch.float64:
         return _outer_reference(a_RM, g_RN, offsets_E)
@@ -99,10 +99,8 @@ torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context
 worth_saving("experts", torch.ops.moetrain.grouped_mm.default, torch.ops.aten._grouped_mm.default)
 
 
-def grouped_mm_reference(
-    a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor
-) -> torch.Tensor:
-    """The same product, one group at a time; rows past the last offset come out as zeros."""
+def _mm_reference(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """Compute :func:`grouped_mm` one group at a time; rows past the last offset are zeros."""
     ends = offsets_E.tolist()
     parts = [a_RM[i:j] @ b for i, j, b in zip([0, *ends], ends, b_EMN, strict=False)]
     parts.append(a_RM.new_zeros(a_RM.shape[0] - ends[-1], b_EMN.shape[2]))

@@ -72,19 +72,19 @@ def expert_mlp(
     *,
     typical_rows: int | None = None,
 ) -> torch.Tensor:
-    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
+    """Sum each token's experts, times their routing weights: ``y_TD`` in ``x``'s dtype.
 
     Args:
         x_TD: bf16 on CUDA; the reference path takes any floating dtype.
         weights_TK: routing weights, any floating dtype, differentiable too.
-        indices: of the tokens' experts.
+        indices: the index maps of the tokens' experts.
         w_gate_up_E2FD: gate's F rows, then up's; in ``x``'s dtype, contiguous.
         w_down_EDF: in ``x``'s dtype, contiguous.
-        typical_rows: how many rows there usually are, where ``indices`` have room for more.
+        typical_rows: the usual number of rows, where ``indices`` have room for more.
 
     Raises:
-        ValueError: shapes, dtypes or strides other than these, or widths whose rows are not a
-            multiple of 16 bytes.
+        ValueError: for other shapes, dtypes or strides, or widths whose rows are not a multiple of
+            16 bytes.
     """
     inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("expert_mlp", *inputs)
@@ -108,7 +108,7 @@ def expert_mlp_reference(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
 ) -> torch.Tensor:
-    """:func:`expert_mlp` in plain torch."""
+    """Compute :func:`expert_mlp` in plain torch."""
     x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
     h_RF = swiglu_reference(a_R2F, weights_R)
@@ -124,7 +124,7 @@ def check_experts(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
 ) -> None:
-    """Raise ValueError for what does not belong together."""
+    """Raise ValueError, naming ``kernel``, for shapes or dtypes that do not fit together."""
     experts, dim, width = w_down_EDF.shape
     if w_gate_up_E2FD.shape != (experts, 2 * width, dim) or x_TD.shape[1:] != (dim,):
         raise ValueError(
@@ -152,7 +152,7 @@ def expert_rows(
     w_down_EDF: torch.Tensor,
     weights_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y_RD`` and ``a_R2F`` of rows; those past ``offsets[-1]`` may hold anything."""
+    """Return ``y_RD`` and ``a_R2F`` of permuted rows; past ``offsets[-1]`` they are unspecified."""
     a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
     h_RF = swiglu(a_R2F, weights_R, "triton")
     return grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E), a_R2F
@@ -189,31 +189,33 @@ def _expert_mlp_backward(
     a_R2F: torch.Tensor,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weights, w_gate_up and w_down (of both [0], unless ``is_trained``)."""
+    """The gradients of x, weights, w_gate_up and w_down (both empty, unless ``is_trained``)."""
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
-    del dy_RD, dh_RF, h_RF  # before the products below: the largest rows of the backward are here
+    del dy_RD, dh_RF, h_RF  # before the products below, where memory peaks
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
     dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     if not is_trained:
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
-    x_RD = dx_RD  # its memory: all that was in it is in dx_TD
+    x_RD = dx_RD  # reuses its memory: dx_TD has its sums
     copy_to_rows(x_TD, slot_row_TK, x_RD)
     return dx_TD, d_weights_TK, grouped_weight_grad(da_R2F, x_RD, offsets_E), d_down
 
 
 def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """What ops with the arguments of these two have in common: the shapes of what they give, what
-    is kept, and how one is the other's gradient."""
+    """Register the shapes, the saved tensors and the gradient of a pair of expert MLP ops.
+
+    Their arguments are those of ``_expert_mlp`` and ``_expert_mlp_backward``.
+    """
 
     def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: object) -> tuple[Any, ...]:
         if dy_TD is None:
             return (None,) * 7
         is_trained = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-        # An expanded gradient (stride 0, as a sum's) is nothing to copy rows of.
+        # The kernel copies rows, which an expanded gradient (stride 0, as a sum's) does not have.
         dx_TD, d_weights_TK, *matrices = backward(
             dy_TD.contiguous(), *ctx.saved_tensors, is_trained
         )
@@ -238,7 +240,7 @@ def _backward_shapes(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
-    ctx.set_materialize_grads(False)  # no zeros of a's size, which nobody differentiates
+    ctx.set_materialize_grads(False)  # no zeros of a's size: it has no gradient
 
 
 register_experts(_expert_mlp, _expert_mlp_backward)
@@ -258,18 +260,17 @@ def adapted_expert_mlp(
     scale: float,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
+    """Compute :func:`expert_mlp` with LoRA adapters beside frozen matrices.
 
     Args:
-        x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF: as in
-            :func:`~moetrain.kernels.experts.mlp.expert_mlp`, but that the matrices are frozen: they
-            get no gradient.
+        x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF: as in :func:`expert_mlp`, but the
+            matrices get no gradient.
         a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: in ``x``'s dtype, contiguous; r is a
             multiple of 16 bytes.
-        scale: what adapters give is multiplied by.
+        scale: multiplies the adapters' results.
 
     Raises:
-        ValueError: as there, and adapters of other shapes or dtypes.
+        ValueError: as :func:`expert_mlp`, and for adapters of other shapes or dtypes.
     """
     inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("adapted_expert_mlp", *inputs)
@@ -309,7 +310,7 @@ def adapted_expert_mlp_reference(
     b_down_EDr: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """:func:`adapted_expert_mlp` in plain torch."""
+    """Compute :func:`adapted_expert_mlp` in plain torch."""
     offsets_E = indices.offsets_E
 
     def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -384,7 +385,7 @@ def _adapted_expert_mlp_backward(
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
     da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
-    del dh_RF  # before the products below: the largest rows of the backward are here together
+    del dh_RF  # before the products below, where memory peaks
     d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
     d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)
     del h_RF, dy_RD
@@ -394,7 +395,7 @@ def _adapted_expert_mlp_backward(
     d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale)
     dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
-    x_RD = dx_RD  # its memory: all that was in it is in dx_TD
+    x_RD = dx_RD  # reuses its memory: dx_TD has its sums
     copy_to_rows(x_TD, slot_row_TK, x_RD)
     d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_E)
     return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
@@ -408,7 +409,7 @@ def _(dy, x_TD, weights_TK, slot_row, offsets, w1, w2, a1, b1, a2, b2, a, u, v, 
 def _save_adapted(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates
+    ctx.set_materialize_grads(False)  # no zeros for outputs that have no gradient
 
 
 def _differentiate_adapted(

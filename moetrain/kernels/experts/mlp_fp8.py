@@ -1,7 +1,7 @@
 """The expert MLP of :mod:`moetrain.kernels.experts.mlp` with products in e4m3.
 
-With q() for quantised by rows, r(t) for the rows that token t is copied to, and the weights' rows
-or, for gradients, their columns quantised::
+With q() for quantisation by rows (of weights by rows or, for gradients, by columns) and r(t) for
+the rows that token t is copied to::
 
     a = q(x)[r] @ q([gate; up])^T       h = swiglu(a, w)        y = sum over r of q(h) @ q(down)^T
 
@@ -11,15 +11,14 @@ and for an upstream ``dy``::
     da, dw = swiglu'(dh)                          d_gate_up = da^T @ q(x)[r]
     dx = sum over r of q(da) @ q([gate; up])
 
-The weights' gradients, to the right, are products in bf16: they add up over many rows what a step
-is made of, and their operands lie the wrong way for e4m3. They take what came into e4m3 as
-``x`` and ``dy`` do from outside, since that is all there is of a token that was sent from another
-rank: where experts are, here or there, does not change a gradient. ``h`` and ``da`` they take as
-they are.
+The weights' gradients, to the right, are products in bf16: they sum over many rows, and their
+operands lie the wrong way for e4m3. They take ``x`` and ``dy`` dequantised, because a token sent
+from another rank arrives in e4m3: a gradient does not depend on which rank an expert is on. They
+take ``h`` and ``da`` unquantised.
 
-Permutation is part of it, because a token is quantised once and then copied in e4m3, which is half
-of the bytes. And nothing by row is kept for the backward but ``a``: the rows of ``x`` are copied
-again from the tokens, of which there are K times fewer.
+Permutation is part of the op, because a token is quantised once and then copied in e4m3, which is
+half of the bytes. The backward keeps ``a`` alone by row: the rows of ``x`` are copied again from
+the tokens, of which there are K times fewer.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width.
@@ -31,10 +30,7 @@ import torch
 
 from moetrain.kernels.backend import Backend, use_fast, worth_saving
 from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
-from moetrain.kernels.experts.mlp import (
-    check_experts,
-    register_experts,
-)
+from moetrain.kernels.experts.mlp import check_experts, register_experts
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     permute_reference,
@@ -65,21 +61,18 @@ def expert_mlp_fp8(
     w_down_EDF: torch.Tensor,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """``y_TD`` in ``x``'s dtype: each token's experts, times their weights, added up.
-
-    Args:
-        x_TD: bf16 on CUDA; the reference path takes any floating dtype.
-        weights_TK: routing weights, fp32, differentiable too.
-        indices: of the tokens' experts.
-        w_gate_up_E2FD: gate's F rows, then up's; in ``x``'s dtype, contiguous.
-        w_down_EDF: in ``x``'s dtype, contiguous.
+    """Compute :func:`~moetrain.kernels.experts.mlp.expert_mlp` in e4m3; arguments as there.
 
     Raises:
-        ValueError: shapes or dtypes other than these, or widths that are no multiples of 16.
+        ValueError: for other shapes or dtypes, or widths that are not multiples of 16.
     """
     inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     check_experts("expert_mlp_fp8", *inputs)
-    _check_widths(w_down_EDF)
+    _, dim, width = w_down_EDF.shape
+    if dim % MULTIPLE or width % MULTIPLE:
+        raise ValueError(
+            f"expert_mlp_fp8: the widths are {dim} and {width}; it takes multiples of {MULTIPLE}"
+        )
     if not use_fast(backend, x_TD):
         return expert_mlp_fp8_reference(*inputs)
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, w_gate_up_E2FD, w_down_EDF)
@@ -93,16 +86,16 @@ def expert_mlp_fp8_reference(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
 ) -> torch.Tensor:
-    """:func:`expert_mlp_fp8` in plain torch."""
-    x_RD, weights_R = permute_reference(_Taken.apply(x_TD, True, False), weights_TK, indices)
+    """Compute :func:`expert_mlp_fp8` in plain torch."""
+    x_RD, weights_R = permute_reference(_Rounded.apply(x_TD, True, False), weights_TK, indices)
     a_R2F = _GroupedProduct.apply(x_RD, w_gate_up_E2FD, indices.offsets_E)
     h_RF = swiglu_reference(a_R2F, weights_R)
     y_TD = unpermute_reference(_GroupedProduct.apply(h_RF, w_down_EDF, indices.offsets_E), indices)
-    return _Taken.apply(y_TD, False, True)
+    return _Rounded.apply(y_TD, False, True)
 
 
-class _Taken(torch.autograd.Function):
-    """``x``, quantised and back on its way in, its gradient on its way back, or both."""
+class _Rounded(torch.autograd.Function):
+    """An identity that rounds its input, its gradient, or both to what e4m3 holds."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, is_value: bool, is_gradient: bool) -> torch.Tensor:
@@ -116,7 +109,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """``q(x) @ q(w)^T`` by groups, multiplied in ``x``'s dtype."""
+    """The reference's ``q(x) @ q(w)^T`` by groups, multiplied in ``x``'s dtype."""
 
     @staticmethod
     def forward(
@@ -133,14 +126,6 @@ class _GroupedProduct(torch.autograd.Function):
         w = quantise_columns_reference(w_ENM).to(g_RN.dtype)
         grad_x = grouped_mm(g, w.transpose(1, 2), offsets_E)
         return grad_x, grouped_weight_grad(g_RN.contiguous(), x_RM, offsets_E), None
-
-
-def _check_widths(w_down_EDF: torch.Tensor) -> None:
-    _, dim, width = w_down_EDF.shape
-    if dim % MULTIPLE or width % MULTIPLE:
-        raise ValueError(
-            f"expert_mlp_fp8: the widths are {dim} and {width}; it takes multiples of {MULTIPLE}"
-        )
 
 
 @torch.library.custom_op("moetrain::expert_mlp_fp8", mutates_args=())
@@ -178,7 +163,7 @@ def _expert_mlp_fp8_backward(
     a_R2F: torch.Tensor,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weights, w_gate_up and w_down (of both [0], unless ``is_trained``)."""
+    """The gradients of x, weights, w_gate_up and w_down (both empty, unless ``is_trained``)."""
     rows, dtype = a_R2F.shape[0], dy_TD.dtype
     tokens = (weights_TK, slot_row_TK, rows)
     narrow, weights_R, dy_RD = quantise_to_rows(dy_TD, *tokens, wide=is_trained)
@@ -187,7 +172,7 @@ def _expert_mlp_fp8_backward(
     del narrow, down
     da = swiglu_backward_quantised(dh_RF, a_R2F, weights_R)
     d_down = grouped_weight_grad(dy_RD, da.y_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
-    del dh_RF, dy_RD  # before the products below: the largest rows of the backward are here
+    del dh_RF, dy_RD  # before the products below, where memory peaks
     gate_up = quantise_columns(w_gate_up_E2FD, "triton")
     dx_RD = scaled_grouped_mm(da.narrow, gate_up, offsets_E, dtype)
     del gate_up

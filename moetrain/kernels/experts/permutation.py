@@ -48,8 +48,8 @@ from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, us
 _TILE, _WARPS = 128, 4  # ids ranked at once, by comparing all pairs
 _MAX_PROGRAMS = 256  # every program reads all programs' counts, so their number is bounded
 _COUNT_ELEMENTS = 16384  # of those counts, this many at once
-# What routing changes from call to call. Triton would compile anew, for 0.4 s in the midst of
-# training, for each combination of those that are 1 or multiples of 16.
+# Arguments that routing changes from call to call. Triton would compile anew, for 0.4 s in the
+# midst of training, for each combination of those that are 1 or multiples of 16.
 _CHANGING = ("programs", "num_rows", "slots", "tiles")
 
 
@@ -57,13 +57,13 @@ class ExpertIndices(NamedTuple):
     """The two index maps of a routing decision, all int32 on the tokens' device."""
 
     counts_E: torch.Tensor
-    """Slots that chose each expert."""
+    """The number of slots that chose each expert."""
     offsets_E: torch.Tensor
-    """Cumulative end row of each expert: what a grouped GEMM takes."""
+    """The cumulative end row of each expert, as a grouped GEMM takes it."""
     row_slot_R: torch.Tensor
-    """Flat slot ``token * K + slot`` of each row, -1 past the last row."""
+    """The flat slot ``token * K + slot`` of each row, -1 past the last row."""
     slot_row_TK: torch.Tensor
-    """Row of each slot, -1 where the slot has no expert or no row."""
+    """The row of each slot, -1 where the slot has no expert or no row."""
 
 
 def expert_indices(
@@ -72,30 +72,20 @@ def expert_indices(
     backend: Backend = "auto",
     *,
     num_rows: int | None = None,
-    check: bool = False,
 ) -> ExpertIndices:
-    """Index maps of ``topk_ids_TK`` (int32 or int64, -1: no expert) over ``num_experts``.
+    """Make the index maps of ``topk_ids_TK`` (int32 or int64, -1: no expert) over ``num_experts``.
 
     Args:
         num_rows: R, at most T * K (None: that). Rows past it are dropped, see above.
-        check: look for ids outside ``[-1, num_experts)`` first. For debugging: it waits for the
-            device and breaks the compiled graph.
 
     Raises:
-        ValueError: a wrong shape or dtype, or, with ``check``, an id out of range.
+        ValueError: for a wrong shape or dtype, or more than T * K rows.
     """
     if topk_ids_TK.dim() != 2 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"expert_indices: ids were given as {topk_ids_TK.dtype} {tuple(topk_ids_TK.shape)}; it "
             "takes int32 or int64 [T, K]"
         )
-    if check and topk_ids_TK.numel():
-        low, high = (int(x) for x in topk_ids_TK.aminmax())
-        if low < -1 or high >= num_experts:
-            raise ValueError(
-                f"expert_indices: ids were given in [{low}, {high}]; with {num_experts} experts it "
-                f"takes -1 (no expert) to {num_experts - 1}"
-            )
     if not use_fast(backend, topk_ids_TK):
         return expert_indices_reference(topk_ids_TK, num_experts, num_rows)
     rows = topk_ids_TK.numel() if num_rows is None else num_rows
@@ -105,7 +95,7 @@ def expert_indices(
 def expert_indices_reference(
     topk_ids_TK: torch.Tensor, num_experts: int, num_rows: int | None = None
 ) -> ExpertIndices:
-    """:func:`expert_indices` by one stable sort."""
+    """Compute :func:`expert_indices` by one stable sort."""
     ids_N = topk_ids_TK.reshape(-1)
     rows = ids_N.numel() if num_rows is None else num_rows
     # "No expert" sorts behind every expert.
@@ -120,7 +110,7 @@ def expert_indices_reference(
     return ExpertIndices(
         counts_E=starts.diff().int(),
         offsets_E=starts[1:].clamp(max=rows).int(),
-        # Not a slice: the compiler could not say how long that is, with a size it does not know.
+        # Not a slice, whose length the compiler could not tell for a size it does not know.
         row_slot_R=row_slot_N.narrow(0, 0, rows),
         slot_row_TK=torch.where(has_row_N, slot_row_N, -1).int().view_as(topk_ids_TK),
     )
@@ -137,7 +127,7 @@ def _expert_indices(
         )
     outputs = _empty_indices(ids_TK, num_experts, num_rows)
     slots, width = ids_TK.numel(), triton.next_power_of_2(num_experts)
-    # Two at least: a program's start, reading the counts, costs more than a tile.
+    # At least two tiles: reading the counts at a program's start costs more than a tile.
     tiles = max(2, triton.cdiv(triton.cdiv(slots, _TILE), _MAX_PROGRAMS))
     programs = max(1, triton.cdiv(slots, tiles * _TILE))
     counts = ids_TK.new_empty(programs, num_experts, dtype=torch.int32)
@@ -159,13 +149,13 @@ def _empty_indices(
 
 
 _expert_indices.register_fake(_empty_indices)
-# And what sorts rows in the reference.
+# The sort is what orders rows in the reference.
 worth_saving("routing", torch.ops.moetrain.expert_indices.default, torch.ops.aten.sort.stable)
 
 
 @triton.jit
 def _load_ids(ids, slot, slots, E):
-    """The ids of some slots, -1 past the last slot and for what is no expert."""
+    """The ids of some slots, -1 past the last slot and for ids outside 0..E-1."""
     expert = tl.load(ids + slot, slot < slots, other=-1).to(tl.int32)
     return tl.where((expert >= 0) & (expert < E), expert, -1)
 
@@ -238,12 +228,12 @@ _COLUMNS, _ROW_WARPS = 1024, 2  # columns a program copies or sums, measured on 
 def permute(
     x_TD: torch.Tensor, weights_TK: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``x_RD`` and their routing weights ``weights_R``, sorted by expert, dtypes unchanged.
+    """Copy tokens and routing weights to rows ``x_RD``, ``weights_R`` sorted by expert.
 
-    Differentiable in both; a token's gradient is the fp32 sum over its rows, rounded once.
+    It is differentiable in both; a token's gradient is the fp32 sum over its rows, rounded once.
 
     Raises:
-        ValueError: shapes that do not belong together, or an ``x_TD`` that is not contiguous.
+        ValueError: for shapes that do not fit together, or an ``x_TD`` that is not contiguous.
     """
     if weights_TK.shape != indices.slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
         raise ValueError(
@@ -260,7 +250,7 @@ def permute(
 def permute_reference(
     x_TD: torch.Tensor, weights_TK: torch.Tensor, indices: ExpertIndices
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`permute` by indexing; unused rows are zeros."""
+    """Compute :func:`permute` by indexing; unused rows are zeros."""
     used_R = indices.row_slot_R >= 0
     slot_R = indices.row_slot_R.clamp(min=0)
     weights_R = torch.where(used_R, weights_TK.reshape(-1)[slot_R], 0)
@@ -270,10 +260,11 @@ def permute_reference(
 def permute_tokens(
     x_TD: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Rows ``x_RD`` sorted by expert, in any dtype; floating ones are differentiable as above.
+    """Copy tokens to rows ``x_RD`` sorted by expert, in any dtype; differentiable as above.
 
     Raises:
-        ValueError: another number of tokens than the indices', or ``x_TD`` is not contiguous.
+        ValueError: for another number of tokens than the indices', or if ``x_TD`` is not
+            contiguous.
     """
     if x_TD.dim() != 2 or x_TD.shape[0] != indices.slot_row_TK.shape[0]:
         raise ValueError(
@@ -287,7 +278,7 @@ def permute_tokens(
 
 
 def permute_tokens_reference(x_TD: torch.Tensor, indices: ExpertIndices) -> torch.Tensor:
-    """:func:`permute_tokens` by indexing; unused rows are zeros."""
+    """Compute :func:`permute_tokens` by indexing; unused rows are zeros."""
     used_R = indices.row_slot_R >= 0
     token_R = indices.row_slot_R.clamp(min=0) // indices.slot_row_TK.shape[1]
     # where, not a product: the gradient of an unused row may hold NaN.
@@ -297,10 +288,10 @@ def permute_tokens_reference(x_TD: torch.Tensor, indices: ExpertIndices) -> torc
 def unpermute(
     y_RD: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """``y_TD``: each token's rows summed in fp32 and rounded once to ``y_RD``'s dtype.
+    """Sum each token's rows in fp32, rounded once to ``y_RD``'s dtype: ``y_TD``.
 
     Raises:
-        ValueError: a number of rows other than the indices', or ``y_RD`` is not contiguous.
+        ValueError: for another number of rows than the indices', or if ``y_RD`` is not contiguous.
     """
     if y_RD.dim() != 2 or y_RD.shape[0] != indices.row_slot_R.shape[0]:
         raise ValueError(
@@ -314,8 +305,8 @@ def unpermute(
 
 
 def unpermute_reference(y_RD: torch.Tensor, indices: ExpertIndices) -> torch.Tensor:
-    """:func:`unpermute` by indexing."""
-    # An absent row, -1, is the last one: zeros.
+    """Compute :func:`unpermute` by indexing."""
+    # -1, an absent row, indexes the last row, which is zeros.
     rows_TKD = F.pad(y_RD, (0, 0, 0, 1))[indices.slot_row_TK]
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     return rows_TKD.sum(1, dtype=wide).to(y_RD.dtype)
@@ -407,7 +398,7 @@ _unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summe
 def rows_of(
     x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`permute` within an op: no autograd, contiguous inputs that belong together."""
+    """Permute as :func:`permute` within an op: unchecked contiguous inputs, no autograd."""
     x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
     copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
     return x_RD, weights_R
@@ -420,7 +411,7 @@ def copy_to_rows(
     weights_TK: torch.Tensor | None = None,
     weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Write each token, and its slots' weights, to its rows."""
+    """Write each token, and the weights of its slots, to its rows."""
     (tokens, slots), width = slot_row_TK.shape, x_TD.shape[1]
     grid = (tokens, triton.cdiv(width, _COLUMNS))
     _copy_kernel[grid](
@@ -435,7 +426,7 @@ def sum_rows(
     weights_R: torch.Tensor | None = None,
     weights_TK: torch.Tensor | None = None,
 ) -> None:
-    """Sum each token's rows, in slot order, and fetch its slots' weights."""
+    """Sum each token's rows in slot order, and fetch the weights of its slots."""
     (tokens, slots), width = slot_row_TK.shape, x_TD.shape[1]
     grid = (tokens, triton.cdiv(width, _COLUMNS))
     _sum_kernel[grid](

@@ -1,6 +1,6 @@
-"""The Triton kernels of router.py, apart from it for length; the maths and the legend stand there.
+"""The Triton kernels of ``router.py``, in their own file for length; its docstring has the maths.
 
-They know nothing of torch: router.py checks, allocates and launches.
+They know nothing of torch: ``router.py`` checks, allocates and launches.
 """
 
 # Triton's language is not Python to a type checker.

@@ -1,4 +1,4 @@
-"""Linear cross-entropy: hidden states and the vocabulary matrix to losses, never holding [T, V].
+"""Linear cross-entropy: losses from hidden states and the vocabulary matrix without logits [T, V].
 
     logits = h @ w^T / temperature      lse = logsumexp(logits)      loss = lse - logits[target]
     p = exp(logits - lse)               mean = sum(p * logits)       entropy = lse - mean
@@ -11,15 +11,15 @@ Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary
 Worked example, V=2, temperature 1: logits [0, ln 3] and target 1 give lse = ln 4, p = [1/4, 3/4],
 loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
 
-Two forms. :func:`linear_cross_entropy` gives each token's loss, lse and entropy, with gradients of
-all three (post-training wants log-probabilities, which are -loss). What comes back for a token is
-known only in the backward, so that multiplies h by w again: four matrix products.
+:func:`linear_cross_entropy` gives each token's loss, lse and entropy, with gradients of all three
+(post-training needs log-probabilities, which are -loss). A token's upstream gradient is known only
+in the backward, which therefore multiplies h by w again: four matrix products.
 :func:`linear_cross_entropy_sum` gives one weighted sum, so it knows every gradient up to one factor
-while the probabilities are at hand: three matrix products, the gradients of h and w are made in the
-forward, and the backward multiplies them by the upstream scalar. The trainer uses this one.
+while the probabilities are at hand: the forward makes the gradients of h and w, and the backward
+multiplies them by the upstream scalar: three matrix products. Training uses this one.
 
-Both walk the tokens in chunks, which vocabulary_chunk.py does. The gradient of w is rounded once a
-chunk. Left out: a gradient of the sum's weights, and label smoothing.
+Both walk the tokens in chunks (``vocabulary_chunk.py``). The gradient of w is rounded once a chunk.
+Left out: a gradient of the sum's weights, and label smoothing.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -42,7 +42,7 @@ _SCALE_BLOCK = 4096
 
 
 class TokenLosses(NamedTuple):
-    """Per-token results, fp32; zero where the target is the ignored index."""
+    """Results of each token in fp32; zero where the target is the ignored index."""
 
     loss_T: torch.Tensor
     """Cross-entropy in nats, the negative log-probability of the target; differentiable."""
@@ -53,10 +53,10 @@ class TokenLosses(NamedTuple):
 
 
 class SummedLoss(NamedTuple):
-    """One differentiable sum, and the per-token numbers behind it, which have no gradient."""
+    """A differentiable sum, and the results of each token, which have no gradient."""
 
     total: torch.Tensor
-    """fp32 scalar: sum over tokens of weight * loss; differentiable."""
+    """The sum over tokens of weight * loss, an fp32 scalar; differentiable."""
     loss_T: torch.Tensor
     lse_T: torch.Tensor
     entropy_T: torch.Tensor
@@ -71,20 +71,19 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
-    check: bool = False,
 ) -> TokenLosses:
-    """Losses of ``targets_T`` (int64) under ``softmax(h @ w^T / temperature)``.
+    """Compute the losses of ``targets_T`` (int64) under ``softmax(h @ w^T / temperature)``.
+
+    Targets are in ``[0, V)`` or the ignored index; others are not noticed.
 
     Args:
         h_TD: bf16 or fp32, as ``w_VD``; both differentiable.
         chunk_elements: size of the logits held at once; smaller takes less memory and more time.
-        check: look for targets outside ``[0, V)`` first. For debugging: it waits for the device
-            and breaks the compiled graph.
 
     Raises:
-        ValueError: shapes, dtypes or values other than these.
+        ValueError: for other shapes, dtypes or temperatures.
     """
-    _check(h_TD, w_VD, targets_T, temperature, ignore_index if check else None)
+    _check(h_TD, w_VD, targets_T, temperature)
     if not use_fast(backend, h_TD):
         return linear_cross_entropy_reference(
             h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
@@ -105,15 +104,14 @@ def linear_cross_entropy_sum(
     temperature: float = 1.0,
     chunk_elements: int = CHUNK_ELEMENTS,
     backend: Backend = "auto",
-    check: bool = False,
 ) -> SummedLoss:
-    """``sum(weights * loss)`` over tokens, cheaper than the per-token form.
+    """Compute ``sum(weights * loss)`` over tokens, cheaper than :func:`linear_cross_entropy`.
 
     Args:
         weights_T: fp32, no gradient; None: ones. A factor known beforehand (1 / number of tokens)
             belongs here: one applied to the result rounds the gradients a second time.
 
-    The rest is as in :func:`linear_cross_entropy`.
+    The other arguments are those of :func:`linear_cross_entropy`.
     """
     if weights_T is not None and weights_T.shape != targets_T.shape:
         raise ValueError(
@@ -130,10 +128,9 @@ def linear_cross_entropy_sum(
             temperature=temperature,
             chunk_elements=chunk_elements,
             backend=backend,
-            check=check,
         )
         return _sum_losses(losses, weights_T)
-    _check(h_TD, w_VD, targets_T, temperature, ignore_index if check else None)
+    _check(h_TD, w_VD, targets_T, temperature)
     check_fast(h_TD, w_VD)
     if weights_T is None:
         weights_T = torch.ones_like(targets_T, dtype=torch.float32)
@@ -154,9 +151,9 @@ def linear_cross_entropy_reference(
     ignore_index: int = -100,
     temperature: float = 1.0,
 ) -> TokenLosses:
-    """:func:`linear_cross_entropy` with the logits held whole, softmax in fp32."""
+    """Compute :func:`linear_cross_entropy` from logits held whole, the softmax in fp32."""
     wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as all others have it
+    logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as in the kernels
     valid_T = targets_T != ignore_index
     target_T = torch.where(valid_T, targets_T, 0)
     lse_T = logits_TV.logsumexp(-1)
@@ -175,7 +172,7 @@ def linear_cross_entropy_sum_reference(
     ignore_index: int = -100,
     temperature: float = 1.0,
 ) -> SummedLoss:
-    """:func:`linear_cross_entropy_sum` from the reference's per-token losses."""
+    """Compute :func:`linear_cross_entropy_sum` from the reference's losses."""
     losses = linear_cross_entropy_reference(
         h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
     )
@@ -192,7 +189,6 @@ def _check(
     w_VD: torch.Tensor,
     targets_T: torch.Tensor,
     temperature: float,
-    checked_ignore_index: int | None,
 ) -> None:
     if h_TD.dim() != 2 or w_VD.dim() != 2 or h_TD.shape[1] != w_VD.shape[1]:
         raise ValueError(
@@ -206,17 +202,10 @@ def _check(
         )
     if temperature <= 0:
         raise ValueError(f"linear_cross_entropy: temperature is {temperature}; it takes > 0")
-    if checked_ignore_index is not None:
-        used = targets_T[targets_T != checked_ignore_index]
-        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < w_VD.shape[0]:
-            raise ValueError(
-                f"linear_cross_entropy: targets are in [{int(used.min())}, {int(used.max())}]; it "
-                f"takes 0 to {w_VD.shape[0] - 1}, or the ignored {checked_ignore_index}"
-            )
 
 
 def check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
-    """ValueError for what the fast path cannot take."""
+    """Raise ValueError for dtypes or strides that the fast path does not take."""
     if h_TD.dtype != w_VD.dtype or h_TD.dtype not in TILES:
         raise ValueError(
             f"linear_cross_entropy: h is {h_TD.dtype} and w {w_VD.dtype}; the fast path takes both "
@@ -277,7 +266,7 @@ def _summed_loss(
     chunk_elements: int,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, loss, lse, mean) and the gradients of total in h and w ([0]: it is not trained)."""
+    """(total, loss, lse, mean) and the gradients of total in h and w (w's empty if not trained)."""
     grads, how = LossGrads(weights_T.contiguous()), (scale, chunk_elements)
     stats, grad_h_TD, grad_w_VD = loss_gradients(
         h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained
@@ -289,7 +278,7 @@ def _summed_loss(
 
 @torch.library.custom_op("moetrain::scale", mutates_args=())
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``x * factor`` with an fp32 scalar; torch would first round the factor to x's dtype."""
+    """Return ``x * factor`` for an fp32 scalar, which torch would first round to x's dtype."""
     out = torch.empty_like(x)
     if x.numel():
         grid = (triton.cdiv(x.numel(), _SCALE_BLOCK),)

@@ -1,12 +1,12 @@
-"""The choice of the next token: head, softmax and sampling in one, no logits stored.
+"""Sampling of the next token: head, softmax and draw in one, without storing logits.
 
     chosen = argmax over v of  logit[v] / temperature + noise[v]     (no noise at temperature 0)
 
 Gumbel noise makes that a draw from the softmax (the Gumbel-max trick). The noise is a hash of a key
-and the token id, ``-log(-log u)`` with one of 2^23 equally likely u in (0, 1), so it is nobody's
-state. It lies between -2.82 and 16.64, so a score of -inf stays -inf. The log-probability is that
-of the loss (:mod:`moetrain.kernels.loss.linear_cross_entropy`) at a temperature that each row has
-for it, with the loss's bits on the same device.
+and the token id, ``-log(-log u)`` with one of 2^23 equally likely u in (0, 1), so no generator has
+a state. It lies between -2.82 and 16.64, so a score of -inf stays -inf. The log-probability is that
+of the loss (:mod:`moetrain.kernels.loss.linear_cross_entropy`) at a temperature of each row's own,
+with the loss's bits on the same device.
 
 Legend: N rows, D width, V vocabulary.
 """
@@ -32,13 +32,13 @@ def sample_tokens(
     known: int,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's token (int64) and its log-probability (fp32), without gradient.
+    """Sample each row's token (int64) and return its log-probability (fp32), without gradient.
 
     Args:
-        keys_N: int32, any bits.
+        keys_N: int32, any bits; they determine the noise.
         inverse_temperatures_N: fp32; 0 stands for temperature 0, the likeliest token.
         scales_N: fp32, above 0: 1 / the temperature of the log-probability.
-        known: tokens from this one on are never chosen.
+        known: tokens from this id on are never chosen.
     """
     rows = keys_N, inverse_temperatures_N, scales_N
     if use_fast(backend, h_ND):
@@ -55,43 +55,36 @@ def sample_tokens_reference(
     scales_N: torch.Tensor,
     known: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`sample_tokens` with the logits held whole."""
+    """Compute :func:`sample_tokens` from logits held whole."""
     logits_NV = (h_ND @ w_VD.T).float()
     chosen_N = gumbel_argmax(logits_NV[:, :known], gumbel(keys_N, known), inverse_temperatures_N)
-    return chosen_N, log_probability(logits_NV, chosen_N, scales_N)
-
-
-def log_probability(
-    logits_NV: torch.Tensor, chosen_N: torch.Tensor, scales_N: torch.Tensor
-) -> torch.Tensor:
-    """Of each row's token under ``softmax(logits * scale)``, [N]."""
     scaled_NV = logits_NV * scales_N[:, None]
-    return scaled_NV.gather(1, chosen_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
+    return chosen_N, scaled_NV.gather(1, chosen_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
 
 
 def gumbel_argmax(
     logits_NV: torch.Tensor, noise_NV: torch.Tensor, inverse_temperatures_N: torch.Tensor
 ) -> torch.Tensor:
-    """The largest score's token of each row."""
+    """Return each row's token with the largest score."""
     inverse_N1 = inverse_temperatures_N[:, None]
     scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
     return scores_NV.argmax(-1)
 
 
 def gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The noise [N, V], fp32."""
+    """Return the noise [N, V] in fp32."""
     keys_N1 = (keys_N.long() & MASK)[:, None]
     ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
     return noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
 
 
 def noise_of(bits: torch.Tensor) -> torch.Tensor:
-    """The noise, fp32, that 32 random bits (int64, not negative) stand for."""
+    """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
     return -(-uniform_of(bits).log()).log()
 
 
 def uniform_of(bits: torch.Tensor) -> torch.Tensor:
-    """The middle, fp32, of that one of 2^23 equal parts of (0, 1) that 32 random bits name.
+    """Map 32 random bits to the middle, in fp32, of one of 2^23 equal parts of (0, 1).
 
     Every middle has 24 binary digits, as many as fp32 keeps. Of 2^24 parts the middles would have
     25: fp32 rounds the last one to 1, and its noise would be infinite.
@@ -100,7 +93,7 @@ def uniform_of(bits: torch.Tensor) -> torch.Tensor:
 
 
 def mix(x: Words) -> Words:
-    """The finalizer of MurmurHash3 of (int64) numbers of 32 bits; what products overflow is cut."""
+    """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
     return x ^ (x >> 16)

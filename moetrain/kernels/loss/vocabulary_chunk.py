@@ -1,19 +1,18 @@
-"""Tokens against (a part of) the vocabulary, in chunks: what linear_cross_entropy.py is made of.
+"""A chunk of tokens against (a part of) the vocabulary: the parts of ``linear_cross_entropy.py``.
 
-Two calls a chunk. :func:`chunk_stats` multiplies h by w^T and gives each token's (lse, target
-logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean = sum(p * logits);
-asked to, it also leaves exp(logit - largest logit of the row's tile). :func:`chunk_logit_grads`
-turns those exponentials, in place, into the gradient of the logits.
+Each chunk takes two calls. ``_chunk_stats`` multiplies h by w^T and gives each token's (lse, target
+logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean = sum(p * logits); it
+can also leave exp(logit - largest logit of the row's tile). ``_chunk_logit_grads`` turns those
+exponentials, in place, into the gradient of the logits.
 
-Logits themselves are never stored. What is stored in bf16 is each exponential, rounded relative to
-itself, where rounding a logit of 20 can move its p by 6%; maxima and sums are fp32. With logits of
-standard deviation 4, gradients measured 2.2e-3 off fp32's (2-norms); from bf16 logits, 6.7e-3.
+Logits themselves are never stored. Each exponential is stored in bf16, rounded relative to itself,
+where rounding a logit of 20 can move its p by 6%; maxima and sums are fp32. With logits of standard
+deviation 4, gradients measured 2.2e-3 off fp32's (2-norms); from bf16 logits, 6.7e-3.
 
-:func:`token_stats` and :func:`loss_gradients` walk all tokens; the products with the logits'
-gradients are cuBLAS's. Between the two calls fits a vocabulary split over ranks: a target outside
-[0, V) has no logit here, and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit
-= the sum of both, mean = sum of exp(lse_i - lse) * mean_i. The second call then takes the joined
-lse and mean.
+:func:`token_stats` and :func:`loss_gradients` walk all tokens; cuBLAS multiplies the logits'
+gradients. A vocabulary split over ranks fits between the two calls: a target outside [0, V) has no
+logit here, and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum of
+both, mean = sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and mean.
 
 Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles.
 
@@ -39,7 +38,7 @@ ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copie
 CHUNK_ELEMENTS = 4096 * 151_936
 
 
-class VocabTile(NamedTuple):
+class _VocabTile(NamedTuple):
     """Launch settings of the product kernel."""
 
     tokens: int
@@ -51,14 +50,14 @@ class VocabTile(NamedTuple):
 
 # bf16 on one H200: the fastest of those tried, 3.7 ms for 4096 tokens x 2048 x 151,936 (LOG.md).
 TILES = {
-    torch.bfloat16: VocabTile(256, 128, 64, num_warps=8, num_stages=3),
+    torch.bfloat16: _VocabTile(256, 128, 64, num_warps=8, num_stages=3),
     # For tests: a small tile, which compiles fast.
-    torch.float32: VocabTile(64, 64, 32, num_warps=4, num_stages=2),
+    torch.float32: _VocabTile(64, 64, 32, num_warps=4, num_stages=2),
 }
-# For the choice of tokens, few at a time: 0.2 ms for 64, 0.45 for 256. A row's tile is as wide as
-# above, and each of its warps has whole rows, so that a row's sums are added up as there.
+# For sampling, where rows are few: 0.2 ms for 64, 0.45 for 256. A row's tile is as wide as above,
+# and each of its warps has whole rows, so that a row's sums are added up in the same order.
 _SAMPLING_TILES = {
-    torch.bfloat16: VocabTile(64, 128, 64, num_warps=4, num_stages=4),
+    torch.bfloat16: _VocabTile(64, 128, 64, num_warps=4, num_stages=4),
     torch.float32: TILES[torch.float32],
 }
 _STATS_TOKENS, _STATS_TILES = 8, 256  # what a program of the stats kernel reads at once
@@ -69,7 +68,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class ChunkStats(NamedTuple):
-    """Of each token's scaled logits over the vocabulary that ``w`` holds, fp32."""
+    """Statistics of each token's scaled logits over the vocabulary that ``w`` holds, fp32."""
 
     lse_C: torch.Tensor
     target_logit_C: torch.Tensor
@@ -78,14 +77,14 @@ class ChunkStats(NamedTuple):
 
 
 class LossGrads(NamedTuple):
-    """Upstream gradients of per-token results, fp32; None: zeros."""
+    """Upstream gradients of each token's results, fp32; None stands for zeros."""
 
     loss_C: torch.Tensor
     lse_C: torch.Tensor | None = None
     mean_C: torch.Tensor | None = None
 
 
-def chunk_stats(
+def _chunk_stats(
     h_CD: torch.Tensor,
     w_VD: torch.Tensor,
     targets_C: torch.Tensor,
@@ -93,7 +92,7 @@ def chunk_stats(
     stats: ChunkStats,
     exps_CV: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Fill ``stats`` and, unless None, ``exps_CV``; gives the tiles' largest logits / ln 2, [N, C].
+    """Fill ``stats`` and, unless None, ``exps_CV``; return tiles' largest logits / ln 2, [N, C].
 
     ``h`` and ``w`` are contiguous, all rows aligned to 16 bytes; ``stats.target_logit_C`` starts
     as zeros; ``targets_C`` is int64; ``scale`` is positive.
@@ -118,7 +117,7 @@ def chunk_stats(
     return largest_NC
 
 
-def chunk_logit_grads(
+def _chunk_logit_grads(
     exps_CV: torch.Tensor,
     largest_NC: torch.Tensor,
     targets_C: torch.Tensor,
@@ -126,10 +125,10 @@ def chunk_logit_grads(
     grads: LossGrads,
     scale: float,
 ) -> None:
-    """Turn ``exps_CV`` into the gradient of ``h @ w^T``.
+    """Turn ``exps_CV`` into the gradient in ``h @ w^T``, without reading the target logits.
 
-    Of what: the sum of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``. The target
-    logits are not read.
+    The function differentiated is the sum of
+    ``grads.loss * loss + grads.lse * lse + grads.mean * mean``.
     """
     (C, V), tile_columns = exps_CV.shape, TILES[exps_CV.dtype].columns
     _logit_grad_kernel[(C, triton.cdiv(V, tile_columns * _GRAD_TILES))](
@@ -146,10 +145,10 @@ def sample_chunk(
     scales_N: torch.Tensor,
     known: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token of the largest score, int64, and its log-probability: with the bits of the loss
-    whose logits are multiplied by the row's scale.
+    """Return each row's token with the largest score (int64), and its log-probability.
 
-    The fast path of :func:`moetrain.kernels.loss.sampling.sample_tokens`, not an op.
+    The log-probability has the bits of a loss whose logits are multiplied by the row's scale. It is
+    the fast path of :func:`moetrain.kernels.loss.sampling.sample_tokens`, not an op.
     """
     (C, D), V, tile = h_ND.shape, w_VD.shape[0], _SAMPLING_TILES[h_ND.dtype]
     N = triton.cdiv(V, tile.columns)
@@ -184,9 +183,9 @@ def _empty_stats(h_TD: torch.Tensor) -> ChunkStats:
 
 
 def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice]:
-    """Equal runs of tokens, each of at most about ``chunk_elements`` logits, in whole tiles.
+    """Cut the tokens into equal runs of whole tiles, of some ``chunk_elements`` logits at most.
 
-    ``columns``: the logits of a token that the plan is made for.
+    Each token counts for ``columns`` logits.
     """
     T, multiple = h_TD.shape[0], TILES[h_TD.dtype].tokens
     num_chunks = max(1, triton.cdiv(T * columns, chunk_elements))
@@ -201,11 +200,11 @@ def token_stats(
     scale: float,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> ChunkStats:
-    """Every token's logits over the vocabulary that ``w`` holds; the fast path, not an op."""
+    """Compute the statistics of all tokens over the vocabulary in ``w``: a fast path, not an op."""
     stats = _empty_stats(h_TD)
     for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
         stats_C = ChunkStats(*(x[c] for x in stats))
-        chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, None)
+        _chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, None)
     return stats
 
 
@@ -221,13 +220,13 @@ def loss_gradients(
     *,
     is_trained: bool = True,
 ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor]:
-    """The stats of every token and the gradients of h and w ([0], unless ``is_trained``); the fast
-    path, not an op.
+    """Compute all tokens' statistics and the gradients of h and w: a fast path, not an op.
 
-    ``join`` turns a chunk's stats over the vocabulary that ``w`` holds into those over the whole
-    vocabulary, in place, where others hold the rest of it; h's gradient is then ``w``'s part. It is
-    called once a chunk: where it is collective all must cut alike, by the same ``columns`` (the
-    most rows of the matrix that any of them holds; None: ``w``'s own).
+    The gradient of w is empty, unless ``is_trained``. Where ranks share the vocabulary, ``join``
+    turns a chunk's statistics over ``w``'s part into those over the whole vocabulary, in place; h's
+    gradient is then that of ``w``'s part. ``join`` is called once a chunk: if it is collective, all
+    ranks must cut alike, by the same ``columns`` (the most rows of the matrix that any rank holds;
+    None: ``w``'s own).
     """
     V = w_VD.shape[0]
     chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
@@ -242,11 +241,11 @@ def loss_gradients(
         chunk_CV = buffer_CV[: c.stop - c.start]
         stats_C = ChunkStats(*(x[c] for x in stats))
         grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
-        largest_NC = chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, chunk_CV)
+        largest_NC = _chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, chunk_CV)
         join(stats_C)
-        chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
+        _chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
         torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
-        if is_trained:  # a beta of 0 ignores what the first chunk finds there
+        if is_trained:  # for the first chunk beta is 0: the buffer is uninitialised
             grad_w_VD.addmm_(chunk_CV.T, h_TD[c], beta=min(c.start, 1))
     return stats, grad_h_TD, grad_w_VD
 
@@ -328,13 +327,13 @@ def gumbel(key, token):
 
 @triton.jit
 def noise_of(bits):
-    """As :func:`moetrain.kernels.loss.sampling.noise_of`, of uint32."""
+    """:func:`moetrain.kernels.loss.sampling.noise_of` of uint32."""
     return -tl.log(-tl.log(uniform_of(bits)))
 
 
 @triton.jit
 def uniform_of(bits):
-    """As :func:`moetrain.kernels.loss.sampling.uniform_of`, with its bits, of uint32."""
+    """:func:`moetrain.kernels.loss.sampling.uniform_of` of uint32, with the same bits."""
     return ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
 
 

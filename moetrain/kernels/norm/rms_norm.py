@@ -1,17 +1,17 @@
-"""RMS norm, alone or of a sum (arXiv 1910.07467), and its gradients in one pass.
+"""RMS norm, alone or of a sum (arXiv 1910.07467), with its gradients in one pass.
 
     r = 1 / rms(x)    n = x * r    y = round(n) * w
     dn = dy * w       dx = r * (dn - n * mean(dn * n))      dw = sum over rows of dy * round(n)
 
-:func:`rms_norm` is one op. The compiler would fuse a norm into its neighbours, and round elsewhere
-in every graph; an op takes its inputs as they lie in memory and rounds where the formula says, in
-training as in generation: its rows have the same bits anywhere. :func:`add_rms_norm` is
-``s = round(x + y)`` and the norm of ``s`` in one pass. Where bits may differ,
-:func:`fusible_rms_norm` leaves the forward to the compiler.
+:func:`rms_norm` is one op. The compiler would fuse a norm into its neighbours, and round at other
+places in every graph; an op reads its inputs from memory and rounds where the formula says, in
+training as in generation, so a row has the same bits anywhere. :func:`add_rms_norm` is
+``s = round(x + y)`` and the norm of ``s`` in one pass. :func:`fusible_rms_norm` leaves the forward
+to the compiler, where bits may differ.
 
-The gradients are an op for all of them. ``dw`` is a sum over rows where ``dx`` needs sums over
-columns: a compiler makes two kernels of that, and both read ``dy`` and ``x``. Here a program
-takes every P-th row, and adds up its ``dw`` in registers.
+One op makes the gradients of all of them. ``dw`` is a sum over rows, where ``dx`` needs sums over
+columns: a compiler makes two kernels of that, and both read ``dy`` and ``x``. Here each of P
+programs takes every P-th row and adds up its ``dw`` in registers.
 
 Legend: N rows, D width, P programs of the backward.
 """
@@ -28,10 +28,10 @@ from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, us
 def rms_norm(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """``x`` [..., D] normalised in fp32, rounded to its dtype, times ``weight`` in its dtype.
+    """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it.
 
     Raises:
-        ValueError: a weight of another width, or not contiguous.
+        ValueError: for a weight of another width, or one that is not contiguous.
     """
     _check("rms_norm", x, x, weight_D)
     if not use_fast(backend, x):
@@ -40,7 +40,7 @@ def rms_norm(
 
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """:func:`rms_norm` in plain torch."""
+    """Compute :func:`rms_norm` in plain torch."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_D.to(x.dtype) * wide.to(x.dtype)
@@ -49,10 +49,10 @@ def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
 def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype.
+    """Return ``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype.
 
     Raises:
-        ValueError: they have not, or a weight of another width, or not contiguous.
+        ValueError: for other shapes or dtypes, or a weight that is not contiguous.
     """
     _check("add_rms_norm", x, y, weight_D)
     if not use_fast(backend, x):
@@ -63,7 +63,7 @@ def add_rms_norm(
 def add_rms_norm_reference(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`add_rms_norm` in plain torch."""
+    """Compute :func:`add_rms_norm` in plain torch."""
     s = x + y
     return s, rms_norm_reference(s, weight_D, eps)
 
@@ -71,10 +71,10 @@ def add_rms_norm_reference(
 def fusible_rms_norm(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` and its :func:`rms_norm`, in plain torch, for a compiler to fuse with what is around.
+    """Return ``x`` and its :func:`rms_norm` in plain torch, which the compiler fuses.
 
-    Who goes on with this ``x`` lets what it is used for beside the norm add to its gradient where
-    that is made.
+    Use the returned ``x`` from here on: the gradients of its other uses are then added in the
+    kernel that makes the norm's.
     """
     _check("fusible_rms_norm", x, x, weight_D)
     if not use_fast(backend, x):
@@ -148,25 +148,20 @@ def _norm_kernel(x_ptr, y_ptr, w_ptr, s_ptr, out_ptr, eps, D: tl.constexpr, BLOC
     tl.store(out_ptr + at, w * n.to(dtype).to(tl.float32), mask=mask)
 
 
-def norm_gradients(
+def _gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight_D: torch.Tensor,
     eps: float,
     ds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of ``x``, with ``ds`` added to it, and of ``weight``, in their dtypes.
-
-    Args:
-        dy: [..., D], of the norm of ``x``.
-        ds: of ``x`` itself, from where else it is used.
-    """
+    """Return the gradients of ``x``, with ``ds`` from its other uses, and of ``weight``."""
     beside = None if ds is None else ds.contiguous()
     return _norm_gradients(dy.contiguous(), x.contiguous(), weight_D, eps, beside)
 
 
 _PROGRAMS = 528
-"""Of a backward, at most: four for each of an H200's multiprocessors, and as many on any other."""
+"""Programs of a backward at most: four for each of an H200's multiprocessors."""
 
 
 @torch.library.custom_op("moetrain::norm_gradients", mutates_args=())
@@ -218,14 +213,14 @@ def _norm_gradients_kernel(
 
 
 class _FusibleNorm(torch.autograd.Function):
-    """``x`` as it is, and its norm in plain torch; the gradients of both are one."""
+    """``x`` unchanged and its norm in plain torch, whose gradients one kernel makes."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight_D)
-        ctx.set_materialize_grads(False)  # nobody may go on with x
+        ctx.set_materialize_grads(False)  # x may have no other use
         ctx.eps = eps
         return x.view_as(x), rms_norm_reference(x, weight_D, eps)
 
@@ -234,7 +229,7 @@ class _FusibleNorm(torch.autograd.Function):
         (ds, dy), (x, weight_D) = grads, ctx.saved_tensors
         if dy is None:
             return ds, None, None
-        return *norm_gradients(dy, x, weight_D, ctx.eps, ds), None
+        return *_gradients(dy, x, weight_D, ctx.eps, ds), None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -244,7 +239,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight_D = ctx.saved_tensors
-    return *norm_gradients(dy, x, weight_D, ctx.eps), None
+    return *_gradients(dy, x, weight_D, ctx.eps), None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -256,7 +251,7 @@ def _differentiate_sum(
     ctx: Any, ds: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     s, weight_D = ctx.saved_tensors
-    d_sum, dw = norm_gradients(dy, s, weight_D, ctx.eps, ds)
+    d_sum, dw = _gradients(dy, s, weight_D, ctx.eps, ds)
     return d_sum, d_sum, dw, None
 
 

@@ -1,12 +1,12 @@
-"""Rotary positions of queries and keys, normalised first where a model does that: one op.
+"""Rotary positions of queries and keys, with their norm where a model has one: one op.
 
     n = rms_norm(x), or x     y[i] = n[i] c - n[i + d/2] s     y[i + d/2] = n[i + d/2] c + n[i] s
 
-A head turns by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded once.
-One op so that its bits do not depend on what the compiler would fuse it with; where they may
-(``fusible``), the forward is the compiler's. The gradients are one op for both, as in
+A head is rotated by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded
+once. It is one op so that its bits do not depend on what the compiler would fuse it with; where
+they may (``fusible``), the forward is the compiler's. One op makes all gradients, as in
 :mod:`moetrain.kernels.norm.rms_norm`: the weight's is a sum over all tokens and heads, the others'
-over each head. With ``dy`` turned back by the same angles they are a norm's.
+over each head. ``dy`` rotated back by the same angles is the upstream gradient of the norm.
 
 Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S; N is T/S;
 P programs of the backward.
@@ -23,7 +23,7 @@ import torch
 from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast
 from moetrain.kernels.norm.rms_norm import rms_norm_reference
 
-_HEADS = 8  # heads of one token that a program turns
+_HEADS = 8  # heads of one token that a program rotates
 
 
 def rotary(
@@ -36,16 +36,16 @@ def rotary(
     *,
     fusible: bool = False,
 ) -> torch.Tensor:
-    """[T, H, d], contiguous, in ``x``'s dtype.
+    """Normalise and rotate heads: [T, H, d], contiguous, in ``x``'s dtype.
 
     Args:
         x_THd: each token's numbers lie together; tokens may lie apart.
         cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
-        weight_d: of the norm, contiguous; None: there is none.
-        fusible: the forward is plain torch, for a compiler to fuse with what is around it.
+        weight_d: the norm's weight, contiguous; None: no norm.
+        fusible: run the forward in plain torch, which the compiler fuses with its neighbours.
 
     Raises:
-        ValueError: shapes or strides other than these.
+        ValueError: for other shapes or strides.
     """
     _check(x_THd, cos_Sd, sin_Sd, weight_d)
     if not use_fast(backend, x_THd):
@@ -77,7 +77,7 @@ def rotary_reference(
     weight_d: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """:func:`rotary` in plain torch."""
+    """Compute :func:`rotary` in plain torch."""
     return _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
 
 
@@ -88,7 +88,7 @@ def _turned(
     weight_d: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """[N, S, H, d], a tensor that has no other name."""
+    """Return [N, S, H, d], a tensor without an alias (see :class:`_FusibleRotary`)."""
     n_THd = x_THd if weight_d is None else rms_norm_reference(x_THd, weight_d, eps)
     wide = n_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
     T, S = x_THd.shape[0], cos_Sd.shape[0]
@@ -150,12 +150,12 @@ def _rotary_kernel(
 
 
 def _with_whole_tokens(x_THd: torch.Tensor) -> torch.Tensor:
-    """``x``, in which each token's numbers lie together."""
+    """Return ``x``, copied unless each token's numbers lie together."""
     return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
 
 
 _PROGRAMS = 1056
-"""Of a backward, at most: eight for each of an H200's multiprocessors, and as many on any other."""
+"""Programs of a backward at most: eight for each of an H200's multiprocessors."""
 
 
 @torch.library.custom_op("moetrain::rotary_gradients", mutates_args=())
@@ -167,7 +167,7 @@ def _rotary_gradients(
     weight_d: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``x`` and the weight (if there is none, [0]; then ``x`` is not needed either)."""
+    """The gradients of ``x`` and of the weight (empty without one, when ``x`` may be None)."""
     (T, H, d), heads = dy_THd.shape, min(_HEADS, triton.next_power_of_2(dy_THd.shape[1]))
     dy_THd, dx_THd = _with_whole_tokens(dy_THd), dy_THd.new_empty(T, H, d)
     x_THd = dy_THd if x_THd is None else _with_whole_tokens(x_THd)
@@ -239,7 +239,7 @@ def _rotary_gradients_kernel(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x_THd, cos_Sd, sin_Sd, weight_d, ctx.eps = inputs
     ctx.has_weight = weight_d is not None
-    # What a norm is differentiated by; without one nothing but the angles is needed.
+    # A norm's backward needs its input and weight; without one the angles suffice.
     ctx.save_for_backward(cos_Sd, sin_Sd, *((x_THd, weight_d) if ctx.has_weight else ()))
 
 
@@ -256,8 +256,8 @@ _rotary.register_autograd(_differentiate, setup_context=_save)
 class _FusibleRotary(torch.autograd.Function):
     """The reference, with the gradients of the op.
 
-    What it gives must have no other name in the forward, as a view or a cast to its own dtype has:
-    compiled by torch 2.11, that one gets the gradient, and this gets zeros.
+    The result must have no alias in the forward, such as a view or a cast to its own dtype:
+    compiled by torch 2.11, the alias gets the gradient, and the result gets zeros.
     """
 
     @staticmethod

@@ -1,19 +1,20 @@
-"""AdamW (arXiv 1711.05101) of one flat shard in one pass, and the copy that is computed with.
+"""AdamW (arXiv 1711.05101) of one flat shard in one pass, with the copy in the compute dtype.
 
     g = gradient * clip                     m <- beta1 m + (1 - beta1) g
     v <- beta2 v + (1 - beta2) g^2          p <- p - decay p - step_size m / (root sqrt(v) + eps)
     out = p in the compute dtype            (decay = lr * weight_decay, 0 where a block has none)
 
-Memory is all it waits for: a parameter's 28 bytes with fp32 moments (20 with bf16), and 2 for the
-copy, which saves reading it again; gradients in bf16 save 2. What changes from step to step is read
-on the device (:func:`adamw_rates`), the decision to skip too: then the copy alone is written.
+Memory bandwidth alone limits it: a parameter's 28 bytes with fp32 moments (20 with bf16), and 2 for
+the copy, which saves reading it again; gradients in bf16 save 2. The kernel reads what changes from
+step to step on the device (:func:`adamw_rates`), the decision to skip included: then it writes the
+copy alone.
 
-bf16 moments are rounded stochastically: up or down with the probabilities that make the mean
-exact, since a second moment at beta2 0.95 would else never see what is below 1/256 of it. The 16
-random bits that a moment takes are Philox's (Salmon et al. 2011, ten rounds) of the seed, the step
-and the number's place, four numbers a call: a rerun repeats them, and so does another layout that
-gives a number the same place. Worked example: 1 + 2^-9 (a quarter of the way to the next bf16
-number, 1 + 2^-7) becomes 1 + 2^-7 for one in four values of the bits.
+bf16 moments are rounded stochastically: up or down with the probabilities that make the mean exact,
+since a second moment at beta2 0.95 would otherwise lose all that is below 1/256 of it. The 16
+random bits of a moment are Philox's (Salmon et al. 2011, ten rounds) of the seed, the step and the
+number's place, four numbers a call: a rerun repeats them, and so does another layout that gives a
+number the same place. Worked example: 1 + 2^-9 (a quarter of the way to the next bf16 number,
+1 + 2^-7) becomes 1 + 2^-7 for one in four values of the bits.
 
 Left out on purpose: gradients (it runs after the backward), AMSGrad, masters in other than fp32.
 
@@ -30,19 +31,20 @@ import torch
 
 from moetrain.kernels.backend import Backend, tl, triton, use_fast
 
-BLOCK, WARPS = 1024, 4  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
-GRADIENT_DTYPES = STATE_DTYPES = (torch.float32, torch.bfloat16)
-OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 1024  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
+_WARPS = 4
+_STATE_DTYPES = (torch.float32, torch.bfloat16)  # of gradients and of moments
+_OUT_DTYPES = (*_STATE_DTYPES, torch.float16)
 
 
 class Settings(NamedTuple):
-    """What stays the same all through a run."""
+    """The settings of AdamW that stay the same throughout a run."""
 
     beta1: float
     beta2: float
     eps: float
     seed: int
-    """Of random bits; at least 0."""
+    """The seed of the random bits of stochastic rounding, at least 0."""
 
 
 def adamw_rates(
@@ -53,12 +55,12 @@ def adamw_rates(
     weight_decay: float,
     settings: Settings,
 ) -> torch.Tensor:
-    """What one step needs in all buckets: ``rates_S``, fp32 [6], on the device.
+    """Compute the rates of one step for all buckets: ``rates_S``, fp32 [6], on the device.
 
     Args:
-        steps: how many there were with this one (0-d).
-        clip: gradients are multiplied by it (0-d).
-        skipped: whether the step changes nothing (0-d).
+        steps: the number of steps, this one included (0-d).
+        clip: the factor of the gradients (0-d).
+        skipped: true if the step changes nothing (0-d).
     """
     t = steps.double()
     corrections = [1 - settings.beta1**t, 1 - settings.beta2**t]
@@ -85,20 +87,20 @@ def adamw(
         param_N: fp32, contiguous.
         grad_N: fp32 or bf16, contiguous.
         avg_N, avg_sq_N: the moments, contiguous, both fp32 or both bf16.
-        rates_S: of :func:`adamw_rates`.
+        rates_S: made by :func:`adamw_rates`.
         decays_B: uint8, 1 where weight decay applies.
-        origins_B: int64, the place of each block's first number, of which random bits are made;
-            with bf16 moments, and with those alone.
-        out_N: contiguous, of any float dtype: what the parameters are then, rounded to nearest.
+        origins_B: int64, the place of each block's first number, which determines its random bits;
+            with bf16 moments alone.
+        out_N: contiguous, of any float dtype: the new parameters, rounded to nearest.
 
     Raises:
-        ValueError: shapes, dtypes or strides other than these.
+        ValueError: for other shapes, dtypes or strides.
     """
     flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
     _check(flat if out_N is None else flat | {"out": out_N}, decays_B, origins_B)
     tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B)
     if use_fast(backend, param_N):
-        # torch 2.11 takes nothing but tensors where an op writes.
+        # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
         _adamw(*tensors, origins_B, out_N, *settings)
         return
@@ -114,7 +116,7 @@ def _check(
 ) -> None:
     shape, state = flat["param"].shape, flat["avg"].dtype
     blocks = -(-shape.numel() // BLOCK)
-    takes = {"grad": GRADIENT_DTYPES, "avg": STATE_DTYPES, "avg_sq": (state,), "out": OUT_DTYPES}
+    takes = {"grad": _STATE_DTYPES, "avg": _STATE_DTYPES, "avg_sq": (state,), "out": _OUT_DTYPES}
     for name, tensor in flat.items():
         dtypes = takes.get(name, (torch.float32,))
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
@@ -145,7 +147,7 @@ def adamw_reference(
     settings: Settings,
     origins_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`adamw` leaves in ``param_N``, ``avg_N``, ``avg_sq_N``, which stay as they are."""
+    """Return what :func:`adamw` writes to ``param_N``, ``avg_N``, ``avg_sq_N``, in new tensors."""
     clip, decay, size, root, skipped, step = rates_S.unbind()
     g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))
     g_N = g_N * clip
@@ -165,13 +167,13 @@ def adamw_reference(
 
 
 def _round_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16 by 16 random bits."""
+    """Round fp32 to bf16 by 16 random bits."""
     bits_N = x_N.view(torch.int32) + noise_N.to(torch.int32)
     return (bits_N & -65536).view(torch.float32).bfloat16()
 
 
 def _philox_reference(origins_B: torch.Tensor, step: torch.Tensor, seed: int) -> torch.Tensor:
-    """32 random bits (int64) for each number of the blocks."""
+    """Return 32 random bits (int64) for each number of the blocks."""
     mask = 0xFFFFFFFF
     groups = origins_B[:, None] // 4 + torch.arange(BLOCK // 4, device=origins_B.device)
     c0, c1 = groups & mask, (groups >> 32) & mask
@@ -201,7 +203,7 @@ def _adamw(
     eps: float,
     seed: int,
 ) -> None:
-    """``out_N``: of no elements where nobody wants it."""
+    """Update in place; an empty ``out_N`` stands for none."""
     size = param_N.numel()
     if not size:
         return
@@ -209,7 +211,7 @@ def _adamw(
     tensors = (*written, rates_S, decays_B, origins_B)
     betas = (beta1, 1 - beta1, beta2, 1 - beta2)
     grid = (triton.cdiv(size, BLOCK),)
-    _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=WARPS)
+    _adamw_kernel[grid](*tensors, size, *betas, eps, seed, BLOCK, num_warps=_WARPS)
 
 
 @_adamw.register_fake
@@ -245,7 +247,7 @@ def _adamw_kernel(
         m = beta1 * tl.load(avg + at, mask, 0.0).to(tl.float32) + rest1 * g
         v = beta2 * tl.load(avg_sq + at, mask, 0.0).to(tl.float32) + rest2 * g * g
         p -= tl.load(rates + 1) * tl.load(decays + block).to(tl.float32) * p
-        # As torch rounds them; the plain ones are approximate.
+        # The division and root that round as torch's do; the plain ones are approximate.
         p -= tl.div_rn(tl.load(rates + 2) * m, tl.sqrt_rn(v) * tl.load(rates + 3) + eps)
         tl.store(param + at, p, mask)
         if origins is not None:

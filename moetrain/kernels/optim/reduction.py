@@ -6,16 +6,16 @@ Each rank sends its bf16 contribution once (an all-to-all), and the receiver add
 rank order in fp32: no partial sum is ever rounded to bf16, unlike in a ring, and the result does
 not depend on timing. Worked example: chunks [[1], [2]], out [10] accumulating: [13].
 
-While the sums are there, their squares are added up too, block by block, so that the norm of a
-gradient is a sum of few numbers, in a fixed order, and nobody reads the gradient for it.
+The kernel also adds up the squares of the sums, block by block, so that the norm of a gradient is a
+sum of few numbers in a fixed order, and takes no pass over the gradient.
 
-What is stored may be bf16 (``optim.gradient_dtype``): the sum is rounded once, to nearest, and the
-squares are those of what is stored. Worked example: chunks [[1], [2^-9]], out [2^-8] in bf16,
-accumulating: 1 + 3 * 2^-9, of which 1 + 2^-7 is stored.
+The result may be stored in bf16 (``optim.gradient_dtype``): the sum is rounded once, to nearest,
+and the squares are those of the stored numbers. Worked example: chunks [[1], [2^-9]], out [2^-8] in
+bf16, accumulating: 1 + 3 * 2^-9, stored as 1 + 2^-7.
 
-It leaves out the collective, which is ``parallel``'s, and gradients: it runs inside a backward.
+It leaves out the collective, which is in ``parallel``, and gradients: it runs inside a backward.
 
-Legend: R chunks (ranks), N elements a chunk, B blocks of :data:`BLOCK` elements.
+Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from moetrain.kernels.backend import Backend, tl, triton, use_fast
 
 # Launch settings, measured on one H200.
-BLOCK, WARPS = 1024, 4
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ADDED_TO = DTYPES[:2]
-"""What a sum may be added to."""
+_BLOCK, _WARPS = 1024, 4
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SUM_DTYPES = _DTYPES[:2]
+"""The dtypes of tensors that a sum may be added to."""
 
 
 def sum_chunks(
@@ -42,20 +42,20 @@ def sum_chunks(
     own_N: torch.Tensor | None = None,
     own: int = -1,
 ) -> torch.Tensor:
-    """The fp32 sum over R, in ``out_N`` (None: a new tensor), which is returned.
+    """Write the fp32 sum over R to ``out_N`` (None: a new tensor) and return it.
 
     Args:
-        chunks_RN: bf16, fp16 or fp32, contiguous, R at least 1. Fast where N is a multiple of 16:
-            the rows of others are not aligned for 16-byte loads.
-        out_N: contiguous, written in place; fp32, or what the sum is rounded to (the cast of one
-            chunk, at the speed of memory).
-        accumulate: add, in fp32, what ``out_N`` (fp32 or bf16) holds instead of overwriting it.
-        squares_B: fp32, contiguous: gets each block's sum of squares of what ``out_N`` is then.
-        own_N, own: the chunk ``own``, contiguous, which is read from here, not from ``chunks_RN``:
-            a rank's own did not travel.
+        chunks_RN: bf16, fp16 or fp32, contiguous, R at least 1. It is fast where N is a multiple of
+            16: other rows are not aligned for 16-byte loads.
+        out_N: contiguous, written in place; fp32, or the dtype that the sum is rounded to (of one
+            chunk: its cast, at the speed of memory).
+        accumulate: add, in fp32, to the contents of ``out_N`` (fp32 or bf16).
+        squares_B: fp32, contiguous: receives each block's sum of squares of the new ``out_N``.
+        own_N, own: chunk ``own``, contiguous, is read from ``own_N`` and not from ``chunks_RN``,
+            because a rank's own chunk did not travel.
 
     Raises:
-        ValueError: shapes, dtypes or strides other than these, or ``accumulate`` without ``out_N``.
+        ValueError: for other shapes, dtypes or strides, or ``accumulate`` without ``out_N``.
     """
     if chunks_RN.dim() != 2 or not chunks_RN.shape[0] or not chunks_RN.is_contiguous():
         raise ValueError(
@@ -67,7 +67,7 @@ def sum_chunks(
             raise ValueError("sum_chunks: accumulate was given without out_N; it takes both")
         out_N = chunks_RN.new_empty(chunks_RN.shape[1], dtype=torch.float32)
     fits = out_N.shape == chunks_RN.shape[1:] and out_N.is_contiguous()
-    if not fits or out_N.dtype not in (ADDED_TO if accumulate else DTYPES):
+    if not fits or out_N.dtype not in (_SUM_DTYPES if accumulate else _DTYPES):
         raise ValueError(
             f"sum_chunks: out was given as {out_N.dtype} {tuple(out_N.shape)} with strides "
             f"{out_N.stride()}; with chunks of {tuple(chunks_RN.shape)} it takes a contiguous "
@@ -89,7 +89,7 @@ def sum_chunks(
                 f"{tuple(chunks_RN.shape)}, contiguous"
             )
     if use_fast(backend, chunks_RN):
-        # torch 2.11 takes nothing but tensors where an op writes.
+        # In torch 2.11 an argument that an op writes must be a tensor.
         none = out_N.new_empty(0, dtype=torch.float32)
         squares_B = none if squares_B is None else squares_B
         _sum_chunks(out_N, chunks_RN, accumulate, squares_B, own_N, own)
@@ -101,15 +101,15 @@ def sum_chunks(
 
 
 def num_blocks(size: int) -> int:
-    """Of :data:`BLOCK` elements, the last with fewer."""
-    return -(-size // BLOCK)
+    """Return the number of blocks of ``size`` elements; the last may have fewer."""
+    return -(-size // _BLOCK)
 
 
 def block_squares(x_N: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each block, in fp32 or wider, in plain torch."""
-    padding = num_blocks(x_N.numel()) * BLOCK - x_N.numel()
+    """Compute the sum of squares of each block in plain torch, in fp32 or wider."""
+    padding = num_blocks(x_N.numel()) * _BLOCK - x_N.numel()
     wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
-    return F.pad(wide_N, (0, padding)).view(-1, BLOCK).square().sum(1)
+    return F.pad(wide_N, (0, padding)).view(-1, _BLOCK).square().sum(1)
 
 
 def sum_chunks_reference(
@@ -119,7 +119,7 @@ def sum_chunks_reference(
     own_N: torch.Tensor | None = None,
     own: int = -1,
 ) -> torch.Tensor:
-    """:func:`sum_chunks` in plain torch; leaves ``out_N`` as it is."""
+    """Compute :func:`sum_chunks` in plain torch; ``out_N`` is not written."""
     wide = torch.promote_types(chunks_RN.dtype, torch.float32)
     sum_N = torch.zeros(chunks_RN.shape[1], dtype=wide, device=chunks_RN.device)
     for i, chunk_N in enumerate(chunks_RN):
@@ -136,12 +136,12 @@ def _sum_chunks(
     own_N: torch.Tensor | None,
     own: int,
 ) -> None:
-    """``squares_B``: of no elements where nobody wants them."""
+    """Write the sum in place; an empty ``squares_B`` stands for none."""
     chunks, size = chunks_RN.shape
     grid = (num_blocks(size),)
     tensors = (out_N, chunks_RN, squares_B if squares_B.numel() else None, own_N)
     own = -1 if own_N is None else own
-    _sum_kernel[grid](*tensors, size, chunks, own, accumulate, BLOCK, num_warps=WARPS)
+    _sum_kernel[grid](*tensors, size, chunks, own, accumulate, _BLOCK, num_warps=_WARPS)
 
 
 @_sum_chunks.register_fake
