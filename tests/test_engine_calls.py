@@ -15,7 +15,7 @@ from test_engine import make_batches, make_engine, objective_of, weights_of
 
 from moetrain.parallel.offload import activations as activation_offload
 from moetrain.parallel.offload.arena import OffloadedError
-from moetrain.train.engine import OFFLOADED
+from moetrain.train.state import OFFLOADED
 
 MICRO = 2
 LR = 1e-3

@@ -28,9 +28,9 @@ from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.shard import _chosen
 from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
-from moetrain.train.engine import OFFLOADED
 from moetrain.train.memory import estimate_memory
 from moetrain.train.setup import resolve_run
+from moetrain.train.state import OFFLOADED
 
 MICRO = 4
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+import traceback
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+from command_lines import settled
+
+from moetrain.cli.train import main
+from moetrain.kernels.experts import mlp
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,3 +55,24 @@ def test_the_environment_is_read_in_config_alone():
         if any(word in path.read_text() for word in ("os.environ[", "environ.get", "getenv"))
     }
     assert readers <= {"moetrain/config/environment.py"}
+
+
+def test_six_files_from_the_command_to_the_experts_product(tiny_words, monkeypatch, capsys):
+    """Six files lie between the command and the file of the product; this prints them."""
+    product, files = mlp.grouped_mm, []
+
+    def seen(*tensors):
+        for frame in traceback.extract_stack():
+            path = Path(frame.filename)
+            if path.is_relative_to(ROOT / "moetrain") and path not in files:
+                files.append(path)
+        return product(*tensors)
+
+    monkeypatch.setattr(mlp, "grouped_mm", seen)
+    words = ["train.steps=1", "train.eval_interval=0", "train.sample_tokens=0"]
+    assert main(settled([*tiny_words, "compile.enabled=no", *words])) == 0
+    names = [path.relative_to(ROOT / "moetrain").with_suffix("").as_posix() for path in files]
+    with capsys.disabled():
+        print("", *names, sep="\n  ")
+    assert (names[0], names[-1]) == ("cli/train", "kernels/experts/mlp")
+    assert len(names[1:-1]) <= 6, names

@@ -31,8 +31,7 @@ from moetrain.config import Config
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.world import World
-from moetrain.train.engine import Engine
-from moetrain.train.passes import Totals
+from moetrain.train.engine import Engine, Totals
 
 
 class Pending(NamedTuple):

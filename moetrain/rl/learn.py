@@ -44,7 +44,7 @@ def packed(engine: Engine, mine: Sequence[Sample], seq_len: int, rows: int) -> l
     """
     batches = pack(mine, seq_len, rows)
     most = max(gather(engine.world, len(batches)))
-    most += -most % engine.passes.batch_multiple
+    most += -most % engine.batch_multiple
     return batches if len(batches) == most else pack(mine, seq_len, rows, least=most)
 
 

@@ -109,7 +109,7 @@ def score(
 
     shapes = [(2, *batch.targets_BS.shape) for batch in batches]
     with engine.work(), torch.no_grad(), engine.exact_sizes():
-        found = engine.passes.collect(batches, finish, shapes)
+        found = engine.collect(batches, finish, shapes)
     return [TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
 
 

@@ -30,9 +30,8 @@ from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer, tokenizer_files
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.layout import TensorSlice
-from moetrain.train.engine import Engine
+from moetrain.train.engine import Engine, LateNumbers
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
-from moetrain.train.passes import LateNumbers
 from moetrain.train.profiling import Profile
 from moetrain.train.run_folder import (
     CHECKPOINTS,

@@ -20,10 +20,9 @@ from moetrain.data.packing import Dataset
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.optim.schedule import learning_rate
-from moetrain.train.engine import Engine
+from moetrain.train.engine import Engine, sequential
 from moetrain.train.metrics import plot_losses, routing_health
 from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
-from moetrain.train.passes import sequential
 from moetrain.train.run import GivenUp, Run
 
 _SAMPLER = "moetrain.rollout.sample"
@@ -103,7 +102,7 @@ class Trainer(Run[StepResult]):
             raise GivenUp
 
     def one_by_one(self, batches: Any, forward: Any, backward: Any) -> None:
-        """Run :func:`~moetrain.train.passes.sequential`, which a stop signal ends early."""
+        """Run :func:`~moetrain.train.engine.sequential`, which a stop signal ends early."""
 
         def forward_unless_stopped(batch: Any) -> torch.Tensor:
             self.give_up_if_stopped()
@@ -138,7 +137,7 @@ class Trainer(Run[StepResult]):
             **self.clock.take(),
             "skipped_steps": self.watch.total(),
         }
-        if self.engine.passes.static is not None:
+        if self.engine.static is not None:
             row["retried_steps"] = self.engine.retried_steps
         if result.routing is not None:
             routing = result.routing.map(self.world.sum)

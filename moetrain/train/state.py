@@ -1,0 +1,254 @@
+"""The state of a model in training: its weights and moments, spread over ranks.
+
+:class:`ModelState` builds them, reads and loads them in parts or whole, exports them, and moves
+them to host memory and back. How they are trained is :mod:`moetrain.train.engine`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from moetrain.config import Config, ConfigError
+from moetrain.models.architecture import Architecture
+from moetrain.models.families import find_family
+from moetrain.models.family import all_pieces
+from moetrain.models.hf.files import TokenizerFiles
+from moetrain.models.hf.peft import save_peft
+from moetrain.models.hf.save import (
+    DEFAULT_SHARD_BYTES,
+    ExportDtype,
+    ExportRank,
+    save_stream,
+    warn_about_router_bias,
+    what_does_not_fit,
+)
+from moetrain.models.lora import Adapter
+from moetrain.models.rules import ADAPTER, is_adapter
+from moetrain.models.transformer import build_model
+from moetrain.optim.adamw import build_optimizer, load_optimizer_state, optimizer_parts
+from moetrain.parallel.apply import load_whole_state, place_model
+from moetrain.parallel.fsdp.frozen import fingerprint
+from moetrain.parallel.layout import Sliceable, TensorSlice
+from moetrain.parallel.pipeline.stages import Stages
+from moetrain.parallel.world import World
+
+Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
+OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
+
+
+class ModelState:
+    """The weights of a model and the state of its optimizer, spread over the ranks of ``world``.
+
+    Every method is collective: all ranks call them in the same order.
+
+    Attributes:
+        model, fsdp, stages, optimizer: the model, how it is spread, and what updates it.
+        before_change: called before weights or moments change; whoever copies them in the
+            background sets it.
+    """
+
+    def __init__(self, config: Config, arch: Architecture, world: World) -> None:
+        """Build the model of ``arch`` with initial values, or those of ``model.path``.
+
+        Raises:
+            ConfigError: ``model.path`` cannot be loaded.
+        """
+        self.config, self.arch, self.world = config, arch, world
+        self.stages = Stages.of(config, arch, world.meshes, world.device)
+        self.model, self.fsdp = place_model(config, arch, world, self.stages)
+        self.optimizer = build_optimizer(self.fsdp, config.optim, config.train.seed)
+        arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
+        self._arenas = {arena.name: arena for arena in arenas}
+        self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.before_change: Callable[[], None] = lambda: None
+
+    def work(self) -> AbstractContextManager[None]:
+        """Allow calls of :attr:`model` while inside; its parameters must not change there.
+
+        Each method enters it by itself; around several it saves gathering parameters anew.
+        """
+        return self.fsdp.work()
+
+    def _forget(self) -> None:
+        """Forget the gradients of the step so far."""
+        self.fsdp.clear_gradients()
+
+    # ---- in parts and whole --------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, TensorSlice]]:
+        """Return groups ``model`` and ``optim``: this rank's own parts of tensors, not copied.
+
+        Gradients are not included, nor are weights that are not trained: those lie where they came
+        from, and :attr:`fingerprint` tells whether they are still the same.
+        """
+        self._need("weights", "moments")
+        self.fsdp.settle()
+        members, among = self.fsdp.members, self.stages.among
+        model = {
+            name: among(name, member.layout.part(member.local))
+            for name, member in members.items()
+            if member.rule.trainable
+        }
+        common = next(iter(members.values())).layout.common
+        model |= {name: among(name, common(x)) for name, x in self.model.named_buffers()}
+        return {"model": model, "optim": optimizer_parts(self.optimizer, members, self.stages)}
+
+    def load_state(self, groups: Mapping[str, Mapping[str, Sliceable]]) -> None:
+        """Load the groups of a :meth:`state` that ranks of any layout have saved. Collective.
+
+        Forgets the step's gradients.
+
+        Raises:
+            ConfigError: tensors of other names, shapes or dtypes.
+        """
+        self.fsdp.check_idle()
+        self._need("weights", "gradients", "moments")
+        self.fsdp.settle()
+        self.before_change()
+        self._forget()
+        if "model" in groups:
+            load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
+        if "optim" in groups:
+            members, optim = self.fsdp.members, groups["optim"]
+            load_optimizer_state(self.optimizer, members, self.stages, optim)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the weights that are not trained. Collective at its first use."""
+        self._need("weights")
+        return fingerprint(self.fsdp.members, self.stages, self.world)
+
+    @torch.no_grad()
+    def weights(
+        self, *, hf: bool = False, merged: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight whole, by name, on the device, one at a time, valid until a step.
+
+        They are fp32, and frozen ones in the dtype that they are stored in.
+
+        Args:
+            hf: use the names and pieces of Hugging Face's files, which hold no selection bias;
+                else ours, with buffers too.
+            merged: merge adapters into their weights, in fp32, and leave them out themselves;
+                always so with ``hf``.
+        """
+        table, merged = find_family(self.arch).hf.weight_map, merged or hf
+        for name, entry in self.stages.table.items():
+            if (entry.rule is None and hf) or (merged and is_adapter(name)):
+                continue
+            whole = self._whole(name)
+            if merged and (halves := self._adapter(name)) is not None:
+                whole = halves.merged(whole.float())
+            if hf:
+                for piece in all_pieces(table, {name: whole.shape}):
+                    yield piece.hf_name, whole[piece.place]
+            else:
+                yield name, whole
+
+    def _adapter(self, name: str) -> Adapter | None:
+        """Return the adapter of the weight ``name``, whole. Collective."""
+        halves = [name + half for half in ADAPTER]
+        if halves[0] not in self.stages.table:
+            return None
+        a, b = (self._whole(half) for half in halves)
+        return Adapter(a, b, self.config.lora.scale)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        self._need("weights")  # on every rank, whichever stage has it: else the others would wait
+        return self.stages.whole(self.stages.table[name], partial(self._whole_here, name)).detach()
+
+    def _whole_here(self, name: str) -> torch.Tensor:
+        """Return a tensor of this rank's stages, whole; collective over the ranks that have it."""
+        member = self.fsdp.members.get(name)
+        if member is None:
+            return self.model.get_buffer(name)
+        self.fsdp.settle()
+        return member.layout.whole(member.read().to(self.world.device))
+
+    @torch.no_grad()
+    def save_peft(self, folder: Path) -> None:
+        """Write the adapters in PEFT's format (:mod:`moetrain.models.hf.peft`). Collective."""
+        adapters = []
+        for name, entry in self.stages.table.items():
+            if (adapter := self._adapter(name)) is not None and self.world.is_main:
+                halves = (adapter.a.cpu(), adapter.b.cpu())
+                adapters.append((name, entry.shape, Adapter(*halves, adapter.scale)))
+        if self.world.is_main:
+            save_peft(folder, self.arch, self.config.lora, adapters, self.config.model.path)
+
+    def save_hf(
+        self,
+        folder: Path,
+        *,
+        dtype: ExportDtype = "auto",
+        tokenizer: TokenizerFiles | None = None,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ) -> None:
+        """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write."""
+        with torch.device("meta"):
+            whole = build_model(self.arch)
+        whole.source, world = self.model.source, self.world
+        self.fsdp.settle()
+        here = {name: member.read for name, member in self.fsdp.members.items()}
+        if unfit := world.any(what_does_not_fit(whole, here, dtype)):
+            raise ConfigError("checkpoint.hf_dtype", unfit)
+        if world.is_main:
+            warn_about_router_bias(self.model)
+        share = ExportRank(world.rank, world.size, world.barrier)
+        weights = self.weights(hf=True)
+        save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
+
+    # ---- in host memory ------------------------------------------------------------------------
+
+    def offload(self, *what: Offloaded) -> None:
+        """Move ``what`` to host memory, and free its memory on the device, until :meth:`reload`.
+
+        Tensors keep their identity, and on a GPU their addresses: parameters, moments and, with
+        several ranks, gradients come back to where they were. Until then methods that need them
+        raise :class:`~moetrain.parallel.offload.arena.OffloadedError`, and nobody else may touch
+        them. Host memory is kept for the next time.
+
+        Args:
+            what: everything, if nothing is named. Workspaces (gathered parameters) are only freed,
+                and come back with their next use.
+
+        Raises:
+            ValueError: a name is unknown.
+            RuntimeError: called within :meth:`work`.
+            RunFailed: the system does not provide enough pinned memory.
+        """
+        if odd := set(what) - set(OFFLOADED):
+            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
+        self.fsdp.check_idle()
+        if not self.fsdp.weights.is_away:  # else there was no step since
+            self.fsdp.settle()
+        self.before_change()
+        what = what or OFFLOADED
+        if "workspaces" in what:
+            self.fsdp.release()
+        for name, arena in self._arenas.items():
+            if name in what and not arena.is_away:
+                keep = name != "gradients" or self.fsdp.has_gradients
+                arena.offload(self._link, keep=keep)
+        if self._link is not None:
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Bring back what is offloaded; work on the device waits for the parts that it needs.
+
+        Raises:
+            torch.OutOfMemoryError: the memory is in use. Call this again once it is free.
+        """
+        for arena in self._arenas.values():  # in the order in which a step needs them
+            arena.reload(self._link)
+
+    def _need(self, *what: Offloaded) -> None:
+        """Raise OffloadedError unless all of ``what`` is on the device."""
+        for name in what:
+            self._arenas[name].need()
