@@ -55,15 +55,16 @@ def blocks(page):
 
 
 def commands(page):
-    """The words of every command in a page's ``sh`` blocks."""
-    for language, _, text in blocks(page):
-        if language == "sh":
-            for line in text.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                while words:
-                    end = words.index("&&") if "&&" in words else len(words)
-                    yield words[:end]
-                    words = words[end + 1 :]
+    """The words of every command in a page's ``sh`` blocks, and of those within sentences."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    inline = re.findall(r"`((?:python|torchrun) [^`]+)`", prose)
+    for text in (*inline, *(text for language, _, text in blocks(page) if language == "sh")):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words:
+                end = words.index("&&") if "&&" in words else len(words)
+                yield words[:end]
+                words = words[end + 1 :]
 
 
 COMMANDS = list(dict.fromkeys((page, tuple(words)) for page in PAGES for words in commands(page)))
@@ -152,7 +153,8 @@ def check_module(module, words, world):
 
 def check_run(program, words, world):
     """A run's command is read and planned for; one that is for GPUs, on H200s."""
-    if "--help" in words:
+    if {"--help", "--version"} & {*words}:
+        assert main(words, program) == 0
         return
     settings = [word for word in words if word != "--dry_run"]
     is_source = bool(settings) and not settings[0].startswith("--")
@@ -195,6 +197,7 @@ def check_script(path, words, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_some)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
     monkeypatch.setattr(sys, "argv", [path, *words])
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # as of a script that is run
     with pytest.raises(Parsed) as parsed:
         load_script(path).main()
     found, settings = parsed.value.args
