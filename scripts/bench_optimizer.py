@@ -19,8 +19,8 @@ import torch
 import triton
 
 from moetrain.kernels.optim.adamw import (
+    _WARPS,
     BLOCK,
-    WARPS,
     Settings,
     _adamw_kernel,
     adamw,
@@ -175,7 +175,7 @@ def sweep(bench: Bench) -> None:
                 block,
                 num_warps=warps,
             )
-            used = "*" if (block, warps) == (BLOCK, WARPS) else ""
+            used = "*" if (block, warps) == (BLOCK, _WARPS) else ""
             name = f"{_word(dtype)} moments, block {block}, warps {warps}"
             bench.time(f"{name}{used}", bytes_each, launch)
         del moments
