@@ -218,8 +218,8 @@ def test_the_compiler_is_there_when_ranks_have_met(monkeypatch, caplog):
         pass
     assert not caplog.text
     (modules,) = started
-    assert set(ahead.COMPILER) <= modules
-    monkeypatch.setattr(ahead, "COMPILER", ("no_such_compiler",))
+    assert set(ahead._COMPILER) <= modules
+    monkeypatch.setattr(ahead, "_COMPILER", ("no_such_compiler",))
     with ahead.compiler_started(torch.device("cpu")):
         pass
     assert "will start at its first use: No module named 'no_such_compiler'" in caplog.text

@@ -79,7 +79,7 @@ def test_cudnn_by_name_says_what_is_missing(monkeypatch):
         cudnn_attention.require(CPU, torch.float32, 64)
     with pytest.raises(ValueError, match="head width 20; it takes multiples of 8 to 256"):
         cudnn_attention.require(torch.device("cuda"), torch.bfloat16, 20)
-    monkeypatch.setattr(cudnn_attention, "INSTALLED", None)
+    monkeypatch.setattr(cudnn_attention, "_INSTALLED", None)
     with pytest.raises(ValueError, match=r"pip install moetrain\[gpu\]"):
         cudnn_attention.require(torch.device("cuda"), torch.bfloat16, 64)
 
@@ -88,7 +88,7 @@ def test_cudnn_by_name_says_what_is_missing(monkeypatch):
     ("version", "serves"), [("1.9.0", False), ("1.27.0", False), ("1.28.0", True), ("1.30", True)]
 )
 def test_versions_whose_gradients_are_wrong_are_not_used(version, serves, monkeypatch, caplog):
-    monkeypatch.setattr(cudnn_attention, "INSTALLED", version)
+    monkeypatch.setattr(cudnn_attention, "_INSTALLED", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cudnn_attention._warn_of_age.cache_clear()
     cuda = torch.device("cuda")
@@ -103,7 +103,7 @@ def test_versions_whose_gradients_are_wrong_are_not_used(version, serves, monkey
 def test_document_layout_pads_with_empty_documents(ends):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-    layout = cudnn_attention.document_layout(cu_seqlens, 16, 2**31, 24)
+    layout = cudnn_attention._document_layout(cu_seqlens, 16, 2**31, 24)
     padded = torch.tensor(ends + ends[-1:] * (17 - len(ends)), device=device)
     assert torch.equal(layout["lengths"], padded.diff().int())
     for name, elements in (("q_offsets", 2**31), ("kv_offsets", 24), ("lse_offsets", 1)):

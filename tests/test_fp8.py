@@ -20,7 +20,7 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.kernels.quant.e4m3 import LARGEST, quantise_columns, quantise_rows
+from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights
@@ -71,10 +71,10 @@ def test_every_number_is_within_half_a_step():
     x_RM = rows_of_all_sizes()
     quantised = quantise_rows(x_RM)
     values, scales = quantised.values.float(), quantised.scales[:, None]
-    assert values.abs().max() <= LARGEST
+    assert values.abs().max() <= _LARGEST
     mantissa, _ = torch.frexp(scales)
     assert (mantissa == 0.5).all()  # powers of two
-    assert (values.abs().amax(1) > LARGEST / 2 * (1 - HALF_STEP)).all()
+    assert (values.abs().amax(1) > _LARGEST / 2 * (1 - HALF_STEP)).all()
     half_step = torch.maximum(HALF_STEP * x_RM.abs(), 2.0**-10 * scales)
     assert ((values * scales - x_RM).abs() <= half_step).all()
 

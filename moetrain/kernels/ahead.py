@@ -37,7 +37,7 @@ logger = logging.getLogger("moetrain")
 _THREADS = 16
 """Threads of each process; they wait for compilers most of the time."""
 
-COMPILER = (  # with the modules that it imports at its first use
+_COMPILER = (  # with the modules that it imports at its first use
     "torch._dynamo.backends.inductor",
     "torch._functorch.partitioners",
     "networkx",
@@ -55,13 +55,13 @@ attention is not among them: rehearsals run it as ``exact`` alone, which is a ke
 
 _Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
-Launches = dict[Any, list[_Launch]]
+_Launches = dict[Any, list[_Launch]]
 """All launches, by kernel."""
 
 
-def launches_of(rehearsal: Callable[[], object]) -> Launches:
+def launches_of(rehearsal: Callable[[], object]) -> _Launches:
     """Run ``rehearsal`` on tensors without memory (a FakeTensorMode) and return its launches."""
-    found: Launches = {}
+    found: _Launches = {}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _caught(found),
@@ -73,7 +73,7 @@ def launches_of(rehearsal: Callable[[], object]) -> Launches:
 
 
 def compile_ahead(
-    launches: Launches, device: torch.device, rank: int = 0, size: int = 1
+    launches: _Launches, device: torch.device, rank: int = 0, size: int = 1
 ) -> list[Future[None]]:
     """Begin to compile ``launches`` for ``device`` in threads; failures are logged.
 
@@ -104,7 +104,7 @@ def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]]
 
 
 @contextmanager
-def _caught(found: Launches) -> Iterator[None]:
+def _caught(found: _Launches) -> Iterator[None]:
     """Collect launches on tensors without memory in ``found`` instead of running them."""
     kinds: Any = triton.runtime.jit.KernelInterface
     original = kinds.__getitem__
@@ -169,7 +169,7 @@ def _start_compiler(device: torch.device) -> None:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the current device is each thread's own
-        for name in COMPILER:
+        for name in _COMPILER:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()
     except Exception as error:  # noqa: BLE001 - it costs seconds alone

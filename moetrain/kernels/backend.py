@@ -1,4 +1,4 @@
-"""What all kernels share: Triton where it exists, the choice of an implementation, saved ops.
+"""The base of all kernels: Triton where it exists, the choice of an implementation, saved ops.
 
 Every kernel takes ``backend``: ``reference`` (plain torch, any device), ``triton`` (or fails), or
 ``auto`` (the fast path on CUDA, plain torch elsewhere). The choice is made here once, by the rule

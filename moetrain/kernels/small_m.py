@@ -228,7 +228,7 @@ def low_rank_products(
 def low_rank_products_reference(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`low_rank_products` in plain torch."""
+    """Compute :func:`low_rank_products` in plain torch."""
     return tuple(F.linear(x_TD, a) for a in weights)
 
 

@@ -51,12 +51,12 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
 
 
 def chosen(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    """Of what is by slot, those with an expert."""
+    """Keep the slots with an expert."""
     return x[inputs["indices"].slot_row_TK >= 0]
 
 
 def cost_of(case: Case, flops: float) -> tuple[Cost, Cost]:
-    """``flops``: of a multiply-add, but for weights' gradients, whose are 2; at bf16's rate."""
+    """Cost at bf16's rate; a multiply-add counts ``flops``, or 2 in weights' gradients."""
     tokens, dim, width = case["T"], case["D"], case["F"]
     rows = tokens * case["K"]
     forward = flops * 3 * rows * dim * width

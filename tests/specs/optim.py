@@ -50,7 +50,7 @@ def _adamw_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor,
 
 
 def _adamw_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """As :func:`_adamw_fast`, of what is as wide as its inputs."""
+    """Compute :func:`_adamw_fast` in the dtype of its inputs."""
     found = adamw_reference(**inputs)
     return *found, found[0]
 
@@ -128,7 +128,7 @@ def _reduction_reference(
     own_N: torch.Tensor | None,
     own: int,
 ) -> tuple[torch.Tensor, ...]:
-    """As :func:`_reduction_fast`, as wide as the inputs."""
+    """Compute :func:`_reduction_fast` in the dtype of its inputs."""
     sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own)
     return (sum_N,) if squares_B is None else (sum_N, block_squares(sum_N))
 

@@ -27,7 +27,6 @@ from moetrain.kernels.quant.products import (
     _linears_fp8,
     _linears_fp8_backward,
     linears_fp8,
-    linears_fp8_reference,
 )
 from specs.routing import CASES, INDEX_BENCH, token_inputs, used_rows
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal
@@ -236,7 +235,7 @@ _LINEAR_FP8_SPECS = (
     KernelSpec(
         name="linears_fp8",
         fast=lambda x_TD, **weights: linears_fp8(x_TD, _given(weights), "triton"),
-        reference=lambda x_TD, **weights: linears_fp8_reference(x_TD, _given(weights)),
+        reference=lambda x_TD, **weights: linears_fp8(x_TD, _given(weights), "reference"),
         make_inputs=_linear_fp8_inputs,
         cases=(
             {"T": 13, "D": 32, "N": (32, 16, 16)},

@@ -129,7 +129,7 @@ def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator
 
 
 def used_rows(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
-    """Of what is by row, those with a token."""
+    """Keep the rows with a token."""
     return x[inputs["indices"].row_slot_R >= 0]
 
 

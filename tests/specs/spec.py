@@ -1,4 +1,4 @@
-"""What a kernel promises, as data, and the one way to check it.
+"""The promises of a kernel as data, and the one way to check them.
 
 A :class:`KernelSpec` describes one function that a kernel file offers. The test suite and the
 benchmark walk the same specs and measure errors with the same :func:`relative_errors`, so they
@@ -26,7 +26,7 @@ class Cost:
     flops: float = 0.0
 
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
-        """The time no implementation beats on a device of these rates."""
+        """Return the time that no implementation beats on a device of these rates."""
         return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
 
 
@@ -36,7 +36,7 @@ class Bench:
 
     case: Case
     targets: Mapping[str, float] = field(default_factory=dict)
-    """What one H200 must reach, by metric: ``forward_ms``, ``backward_ms``, ``total_ms`` and
+    """Targets on one H200 by metric: ``forward_ms``, ``backward_ms``, ``total_ms`` and
     ``extra_gib`` at most; ``forward_fraction``, ``backward_fraction`` (of the floor) and
     ``total_tflops`` at least."""
     check_case: Case | None = None
@@ -46,7 +46,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel: its two implementations, how to call them, and what is promised."""
+    """One kernel: its two implementations, how to call them, and what they promise."""
 
     name: str
     fast: Callable[..., Any]
@@ -76,42 +76,45 @@ class KernelSpec:
     )
     """By input name: drops what is unspecified from its gradient."""
     cpu_dtypes: tuple[torch.dtype, ...] = ()
-    """Those of ``tolerance`` that the fast path takes on a CPU alone."""
+    """The dtypes of ``tolerance`` that the fast path takes on a CPU alone."""
     ops: tuple[Any, ...] = ()
     """The custom ops (``torch.library.CustomOpDef``), for ``torch.library.opcheck``."""
     bad_inputs: dict[str, Callable[[Inputs], Inputs]] = field(default_factory=dict)
-    """Text the ValueError must hold, to a change that makes the inputs of the first case bad."""
+    """Maps the text of a ValueError to a change of the first case's inputs that must raise it."""
 
 
 class Results(NamedTuple):
-    """What one forward and backward pass gave, unspecified parts dropped."""
+    """The results of one forward and backward pass, without unspecified parts."""
 
     outputs: tuple[torch.Tensor, ...]
     grads: dict[str, torch.Tensor]
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Every tensor by a name to print."""
+        """Return every tensor by a name to print."""
         outputs = {f"output {i}": x for i, x in enumerate(self.outputs)}
         return outputs | {f"gradient of {name}": x for name, x in self.grads.items()}
 
 
 def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """N(0, 1), fp32, on the generator's device."""
+    """Draw from N(0, 1), fp32, on the generator's device."""
     return torch.randn(*shape, device=generator.device, generator=generator)
 
 
 def uniform(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """As :func:`normal`, from [0, 1)."""
+    """Draw from [0, 1), fp32, on the generator's device."""
     return torch.rand(*shape, device=generator.device, generator=generator)
 
 
 def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """A kernel's return value as a plain tuple of tensors."""
+    """Return a kernel's return value as a plain tuple of tensors."""
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
 def with_grad(spec: KernelSpec, inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """Fresh leaves: floating tensors in ``dtype`` (None: their own), gradients on where checked."""
+    """Copy inputs to fresh leaves, floating ones in ``dtype`` (None: their own).
+
+    Those in ``spec.differentiable`` require gradients.
+    """
     leaves = {}
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
@@ -151,7 +154,7 @@ def relative_errors(
     implementation: Callable[..., Any] | None = None,
     wide: torch.dtype = torch.float64,
 ) -> dict[str, float]:
-    """The error of each output and gradient of ``implementation`` (None: ``spec.fast``).
+    """Return the error of each output and gradient of ``implementation`` (None: ``spec.fast``).
 
     The reference runs in ``wide`` on the same values; 2-norms over whole tensors. An integer
     output that differs counts as infinity.
@@ -165,9 +168,9 @@ def relative_errors(
 
 
 def rerun_differences(spec: KernelSpec, inputs: Inputs) -> list[str]:
-    """Names of the outputs and gradients of ``spec.fast`` that a second run does not repeat.
+    """Return the outputs and gradients of ``spec.fast`` that a second run does not repeat.
 
-    In torch's deterministic mode, which a kernel of a vendor's may need for it.
+    It runs in torch's deterministic mode, which a vendor's kernel may need for that.
     """
     leaves = with_grad(spec, inputs)
     torch.use_deterministic_algorithms(True, warn_only=True)

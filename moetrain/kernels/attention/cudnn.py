@@ -40,7 +40,7 @@ def _installed_version() -> str | None:
         return None
 
 
-INSTALLED = _installed_version()
+_INSTALLED = _installed_version()
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
 
@@ -55,9 +55,9 @@ _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths
 
 def runs(device: torch.device, dtype: torch.dtype | None) -> bool:
     """Return True if cuDNN's path takes ``dtype`` (None, unknown: no) on ``device`` (Hopper on)."""
-    if device.type != "cuda" or dtype not in _DTYPES or INSTALLED is None:
+    if device.type != "cuda" or dtype not in _DTYPES or _INSTALLED is None:
         return False
-    if _is_too_old(INSTALLED):
+    if _is_too_old(_INSTALLED):
         _warn_of_age()
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -73,7 +73,7 @@ def _warn_of_age() -> None:
         "kernels.attention: %s %s is not used: before %s its gradients are wrong; pip install "
         "'moetrain[gpu]' brings the right one",
         _PACKAGE,
-        INSTALLED,
+        _INSTALLED,
         ".".join(map(str, _OLDEST)),
     )
 
@@ -84,10 +84,10 @@ def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
         given, taken = f"{dtype} on {device}", "bf16 or fp16 on CUDA"
     elif head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_STEP:
         given, taken = f"head width {head_dim}", f"multiples of {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
-    elif INSTALLED is None:
+    elif _INSTALLED is None:
         given, taken = f"no package {_PACKAGE}", "it: pip install moetrain[gpu]"
-    elif _is_too_old(INSTALLED):
-        given = f"{_PACKAGE} {INSTALLED}, whose gradients are wrong"
+    elif _is_too_old(_INSTALLED):
+        given = f"{_PACKAGE} {_INSTALLED}, whose gradients are wrong"
         taken = "1.28 or later: pip install moetrain[gpu]"
     else:
         return
@@ -170,10 +170,10 @@ def _prepare(
     sizes = _GraphSizes(
         q_THd.device, q_THd.dtype, tokens, documents, length, heads, kv_heads, width, window
     )
-    return sizes, document_layout(cu_seqlens, documents, heads * width, kv_heads * width)
+    return sizes, _document_layout(cu_seqlens, documents, heads * width, kv_heads * width)
 
 
-def document_layout(
+def _document_layout(
     cu_seqlens: torch.Tensor, documents: int, q_elements: int, kv_elements: int
 ) -> dict[str, torch.Tensor]:
     """Compute each document's length and offsets in one launch, padded to ``documents``.

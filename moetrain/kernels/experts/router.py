@@ -43,7 +43,7 @@ from moetrain.kernels.experts.router_triton import (
     sum_programs_kernel,
 )
 
-MAX_EXPERTS = 512
+_MAX_EXPERTS = 512
 _MAX_K = 32
 # 16 tokens of 128 experts: 16 values a thread in every tile-sized variable. Measured on one H200.
 _TILE_ELEMENTS = 2048
@@ -212,10 +212,10 @@ def _check_fast(logits_TE: torch.Tensor, k: int, bias_E: torch.Tensor | None) ->
             f"router_topk: logits are {logits_TE.dtype} with strides {logits_TE.stride()}; the "
             "fast path takes float32 with contiguous rows"
         )
-    if logits_TE.shape[1] > MAX_EXPERTS or k > _MAX_K:
+    if logits_TE.shape[1] > _MAX_EXPERTS or k > _MAX_K:
         raise ValueError(
             f"router_topk: k is {k} of {logits_TE.shape[1]} experts; the fast path takes at most "
-            f"{_MAX_K} of {MAX_EXPERTS}"
+            f"{_MAX_K} of {_MAX_EXPERTS}"
         )
     if bias_E is not None and (bias_E.dtype != torch.float32 or not bias_E.is_contiguous()):
         raise ValueError(

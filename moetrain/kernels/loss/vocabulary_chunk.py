@@ -379,7 +379,7 @@ def _stats_kernel(
 def _best_kernel(
     score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
 ):
-    """Of a token's N tiles the one with the largest score (of several the first)."""
+    """Take the tile with the largest score of a token's N tiles (the first of equals)."""
     row, tile = tl.program_id(0), tl.arange(0, BLOCK)
     score = tl.load(score_ptr + tile * C + row, mask=tile < N, other=float("-inf"))
     best = tl.argmax(score, axis=0)

@@ -219,7 +219,7 @@ def _rotary_gradients_kernel(
                 x2 = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
                 squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
                 r = tl.rsqrt(squares / (2 * HALF) + eps)
-                r = tl.where(head < H, r, 0.0)[:, None]  # infinite where there is no head, nor eps
+                r = tl.where(head < H, r, 0.0)[:, None]  # infinite past the last head without eps
                 n1, n2 = x1 * r, x2 * r
                 dw1 += tl.sum(dx1 * n1.to(dtype).to(tl.float32), 0)
                 dw2 += tl.sum(dx2 * n2.to(dtype).to(tl.float32), 0)

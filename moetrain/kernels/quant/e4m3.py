@@ -39,10 +39,10 @@ import torch
 from moetrain.kernels.backend import INTERPRETED, Backend, require_contiguous, tl, triton, use_fast
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
+_LARGEST = 448.0  # the largest number in e4m3
 MULTIPLE = 16
 """Widths of products in e4m3 are multiples of this: rows are read through vectors of 16 bytes."""
-_TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # of what is transposed at once
+_TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # a tile that is transposed at once
 
 
 class Quantised(NamedTuple):
@@ -82,7 +82,7 @@ def quantise_rows_reference(x_XM: torch.Tensor) -> Quantised:
     field_X = ((amax_X.view(torch.int32) + 0x1FFFFF) >> 23).clamp(min=9)
     scales_X, inverse_X = ((x << 23).view(torch.float32) for x in (field_X - 8, 262 - field_X))
     values_XM = x_XM.detach().float() * inverse_X[..., None]
-    return Quantised(values_XM.clamp(-LARGEST, LARGEST).to(E4M3), scales_X)
+    return Quantised(values_XM.clamp(-_LARGEST, _LARGEST).to(E4M3), scales_X)
 
 
 def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantised:

@@ -46,7 +46,7 @@ def fp8_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def scaled_mm(a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype) -> torch.Tensor:
+def _scaled_mm(a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype) -> torch.Tensor:
     """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, with widths in 16s."""
     if not a_TM.values.is_cuda:
         return (a_TM.to(torch.float32) @ b_NM.to(torch.float32).t()).to(dtype)
@@ -104,13 +104,6 @@ def linears_fp8(
     return y_TN.split(sizes, dim=1)
 
 
-def linears_fp8_reference(
-    x_TD: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Compute :func:`linears_fp8` in plain torch."""
-    return linears_fp8(x_TD, weights, "reference")
-
-
 class _DenseProduct(torch.autograd.Function):
     """The reference's ``q(x) @ q(w)^T``, multiplied in ``x``'s dtype."""
 
@@ -130,7 +123,7 @@ class _DenseProduct(torch.autograd.Function):
 @torch.library.custom_op("moetrain::linears_fp8", mutates_args=())
 def _linears_fp8(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """The products side by side in one tensor [T, N]."""
-    return scaled_mm(
+    return _scaled_mm(
         quantise_rows(x_TD, "triton"), quantise_rows(_joined(weights), "triton"), x_TD.dtype
     )
 
@@ -151,7 +144,7 @@ def _linears_fp8_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of w (empty, unless ``is_trained``)."""
     w_DN = Quantised(*(x[0] for x in quantise_columns(w_ND[None], "triton")))
-    dx_TD = scaled_mm(quantise_rows(dy_TN, "triton"), w_DN, dy_TN.dtype)
+    dx_TD = _scaled_mm(quantise_rows(dy_TN, "triton"), w_DN, dy_TN.dtype)
     return dx_TD, dy_TN.t() @ x_TD if is_trained else dy_TN.new_empty(0)
 
 
