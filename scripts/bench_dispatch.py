@@ -23,10 +23,9 @@ import torch.distributed as dist
 from bench_train import commit
 
 from moetrain.config.compute import Precision
-from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.deepep_ops import disconnect
-from moetrain.parallel.expert.expert import Transport
+from moetrain.parallel.expert.dispatch import AllToAll, Transport
 
 TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8
 NUM_SMS = (16, 20, 24, 32, 48)

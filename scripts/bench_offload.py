@@ -34,7 +34,7 @@ from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
 from moetrain.optim.adamw import MOMENTS
 from moetrain.parallel.fsdp.mapped import forget_peak
-from moetrain.parallel.offload.pinned import HostMemory
+from moetrain.parallel.offload.arena import HostMemory
 from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib

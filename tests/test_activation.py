@@ -25,7 +25,7 @@ from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model, compile_blocks, set_recomputation
 from moetrain.parallel import apply
-from moetrain.parallel.expert import alltoall
+from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
 from moetrain.train.trainer import Trainer
 
@@ -190,7 +190,7 @@ def test_a_group_has_ops_once_what_runs_them_is_imported():
 from moetrain.kernels.backend import saved_ops
 import moetrain.models
 assert saved_ops(["dispatch"]) == saved_ops([])
-import moetrain.parallel.expert.alltoall
+import moetrain.parallel.expert.dispatch
 assert "moetrain::exchange_rows" in saved_ops(["dispatch"])
 import moetrain.parallel.expert.deepep_ops
 assert "moetrain::deepep_dispatch" in saved_ops(["dispatch"])
@@ -222,8 +222,8 @@ def train(words, steps=1):
 
 def count_exchanges(words):
     """How often rows or counts travelled between ranks in one step."""
-    exchange = Mock(wraps=alltoall.all_to_all_single)
-    with patch.object(alltoall, "all_to_all_single", exchange):
+    exchange = Mock(wraps=dispatch.all_to_all_single)
+    with patch.object(dispatch, "all_to_all_single", exchange):
         train(words)
     return exchange.call_count
 

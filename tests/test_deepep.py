@@ -40,10 +40,9 @@ from transports import (
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel.expert import deepep, deepep_ops
-from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, choose_transport, why_not
 from moetrain.parallel.expert.deepep_ops import disconnect
-from moetrain.parallel.expert.expert import ExpertParallelDispatcher
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.train import setup
 from moetrain.train.trainer import Trainer
 

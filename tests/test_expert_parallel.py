@@ -20,8 +20,7 @@ from moetrain.kernels.experts.router import Routed
 from moetrain.models.families import make_architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
-from moetrain.parallel.expert.alltoall import AllToAll
-from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Received
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
 
 # More choices of a token than ranks in a world of 2, fewer in one of 4.
 EXPERTS, TOP_K, WIDTH = 8, 3, 16

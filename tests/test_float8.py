@@ -23,7 +23,7 @@ from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import is_adapter
 from moetrain.models.transformer import build_model
-from moetrain.parallel.fsdp.float8 import Float8Shard
+from moetrain.parallel.fsdp.storage import Float8Shard
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.arena import Arena
 from moetrain.train.memory import estimate_memory

@@ -26,10 +26,9 @@ from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model, set_recomputation
 from moetrain.parallel.collectives import all_to_all_single
-from moetrain.parallel.expert import alltoall
-from moetrain.parallel.expert.alltoall import AllToAll
+from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
-from moetrain.parallel.expert.expert import ExpertParallelDispatcher
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.weights import replica
 from moetrain.train.metrics import read_metrics
@@ -242,7 +241,7 @@ def check_transports() -> None:
             deep.static = static
             fake_deep_ep.calls.clear()
             dispatcher = ExpertParallelDispatcher(size.experts, transport)
-            with patch.object(alltoall, "all_to_all_single", wraps=all_to_all_single) as sent:
+            with patch.object(dispatch, "all_to_all_single", wraps=all_to_all_single) as sent:
                 answers[name] = run_step(partial(run_narrow, dispatcher), batch, experts)
             dtypes = [call.args[0].dtype for call in sent.call_args_list]
             assert dtypes.count(torch.uint8) == 2 * (name == "all-to-all")

@@ -14,7 +14,7 @@ from moetrain.config import Config
 from moetrain.kernels.attention.attention import attention, attention_mask
 from moetrain.kernels.experts.permutation import expert_indices, permute, unpermute
 from moetrain.kernels.experts.swiglu import swiglu
-from moetrain.parallel.expert import alltoall
+from moetrain.parallel.expert import dispatch
 from moetrain.train.metrics import read_metrics
 from moetrain.train.trainer import Trainer
 
@@ -151,8 +151,8 @@ def waits_of_steps(runs):
     """
     waits, found = [], {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        exchange = declared(alltoall._exchange_counts, waits)
-        monkeypatch.setattr(alltoall, "_exchange_counts", exchange)
+        exchange = declared(dispatch._exchange_counts, waits)
+        monkeypatch.setattr(dispatch, "_exchange_counts", exchange)
         for name, words in runs.items():
             engine = make_engine("train.device=cuda", *SIZES, *words, micro=2)
             objective, world = objective_of(engine), engine.world

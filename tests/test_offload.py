@@ -208,7 +208,7 @@ def test_an_arena_that_is_not_fixed_forgets_what_nobody_holds():
     del gone
     gc.collect()
     arena.offload(None)
-    assert len(arena._gone) == 1
+    assert len(arena._offloaded) == 1
     with pytest.raises(OffloadedError):
         arena.empty(1, torch.float32)
     arena.reload(None)
@@ -285,7 +285,7 @@ def test_addresses_go_with_their_last_tensor_and_a_lack_of_memory_is_survived():
     hog = torch.empty(free_now() - (128 << 20), dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError):
         arena.reload(stream)
-    assert arena.is_away
+    assert arena.is_offloaded
     del hog  # torch's allocator keeps it; the arena has it given back
     arena.reload(stream)
     arena.need()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.parallel.fsdp import stream_memory
-from moetrain.parallel.fsdp.stream_memory import wait_for_word, write_word
+from moetrain.parallel.fsdp import peers
+from moetrain.parallel.fsdp.peers import wait_for_word, write_word
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch):
@@ -19,7 +19,7 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch):
         return 801
 
     functions = dict.fromkeys(("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"), refuse)
-    monkeypatch.setattr(stream_memory, "_driver", lambda: functions)
+    monkeypatch.setattr(peers, "_driver", lambda: functions)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     word = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2 failed: CUresult 801"):

@@ -19,7 +19,7 @@ from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model
-from moetrain.parallel.vocab_parallel import ShardedVocabulary
+from moetrain.parallel.tensor import ShardedVocabulary
 from moetrain.parallel.world import plan_world
 
 RANKS, VOCABULARY, WIDTH, TEMPERATURE = 3, 11, 16, 0.7  # 4, 4 and 3 rows

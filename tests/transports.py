@@ -13,9 +13,8 @@ from torch.utils.checkpoint import (
 
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
-from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert.expert import ExpertParallelDispatcher
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 
 MAX_TOKENS = 101
 ROUTINGS = ("balanced", "natural", "one-hot", "first half empty", "empty")

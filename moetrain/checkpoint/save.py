@@ -39,7 +39,7 @@ from moetrain.checkpoint.read import is_intact
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
-from moetrain.parallel.offload.pinned import HostMemory
+from moetrain.parallel.offload.arena import HostMemory
 from moetrain.parallel.rendezvous import Rendezvous
 
 FILE_BYTES = 2 << 30

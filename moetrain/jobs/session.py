@@ -45,7 +45,7 @@ from moetrain.jobs.shared import Held, Progress, SharedEngine, copies_of, to_hos
 from moetrain.jobs.store import read
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import is_adapter
-from moetrain.parallel.apply import draw_values
+from moetrain.parallel.fsdp.shard import draw_values
 from moetrain.rl.learn import by_sample, gather, packed
 from moetrain.rl.losses import PolicyObjective, score
 from moetrain.rl.rows import RolloutBatch, Sample, unpack

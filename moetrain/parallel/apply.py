@@ -12,34 +12,32 @@ another ``vocabulary``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from moetrain.config import Config, ConfigError
+from moetrain.config import Config
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import find_family
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
-from moetrain.models.init import compute_dtype, draw, plan_model
+from moetrain.models.init import compute_dtype, plan_model
 from moetrain.models.moe import Dispatcher
-from moetrain.models.rules import ADAPTER, PartStyle, is_adapter, part_styles
+from moetrain.models.rules import ADAPTER, PartStyle, part_styles
 from moetrain.models.transformer import Transformer, compile_blocks, set_recomputation
 from moetrain.parallel.expert.deepep import DeepEP, choose_transport
-from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Transport
+from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp.bucket import Twin
 from moetrain.parallel.fsdp.copy_engines import connect
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.shard import shard_model
-from moetrain.parallel.layout import Sliceable
+from moetrain.parallel.fsdp.shard import draw_values, shard_model
 from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.offload.activations import offload_activations
 from moetrain.parallel.pipeline.stages import Stages
-from moetrain.parallel.tensor import TokenParts, share_tokens
-from moetrain.parallel.vocab_parallel import ShardedVocabulary
+from moetrain.parallel.tensor import ShardedVocabulary, TokenParts, share_tokens
 from moetrain.parallel.world import World
 
 
@@ -186,72 +184,3 @@ def place_model(
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
-
-
-@torch.no_grad()
-def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
-    """The values that :func:`moetrain.models.init_weights` gives, of this rank's pieces.
-
-    ``all``: else adapters' alone, which no checkpoint of a model has.
-    """
-    for name, member in fsdp.members.items():
-        if not (all or is_adapter(name)):
-            continue
-        layout, values = member.layout, member.local
-        rows, *columns = layout.box
-        if member.float8 is not None:
-            values = torch.empty_like(values, dtype=member.rule.storage)
-        elif values.device.type != fsdp.device.type:  # whose random numbers are others
-            values = torch.empty_like(values, device=fsdp.device)
-        draw(values, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
-        if member.float8 is not None:
-            member.float8.write(member.start, values.shape, (slice(0, len(values)),), values)
-        elif values is not member.local:
-            member.local.copy_(values)
-
-
-@torch.no_grad()
-def load_whole_state(
-    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Sliceable]
-) -> None:
-    """Copy this rank's part of every trained parameter and buffer, which ``state`` has whole.
-
-    Raises:
-        ConfigError: names other than these, or another shape or dtype.
-    """
-    buffers = dict(model.named_buffers())
-    odd = set(state) ^ set(stages.saved)
-    if odd and all(name.endswith("router.bias") for name in odd):
-        raise ConfigError(
-            "moe.bias_update_rate",
-            f"the checkpoint was trained with{'' if odd & set(state) else 'out'} a selection bias; "
-            "set it as it was, or start again with checkpoint.resume never",
-        )
-    if odd:
-        raise ConfigError(
-            "checkpoint.resume",
-            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
-        )
-    for name, entry in stages.saved.items():
-        check_like(name, state[name], entry.shape)
-    for name, member in fsdp.members.items():
-        if member.rule.trainable:
-            member.local.copy_(state[name][member.layout.box])
-    for name, buffer in buffers.items():
-        buffer.copy_(state[name][()])
-
-
-def check_like(
-    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
-) -> None:
-    """Raise :class:`ConfigError` unless ``saved``, a checkpoint's ``name``, is such a tensor.
-
-    Copies would otherwise broadcast, cut or round it in silence.
-    """
-    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
-        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-        raise ConfigError(
-            "checkpoint.resume",
-            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
-            f"where this run has {ours} of shape {list(shape)}",
-        )

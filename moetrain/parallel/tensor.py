@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence parallelism (arXiv 1909.08053, 2205.05198), put on from outside.
 
-Between matrix products every rank has its own part of the tokens: norms, routers, experts and the
-residual stream do no work twice. Attention and dense MLPs see all tokens, with their part of the
-heads or of the width:
+Between matrix products every rank has its own part of the tokens, so norms, routers, experts and
+the residual stream do no work twice. Attention and dense MLPs see all tokens, with their part of
+the heads or of the width:
 
     x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
 
@@ -15,13 +15,24 @@ Tokens are cut as one row [1, T, D], so that a rank's part lies in one piece: ra
 rows of S=3 tokens has the second row. The plan of the family says which matrices are cut; the
 gradients of those that are not are added up by FSDP (see ``Meshes.shared_parameters``).
 
+:class:`ShardedVocabulary` is the embedding, the logits and the losses. Rank r holds rows
+``[r * ceil(V/W), ...)`` of the vocabulary matrix, by ``torch.chunk``'s rule, and sees all tokens.
+No rank ever has a token's logits over the whole vocabulary: each computes lse, the target's logit
+(where the target is its own) and the mean logit of its part, and these three numbers a token are
+exchanged (see :mod:`moetrain.kernels.loss.vocabulary_chunk` for how they join). Every rank gets the
+same per-token results, and the run's loss is the sum of every rank's: a loss made of them on each
+rank alike is to be divided by W, as :meth:`ShardedVocabulary.loss_sum` does. The backward adds up
+what the ranks ask for, so that ranks which use different tokens get what they are owed, too.
+
 Left out on purpose: hiding these collectives behind the products next to them.
 
-Legend: W tensor parallel ranks, B batch, S sequence, T = B * S tokens, N = T / W, D model width.
+Legend: W tensor parallel ranks, B batch, S sequence, T = B * S tokens, N = T / W, D model width,
+V vocabulary, L rows of the vocabulary matrix here (a ``w_VD`` has them alone).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,14 +40,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
+from moetrain.kernels.backend import Backend, use_fast
+from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses, check_fast, scaled
+from moetrain.kernels.loss.vocabulary_chunk import (
+    CHUNK_ELEMENTS,
+    ChunkStats,
+    LossGrads,
+    loss_gradients,
+    token_stats,
+)
 from moetrain.models.rules import PartStyle
-from moetrain.parallel.collectives import all_gather_rows, sum_scatter_rows
+from moetrain.parallel.collectives import all_gather_rows, all_gather_start, sum_scatter_rows
+from moetrain.parallel.layout import chunk_of
+
+_IGNORED = -100  # the target of a token without one
 
 
 @dataclass(frozen=True)
 class TokenParts:
-    """How the tensor parallel ranks of one group share tokens."""
+    """The parts of all tokens that the tensor parallel ranks of one group have."""
 
     ranks: int
     rank: int
@@ -47,20 +71,20 @@ class TokenParts:
         return cls(group.size(), group.rank(), group.group_name)
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's part [N, ...] of what every rank has of all tokens."""
+        """Cut this rank's part [N, ...] out of what every rank has of all tokens."""
         return x_T.view(self.ranks, -1, *x_T.shape[1:])[self.rank]
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """All tokens, from every rank's; leading dims of any kind become one of 1."""
+        """Give [1, T, D], all ranks' tokens; leading dims of ``x_ND`` are flattened."""
         return _GatherTokens.apply(x_ND.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
 
     def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of the sum of every rank's ``y_TD``; [1, N, D]."""
+        """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
         return _ScatterTokens.apply(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
 
 
 def share_tokens(part: nn.Module, style: PartStyle, parts: TokenParts) -> None:
-    """Let ``part`` of a model do what ``style`` says (:mod:`moetrain.models.rules`).
+    """Register the hooks on ``part`` that its ``style`` asks for (:mod:`moetrain.models.rules`).
 
     Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with it.
     """
@@ -126,3 +150,222 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y_ND: torch.Tensor):
         return all_gather_rows(d_y_ND.contiguous(), ctx.group), None, None
+
+
+# ---- the vocabulary ----------------------------------------------------------------------------
+
+
+class ShardedVocabulary:
+    """A :class:`moetrain.models.Vocabulary` over the ranks of ``group``.
+
+    A rank holds about ``chunk_elements`` logits at once, the same number on every rank.
+
+    Raises:
+        ValueError: fewer vocabulary rows than give every rank one.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        backend: Backend,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
+        self.backend: Backend = backend
+        self.tokens = TokenParts.of(group)
+        self.rows = chunk_of(vocab_size, group.size(), group.rank())
+        self.most_rows = math.ceil(vocab_size / group.size())
+        if self.most_rows * (group.size() - 1) >= vocab_size:
+            raise ValueError(
+                f"a vocabulary of {vocab_size} leaves some of {group.size()} tensor parallel ranks "
+                "without a row; use fewer"
+            )
+
+    def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """Give [1, N, D], this rank's part of the tokens."""
+        local_T = tokens_BS.flatten() - self.rows.start
+        is_here_T = (local_T >= 0) & (local_T < w_VD.shape[0])
+        x_TD = F.embedding(torch.where(is_here_T, local_T, 0), w_VD)
+        return self.tokens.scatter(torch.where(is_here_T[:, None], x_TD, 0))
+
+    def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """Give ``h @ w^T`` over the whole vocabulary, the same on every rank."""
+        parts_TL = F.linear(h_BSD.flatten(0, -2), w_VD.to(h_BSD.dtype))
+        padding = self.most_rows - w_VD.shape[0]
+        logits_VT = self.tokens.gather(F.pad(parts_TL, (0, padding)).T)[0]
+        return logits_VT[: self.vocab_size].T.unflatten(0, h_BSD.shape[:-1])
+
+    def token_losses(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+    ) -> TokenLosses:
+        """Give loss, lse and entropy of every token, the same on every rank."""
+        w_VD = self._checked(h_TD, w_VD)
+        local_T = targets_T - self.rows.start
+        results = _TokenLosses.apply(h_TD, w_VD, local_T, self, 1 / temperature)
+        loss_T, lse_T, mean_T = results  # pyright: ignore[reportGeneralTypeIssues]
+        valid_T = targets_T != _IGNORED
+        return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
+
+    def loss_sum(
+        self,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+    ) -> SummedLoss:
+        """Give this rank's share of the weighted sum of losses: 1/W of it."""
+        has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
+        if not has_grad or not use_fast(self.backend, h_TD):
+            losses = self.token_losses(h_TD, w_VD, targets_T)
+            total = (weights_T * losses.loss_T).sum() / self.group.size()
+            return SummedLoss(total, *(x.detach() for x in losses))
+        # As the kernel's own: gradients are made in the forward, which saves a matrix product.
+        w_VD = self._checked(h_TD, w_VD)
+        local_T = targets_T - self.rows.start
+        valid_T = targets_T != _IGNORED
+        weights_T = torch.where(valid_T, weights_T, 0)
+        results = _SummedLoss.apply(h_TD, w_VD, local_T, weights_T, self)
+        total, loss_T, lse_T, mean_T = results  # pyright: ignore[reportGeneralTypeIssues]
+        tokens = (torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T))
+        return SummedLoss(total, *tokens)
+
+    def _checked(self, h_TD: torch.Tensor, w_LD: torch.Tensor) -> torch.Tensor:
+        w_LD = w_LD.to(h_TD.dtype)
+        if use_fast(self.backend, h_TD):
+            check_fast(h_TD, w_LD)
+        return w_LD
+
+    def stats(
+        self, h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
+    ) -> ChunkStats:
+        """Give every token's statistics over the whole vocabulary. Collective."""
+        if use_fast(self.backend, h_TD):
+            stats = token_stats(h_TD, w_LD, targets_T, scale, self.chunk_elements)
+        else:
+            stats, _ = _part_stats(h_TD, w_LD, targets_T, scale)
+        self.join(stats)
+        return stats
+
+    def gradients(
+        self,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        grads: LossGrads,
+        scale: float,
+        is_trained: bool,
+    ) -> tuple[ChunkStats, torch.Tensor, torch.Tensor | None]:
+        """Give :meth:`stats`, the part of h's gradient that comes from this vocabulary, and w's
+        gradient (None or [0] where it is not trained)."""
+        if use_fast(self.backend, h_TD):
+            # A chunk joins by a collective, so every rank cuts as the one with most rows must.
+            how = {"join": self.join, "columns": self.most_rows, "is_trained": is_trained}
+            chunk = self.chunk_elements
+            return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
+        stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
+        self.join(stats)
+        d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)
+        d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
+        return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD if is_trained else None
+
+    def join(self, stats: ChunkStats) -> None:
+        """Turn the stats of this part of the vocabulary into the whole's, in place. Collective."""
+        parts_N, work = all_gather_start(torch.cat(stats), self.group)
+        work.wait()
+        lse_WC, target_WC, mean_WC = parts_N.view(self.group.size(), 3, -1).unbind(1)
+        lse_C = lse_WC.logsumexp(0)
+        stats.mean_C.copy_((torch.exp(lse_WC - lse_C) * mean_WC).sum(0))
+        stats.target_logit_C.copy_(target_WC.sum(0))
+        stats.lse_C.copy_(lse_C)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Gives (loss, lse, mean) of every token; the backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        vocabulary: ShardedVocabulary,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(h_TD, w_LD, targets_T)
+        ctx.vocabulary, ctx.scale = vocabulary, scale
+        stats = vocabulary.stats(h_TD, w_LD, targets_T, scale)
+        return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: torch.Tensor):
+        d_results_3T = torch.stack(d_results)
+        dist.all_reduce(d_results_3T, group=ctx.vocabulary.group)
+        grads = LossGrads(*d_results_3T.unbind())
+        is_trained = ctx.needs_input_grad[1]
+        _, *found = ctx.vocabulary.gradients(*ctx.saved_tensors, grads, ctx.scale, is_trained)
+        return found[0], found[1] if is_trained else None, None, None, None
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Gives this rank's share of the weighted sum, and (loss, lse, mean) without gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: torch.Tensor,
+        w_LD: torch.Tensor,
+        targets_T: torch.Tensor,
+        weights_T: torch.Tensor,
+        vocabulary: ShardedVocabulary,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.group = vocabulary.group
+        grads = LossGrads(weights_T.float().contiguous())
+        is_trained = ctx.needs_input_grad[1]
+        found = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
+        stats, d_h_TD, d_w_LD = found
+        ctx.save_for_backward(d_h_TD, d_w_LD)
+        loss_T = stats.lse_C - stats.target_logit_C
+        ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
+        total = (weights_T * loss_T).sum() / ctx.group.size()
+        return total, loss_T, stats.lse_C, stats.mean_C
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: torch.Tensor):
+        factor = d_results[0].clone()
+        dist.all_reduce(factor, group=ctx.group)
+        factor /= ctx.group.size()
+        d_h_TD, d_w_LD = ctx.saved_tensors
+        d_w_LD = scaled(d_w_LD, factor) if ctx.needs_input_grad[1] else None
+        return scaled(d_h_TD, factor), d_w_LD, None, None, None
+
+
+def _part_stats(
+    h_TD: torch.Tensor, w_LD: torch.Tensor, targets_T: torch.Tensor, scale: float
+) -> tuple[ChunkStats, torch.Tensor]:
+    """Give the statistics over ``w``'s rows, and the logits [T, L] in fp32 or wider."""
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    logits_TL = (h_TD @ w_LD.T).to(wide) * scale
+    lse_T = logits_TL.logsumexp(-1)
+    mean_T = ((logits_TL - lse_T[:, None]).exp() * logits_TL).sum(-1)
+    is_here_T = (targets_T >= 0) & (targets_T < w_LD.shape[0])
+    target_T = logits_TL.gather(1, torch.where(is_here_T, targets_T, 0)[:, None])[:, 0]
+    return ChunkStats(lse_T, torch.where(is_here_T, target_T, 0), mean_T), logits_TL
+
+
+def _part_logit_grads(
+    logits_TL: torch.Tensor, targets_T: torch.Tensor, stats: ChunkStats, grads: LossGrads
+) -> torch.Tensor:
+    """Give the logits' gradient of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``."""
+    loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
+    p_TL = (logits_TL - stats.lse_C[:, None]).exp()
+    slope_TL = 1 + logits_TL - stats.mean_C[:, None]
+    d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
+    columns_L = torch.arange(logits_TL.shape[1], device=logits_TL.device)
+    is_target_TL = columns_L == targets_T[:, None]
+    return d_logits_TL - torch.where(is_target_TL, loss_T, 0)

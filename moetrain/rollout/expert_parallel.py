@@ -20,9 +20,8 @@ from moetrain.models.families import find_family
 from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.apply import set_dispatcher
-from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert.expert import ExpertParallelDispatcher, Transport
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Transport
 from moetrain.parallel.layout import chunk_of
 
 

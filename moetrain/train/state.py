@@ -32,8 +32,8 @@ from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.transformer import build_model
 from moetrain.optim.adamw import build_optimizer, load_optimizer_state, optimizer_parts
-from moetrain.parallel.apply import load_whole_state, place_model
-from moetrain.parallel.fsdp.frozen import fingerprint
+from moetrain.parallel.apply import place_model
+from moetrain.parallel.fsdp.shard import fingerprint, load_whole_state
 from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
@@ -122,7 +122,7 @@ class ModelState:
     def fingerprint(self) -> str:
         """Hash of the weights that are not trained. Collective at its first use."""
         self._need("weights")
-        return fingerprint(self.fsdp.members, self.stages, self.world)
+        return fingerprint(self.fsdp, self.stages, self.world.sum_all)
 
     @torch.no_grad()
     def weights(
@@ -226,14 +226,14 @@ class ModelState:
         if odd := set(what) - set(OFFLOADED):
             raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
         self.fsdp.check_idle()
-        if not self.fsdp.weights.is_away:  # else there was no step since
+        if not self.fsdp.weights.is_offloaded:  # else there was no step since
             self.fsdp.settle()
         self.before_change()
         what = what or OFFLOADED
         if "workspaces" in what:
             self.fsdp.release()
         for name, arena in self._arenas.items():
-            if name in what and not arena.is_away:
+            if name in what and not arena.is_offloaded:
                 keep = name != "gradients" or self.fsdp.has_gradients
                 arena.offload(self._link, keep=keep)
         if self._link is not None:

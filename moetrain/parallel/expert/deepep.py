@@ -39,7 +39,6 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.checks import DEEPEP
 from moetrain.config.compute import Precision
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.expert.alltoall import AllToAll
 from moetrain.parallel.expert.deepep_ops import (
     SendCounts,
     connect,
@@ -47,7 +46,7 @@ from moetrain.parallel.expert.deepep_ops import (
     deepep_dispatch,
     load_deep_ep,
 )
-from moetrain.parallel.expert.expert import Received, Transport, count_local_experts
+from moetrain.parallel.expert.dispatch import AllToAll, Received, Transport, count_local_experts
 from moetrain.parallel.processes import machine
 
 logger = logging.getLogger("moetrain")
@@ -81,7 +80,7 @@ class StaticSizes(NamedTuple):
 
 
 class DeepEP:
-    """A :class:`moetrain.parallel.expert.expert.Transport` over the ranks of ``group``, on one
+    """A :class:`moetrain.parallel.expert.dispatch.Transport` over the ranks of ``group``, on one
     machine.
 
     Making it is collective, and so are ``dispatch``, ``combine`` and the backward of each: every

@@ -334,7 +334,7 @@ def _differentiate_combine(ctx: Any, d_y_TD: torch.Tensor):
 deepep_dispatch.register_autograd(_differentiate_dispatch, setup_context=_save_dispatch)
 deepep_combine.register_autograd(_differentiate_combine, setup_context=_save_combine)
 
-# As in moetrain.parallel.expert.alltoall: a rank without tokens must still call.
+# As in moetrain.parallel.expert.dispatch: a rank without tokens must still call.
 for _name in ("dispatch", "dispatch_backward", "combine", "combine_backward"):
     torch.fx.has_side_effect(getattr(torch.ops.moetrain, f"deepep_{_name}").default)
 worth_saving(

@@ -25,11 +25,10 @@ from moetrain.parallel.collectives import (
     all_gather_start,
     reduce_scatter_start,
 )
-from moetrain.parallel.fsdp.float8 import Float8Shard
 from moetrain.parallel.fsdp.peers import Copied, Peers
+from moetrain.parallel.fsdp.storage import Float8Shard, HostShard
 from moetrain.parallel.layout import Layout, Sliced
 from moetrain.parallel.offload.arena import Arena, aligned
-from moetrain.parallel.offload.host import HostShard
 
 Gathering = dist.Work | Copied
 Reducing = PendingReduce | Copied

@@ -11,7 +11,7 @@ the same bits. Both go on in streams of their own, beginning at rank + 1, so tha
 at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
 
 What keeps them apart are barriers, on the device: no host waits, and no SM either (see
-:mod:`moetrain.parallel.fsdp.stream_memory`). Shards are written by an update, after the gradients'
+:mod:`moetrain.parallel.fsdp.peers`). Shards are written by an update, after the gradients'
 norm was summed over all ranks, and between the two barriers of :meth:`Peers.open` and
 :meth:`Peers.barrier`; they are read only after the second. A barrier is in two parts, to arrive and
 to wait for who has not: a reduction arrives at one when it has added up, which the next waits for
@@ -26,6 +26,8 @@ Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Iterator
@@ -40,10 +42,55 @@ from torch.distributed import _symmetric_memory
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.parallel.fsdp.mapped import count_bytes
-from moetrain.parallel.fsdp.stream_memory import wait_for_word, write_word
 from moetrain.parallel.offload.arena import aligned
 
 _SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
+
+
+# ---- words of memory ----------------------------------------------------------------------------
+
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ: the difference, as int32, is 0 or more; so counts may wrap around."""
+
+
+def write_word(word: torch.Tensor, value: int) -> None:
+    """Let the current stream write ``value`` to ``word`` when all before it is done, and is to be
+    seen by every GPU.
+
+    Args:
+        word: int32 of one element, in the memory of this device or of a peer.
+
+    Raises:
+        RuntimeError: the driver says no.
+    """
+    _call("cuStreamWriteValue32_v2", word, value, 0)
+
+
+def wait_for_word(word: torch.Tensor, value: int) -> None:
+    """Let the current stream go on when ``word``, int32 of one element in the memory of this
+    device, is at least ``value``.
+
+    Raises:
+        RuntimeError: the driver says no.
+    """
+    _call("cuStreamWaitValue32_v2", word, value, _AT_LEAST)
+
+
+def _call(name: str, word: torch.Tensor, value: int, flags: int) -> None:
+    stream = torch.cuda.current_stream().cuda_stream
+    arguments = ctypes.c_void_p(stream), ctypes.c_uint64(word.data_ptr())
+    error = _driver()[name](*arguments, ctypes.c_uint32(value & 0xFFFFFFFF), flags)
+    if error:
+        raise RuntimeError(f"{name} failed: CUresult {error}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The one that torch has loaded."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+# ---- shared memory ------------------------------------------------------------------------------
 
 
 class PeerMemory(Protocol):

@@ -1,26 +1,33 @@
-"""From a model on the meta device to sharded parameters with storage, under :class:`FSDP`.
+"""Turn a model on the meta device into sharded parameters under :class:`FSDP`, and fill them.
 
 Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
 parameter, with no copy. The rest of a unit, experts' adapters too, shares a bucket wherever the
-same ranks gather it in the same dtype from the same storage.
+same ranks gather it in the same dtype from the same storage. Values are drawn, or copied from a
+checkpoint's state; frozen ones have a fingerprint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import nn
 
+from moetrain.config import ConfigError
 from moetrain.kernels.optim.adamw import BLOCK
+from moetrain.models.init import draw
 from moetrain.models.rules import Rule, is_adapter
 from moetrain.parallel.fsdp.bucket import Bucket, Member
-from moetrain.parallel.fsdp.float8 import Float8Shard
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.layout import Layout
+from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
+from moetrain.parallel.layout import Layout, Sliceable
 from moetrain.parallel.mesh import Meshes
-from moetrain.parallel.offload.host import HostShard, Link
+from moetrain.parallel.pipeline.stages import Stages
+
+_CHECKED_NUMBERS = 2**24
+"""Numbers of a tensor that a fingerprint sums at a time."""
 
 
 def shard_model(
@@ -138,3 +145,113 @@ def _make_bucket(
             member.local.grad_dtype = member.parameter.grad_dtype = gradient_dtype
         member.module.register_parameter(member.name, member.parameter)
     return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, float8)
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
+    """Draw the values that :func:`moetrain.models.init_weights` gives, of this rank's pieces.
+
+    Without ``all`` adapters alone are drawn, which no checkpoint of a model has.
+    """
+    for name, member in fsdp.members.items():
+        if not (all or is_adapter(name)):
+            continue
+        layout, values = member.layout, member.local
+        rows, *columns = layout.box
+        if member.float8 is not None:
+            values = torch.empty_like(values, dtype=member.rule.storage)
+        elif values.device.type != fsdp.device.type:  # whose random numbers are others
+            values = torch.empty_like(values, device=fsdp.device)
+        draw(values, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
+        if member.float8 is not None:
+            member.float8.write(member.start, values.shape, (slice(0, len(values)),), values)
+        elif values is not member.local:
+            member.local.copy_(values)
+
+
+@torch.no_grad()
+def load_whole_state(
+    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Sliceable]
+) -> None:
+    """Copy this rank's part of every trained parameter and buffer out of ``state``.
+
+    Raises:
+        ConfigError: the state has other names, or another shape or dtype.
+    """
+    buffers = dict(model.named_buffers())
+    odd = set(state) ^ set(stages.saved)
+    if odd and all(name.endswith("router.bias") for name in odd):
+        raise ConfigError(
+            "moe.bias_update_rate",
+            f"the checkpoint was trained with{'' if odd & set(state) else 'out'} a selection bias; "
+            "set it as it was, or start again with checkpoint.resume never",
+        )
+    if odd:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
+        )
+    for name, entry in stages.saved.items():
+        check_like(name, state[name], entry.shape)
+    for name, member in fsdp.members.items():
+        if member.rule.trainable:
+            member.local.copy_(state[name][member.layout.box])
+    for name, buffer in buffers.items():
+        buffer.copy_(state[name][()])
+
+
+def check_like(
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> None:
+    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype.
+
+    Copies would otherwise broadcast, cut or round it in silence.
+    """
+    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
+        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
+            f"where this run has {ours} of shape {list(shape)}",
+        )
+
+
+@torch.no_grad()
+def fingerprint(fsdp: FSDP, stages: Stages, sum_all: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Tell the values of what is not trained apart, which no checkpoint of a run holds. Collective.
+
+    The text is the same on any layout and in any dtype that holds the values, and empty where all
+    is trained. It is no hash that withstands an adversary.
+
+    Args:
+        sum_all: sums over every rank of the run.
+    """
+    frozen = {n: stages.table[n] for n, rule in stages.rules.items() if not rule.trainable}
+    if not frozen:
+        return ""
+    sums = torch.zeros(len(frozen), dtype=torch.int64, device=fsdp.device)
+    for i, (name, entry) in enumerate(frozen.items()):
+        if name in fsdp.members and entry.holders[0] == stages.rank:
+            sums[i] = _checksum(fsdp.members[name])
+    rows = zip(frozen.items(), sum_all(sums).tolist(), strict=True)
+    lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _checksum(member: Member) -> torch.Tensor:
+    """Give this rank's share (int64) of the sum, modulo 2^64, of every row's bits in fp32 times the
+    row's number; copies count once."""
+    layout, local = member.layout, member.read()
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    if layout.mesh.get_local_rank(0) > 0 or not local.numel():
+        return total
+    number = layout.box[0].start + 1
+    for part in local.split(max(1, _CHECKED_NUMBERS // local[0].numel())):
+        bits_RN = part.float().reshape(part.shape[0], -1).view(torch.int32)
+        numbers_R = torch.arange(number, number + part.shape[0], device=local.device)
+        total += (bits_RN.sum(1, dtype=torch.int64) * numbers_R).sum()
+        number += part.shape[0]
+    return total

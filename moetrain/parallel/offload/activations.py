@@ -39,7 +39,7 @@ from moetrain.config.hardware import BLOCK, HOST_LINK
 from moetrain.models.architecture import Part
 from moetrain.models.layers import Context
 from moetrain.models.transformer import CallBlock, Transformer
-from moetrain.parallel.offload.pinned import HostMemory
+from moetrain.parallel.offload.arena import HostMemory
 
 PAGE = 2**24
 """Bytes of a copy: long enough for the link's full rate, short enough to waste little."""

@@ -1,39 +1,90 @@
-"""Memory that leaves for the host and comes back while nobody's tensors change.
+"""Pinned host memory, and long-lived state that moves there and back while no tensor changes.
 
-An :class:`Arena` holds one kind of a rank's long-lived state. While it is away its memory is free
-for others; afterwards every tensor in it is the one that it was: the same object, over the same
-storage, with the same values and on a GPU at the same address
+:class:`HostMemory` is the one buffer in which anything lies that goes to the host: state, masters
+of the optimizer, activations, checkpoints under way.
+
+An :class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is
+free for others; afterwards every tensor in it is the one that it was: the same object, over the
+same storage, with the same values and on a GPU at the same address
 (:mod:`moetrain.parallel.fsdp.mapped`), so that an optimizer, views, graphs and compiled code need
-not know.
+not know. Elsewhere, and where memory is to come and go by itself (``fixed=False``), the storage is
+emptied and filled again, and its memory may then lie elsewhere.
 
-Elsewhere, and where memory is to come and go by itself (``fixed=False``), the storage is emptied
-and filled again: its memory may then lie elsewhere.
-
-Left out on purpose: parts of an arena.
+Left out on purpose: offloading parts of an arena.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from itertools import count
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 
+from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.mapped import AddressRange, can_map
-from moetrain.parallel.offload.pinned import HostMemory
 
 ALIGNMENT = 256
 """Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
-GROWTH = 32 << 20
+_GROWTH = 32 << 20
 """Bytes: what memory behind a range grows by at least. Much less is copied below link speed."""
 
 
+def aligned(size: int) -> int:
+    """Round ``size`` bytes up to whole :data:`ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class HostMemory:
+    """Bytes of host memory (:attr:`bytes`, uint8, of any content), pinned if ``device`` is a GPU.
+
+    They are kept until the object goes: pinning takes far longer than a copy.
+    """
+
+    def __init__(self, device: torch.device, wanted_by: str, remedy: str) -> None:
+        """``wanted_by`` and ``remedy`` are for the message where pinned memory is lacking."""
+        self.device, self.wanted_by, self.remedy = device, wanted_by, remedy
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] = lambda: None
+
+    def reserve(self, size: int) -> torch.Tensor:
+        """Give :attr:`bytes`, at least ``size``; where that is more than before, new ones.
+
+        Raises:
+            RunFailed: the system does not give as much pinned memory.
+        """
+        if size <= self.bytes.numel():
+            return self.bytes
+        self._unpin()
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # before there is more
+        memory = torch.empty(size, dtype=torch.uint8)
+        if self.device.type == "cuda":
+            # Not torch's own pinned memory, which comes in powers of two.
+            memory.zero_()  # in all threads; pinning would touch every page in one
+            address = memory.data_ptr()
+            code = _cudart().cudaHostRegister(address, size, 0)
+            if int(code) != 0:
+                raise RunFailed(
+                    f"{self.wanted_by} takes {size / 2**30:.1f} GiB of pinned host memory in this "
+                    f"process, which cannot be had (CUDA error {int(code)}); {self.remedy}"
+                )
+            self._unpin = weakref.finalize(self, lambda: _cudart().cudaHostUnregister(address))
+            self._unpin.atexit = False
+        self.bytes = memory
+        return memory
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # None, says its type, where there is no CUDA
+
+
 class OffloadedError(RuntimeError):
-    """Something was asked of state that is in host memory."""
+    """State was asked for while it is in host memory."""
 
 
-class _Emptied:
-    """Memory of torch's allocator: that of one tensor."""
+class _Resized:
+    """One tensor's memory in torch's allocator."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -45,7 +96,7 @@ class _Emptied:
         self.memory.untyped_storage().resize_(self.memory.nbytes)
 
 
-class _Unmapped:
+class _Mapped:
     """Memory behind a part of a range."""
 
     def __init__(self, addresses: AddressRange, start: int, size: int) -> None:
@@ -57,48 +108,48 @@ class _Unmapped:
         self.addresses.free(self.start)
 
     def restore(self) -> None:
-        if not self.addresses.is_backed(self.start):  # as far as one that failed came
+        if not self.addresses.is_backed(self.start):  # a reload that failed came this far
             self.addresses.back(self.start, self.size)
 
 
 class Arena:
     """The state called ``name`` (a plural) on one device.
 
-    ``fixed``: it stays for as long as the arena, and on a GPU at its address. Else memory goes with
-    the last use of the tensor that :meth:`empty` gave.
+    With ``fixed`` memory stays for as long as the arena, on a GPU at its address. Without, it goes
+    with the last use of the tensor that :meth:`empty` gave.
     """
 
     def __init__(self, name: str, device: torch.device, *, fixed: bool = True) -> None:
         self.name, self.device, self.fixed = name, device, fixed
-        self.is_away = False
-        self._pieces: list[_Emptied | _Unmapped] = []
-        self._loose: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-        """What is not fixed."""
+        self.is_offloaded = False
+        self._pieces: list[_Resized | _Mapped] = []
+        self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        """Tensors that are not fixed."""
         self._numbers = count()
-        self._gone: list[tuple[_Emptied | _Unmapped, torch.Tensor]] = []
-        """What is away, and its bytes in host memory; none, if it has no values."""
+        self._offloaded: list[tuple[_Resized | _Mapped, torch.Tensor]] = []
+        """Each offloaded piece and its bytes in host memory; no bytes where it has no values."""
         self._addresses: AddressRange | None = None
         self._taken = self._backed = 0
-        """Of the range: bytes that are tensors', and that have memory."""
+        """Bytes of the range that are tensors', and that have memory."""
         remedy = "offload less, or use a machine with more memory"
         self._host = HostMemory(device, f"offloading {name}", remedy)
         self._arrived: torch.cuda.Event | None = None
-        """Of copies that the current stream has not waited for."""
+        """The end of copies that the current stream has not waited for."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new flat tensor of any values. Raises :class:`OffloadedError`."""
-        self.need()
+        """Make a flat tensor of any values. Raises :class:`OffloadedError`."""
         size = numel * dtype.itemsize
-        if size and self.fixed and can_map(self.device):
-            return self._mapped(aligned(size))[:size].view(dtype)
         if not self.fixed:
             return self.loose(numel, dtype)
+        self.need()
+        if size and can_map(self.device):
+            return self._mapped(aligned(size))[:size].view(dtype)
         block = torch.empty(numel, dtype=dtype, device=self.device)
-        self._pieces.append(_Emptied(block))
+        self._pieces.append(_Resized(block))
         return block
 
     def loose(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """:meth:`empty` in an arena that is not fixed, whatever this one is."""
+        """Make a tensor as :meth:`empty` does in an arena that is not fixed."""
         self.need()
         block = torch.empty(numel, dtype=dtype, device=self.device)
         self._loose[next(self._numbers)] = block
@@ -110,19 +161,19 @@ class Arena:
         start, end = self._taken, self._taken + size
         if end > self._backed:
             step = self._addresses.granularity
-            more = -(-max(end - self._backed, GROWTH) // step) * step
-            self._pieces.append(_Unmapped(self._addresses, self._backed, more))
+            more = -(-max(end - self._backed, _GROWTH) // step) * step
+            self._pieces.append(_Mapped(self._addresses, self._backed, more))
             self._backed += more
         self._taken = end
         return self._addresses.tensor(start, size)
 
     def need(self) -> None:
-        """Let what the device is given from here on find the values.
+        """Let the work that the device is given from here on find the values.
 
         Raises:
             OffloadedError: they are in host memory.
         """
-        if self.is_away:
+        if self.is_offloaded:
             raise OffloadedError(f"{self.name} are offloaded: call Engine.reload() first")
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
@@ -132,44 +183,44 @@ class Arena:
     def offload(self, stream: torch.cuda.Stream | None, *, keep: bool = True) -> None:
         """Copy everything to host memory, over ``stream``, and free the device's as copies end.
 
-        ``keep``: else there are no values worth copying, and any will be there afterwards.
+        Without ``keep`` the values are not worth copying, and any will be there afterwards.
 
         Raises:
             RunFailed: the system does not give as much pinned memory.
         """
         self.need()
-        pieces = [*self._pieces, *map(_Emptied, self._loose.values())]
+        pieces = [*self._pieces, *map(_Resized, self._loose.values())]
         sizes = [piece.memory.nbytes if keep else 0 for piece in pieces]
         parts = self._host.reserve(sum(sizes))[: sum(sizes)].split(sizes)
-        gone, copied = list(zip(pieces, parts, strict=True)), []
+        offloaded, copied = list(zip(pieces, parts, strict=True)), []
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for piece, part in gone:
+            for piece, part in offloaded:
                 part.copy_(_bytes(piece.memory)[: len(part)], non_blocking=True)
                 copied.append(None if stream is None else stream.record_event())
-        self.is_away, self._gone = True, gone
-        for (piece, _), event in zip(gone, copied, strict=True):
+        self.is_offloaded, self._offloaded = True, offloaded
+        for (piece, _), event in zip(offloaded, copied, strict=True):
             if event is not None:
                 event.synchronize()
             piece.free()
 
     @torch.no_grad()
     def reload(self, stream: torch.cuda.Stream | None) -> None:
-        """Inverse of :meth:`offload`; copies are under way until :meth:`need`.
+        """Invert :meth:`offload`; copies are under way until :meth:`need`.
 
         Raises:
             torch.OutOfMemoryError: others have too much of the device's memory.
         """
-        if not self.is_away:
+        if not self.is_offloaded:
             return
-        if stream is not None:  # which memory that others had is used by
+        if stream is not None:  # memory that comes may be in use by what was queued before
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        for piece, part in self._gone:
+        for piece, part in self._offloaded:
             piece.restore()  # while the one before is copied
             with torch.cuda.stream(stream):
                 _bytes(piece.memory)[: len(part)].copy_(part, non_blocking=True)
-        self.is_away, self._gone = False, []
+        self.is_offloaded, self._offloaded = False, []
         if stream is not None:
             self._arrived = torch.cuda.Event()
             self._arrived.record(stream)
@@ -177,8 +228,3 @@ class Arena:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-def aligned(size: int) -> int:
-    """``size`` bytes, filled up to whole :data:`ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

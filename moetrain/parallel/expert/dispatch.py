@@ -1,0 +1,339 @@
+"""Expert parallelism: every rank holds some experts, and tokens travel to them.
+
+Rank r of W holds experts ``[r * E/W, (r+1) * E/W)``. A :class:`Transport` brings each token to
+every rank where it chose an expert, once, and brings the sum of what these ranks made of it back.
+:class:`ExpertParallelDispatcher` does what is local to a rank: it copies a token that arrived to a
+row for each of its experts here, and the experts sum these rows. Worked example with W=2, E=4, K=2
+(-: no expert)::
+
+                        rank 0                 rank 1
+    token               a       b              c       d
+    experts             3 0     1 0            3 2     0 -
+    sent to rank 0      a       b                      d          b chose two experts there
+    sent to rank 1      a                      c
+    arrived             a       b       d      a       c          from rank 0, then from rank 1
+    local experts       - 0     1 0     0 -    1 -     1 0        ids_SK
+    rows                0: a b d     1: b      0: c     1: a c     num_rows: 4 and 3
+    sums                a       b       d      a       c          sent back, and added at home
+
+An expert thus sees its rows in the order of the concatenated batch. A sum is rounded to the tokens'
+dtype where it is sent, and once more where those of all ranks are added.
+
+:class:`AllToAll` is the transport that runs on every device, by plain collectives. Tokens are
+sorted by the rank they go to, as :mod:`moetrain.kernels.experts.permutation` sorts by expert, with
+ranks in the place of experts: of a token's choices that lead to one rank the first alone counts.
+With 8 of 128 experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of
+8. A token's ids and weights travel with every copy, and the receiver picks its own.
+
+Its two exchanges are opaque ops rather than functional collectives: how many rows travel is known
+on the host at run time alone, rows past these stay unspecified, several tensors travel together in
+one order on all ranks, and a rank without tokens must still take part. The compiler sees the
+numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph whatever the
+routing. The host waits for the device once in a forward, for these numbers; the backward reuses
+them and never waits. A forward that is recomputed in the backward exchanges, and waits, again,
+unless the recomputation policy keeps the results of both ops.
+
+With ``kernels.precision`` fp8 tokens are sent in e4m3, and so are the gradients that go the same
+way in the backward of ``combine``, each with its scale in the same message: half of the bytes.
+Experts in e4m3 would round them so anyhow; their bits are the same. Sums travel unrounded.
+
+Left out on purpose: hiding the exchange behind compute.
+
+Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
+token, N rows to send (room for T * min(K, W)), S tokens that arrive, R rows of the local experts,
+D width.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from moetrain.config.compute import Precision
+from moetrain.kernels.annotate import annotate
+from moetrain.kernels.backend import Backend, worth_saving
+from moetrain.kernels.experts.permutation import (
+    ExpertIndices,
+    expert_indices,
+    permute_tokens,
+    unpermute,
+)
+from moetrain.kernels.quant.e4m3 import E4M3, Quantised, dequantise, quantise_rows
+from moetrain.models.architecture import FP32
+from moetrain.models.moe import Dispatched
+from moetrain.parallel.collectives import all_to_all_single, resolve_group
+
+
+class Received(NamedTuple):
+    """The tokens that chose an expert of this rank, by source rank, then in token order."""
+
+    x_SD: torch.Tensor
+    ids_SK: torch.Tensor
+    """int32: the local expert of each slot; -1 stands for none, or an expert of another rank."""
+    weights_SK: torch.Tensor
+    """fp32, differentiable; unspecified where the id is -1."""
+    num_rows: int
+    """R, the number of ids that are not -1; to the compiler a size that it does not know. A
+    transport that does not know it either gives the number of rows to have room for."""
+    handle: tuple[torch.Tensor, ...]
+    """What the transport's ``combine`` needs; opaque to everyone else."""
+    may_drop: bool = False
+    """Whether ``num_rows`` is only what there is room for."""
+
+
+class Transport(Protocol):
+    """Brings tokens to the ranks of their experts and back.
+
+    Both methods, and the backward of each, are collective: every rank of the group calls them, with
+    any number of tokens, zero included. A transport holds no state of a call.
+    """
+
+    num_ranks: int
+
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> Received:
+        """Send tokens by int32 ids of all E experts (-1: none), with fp32 weights."""
+        ...
+
+    def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Give ``y_TD``, the sum over ranks of their rows for each token, in fp32, rounded once."""
+        ...
+
+
+def count_local_experts(num_experts: int, num_ranks: int) -> int:
+    """Give L.
+
+    Raises:
+        ValueError: the ranks cannot share the experts equally.
+    """
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"{num_experts} experts cannot be shared equally by {num_ranks} expert parallel ranks; "
+            "use a number of ranks that divides them"
+        )
+    return num_experts // num_ranks
+
+
+class ExpertParallelDispatcher:
+    """A :class:`moetrain.models.Dispatcher` over the ranks that ``transport`` connects.
+
+    Collective like its transport. It makes exactly the rows that the local experts take.
+
+    Raises:
+        ValueError: the ranks cannot share the experts equally.
+    """
+
+    def __init__(self, num_experts: int, transport: Transport, backend: Backend = "auto") -> None:
+        self.num_local_experts = count_local_experts(num_experts, transport.num_ranks)
+        self.transport = transport
+        self.backend: Backend = backend
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Dispatched:
+        """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
+        arrived = self.transport.dispatch(x_TD, topk_ids_TK, topk_weights_TK)
+        local = expert_indices(
+            arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
+        )
+        dropped = None
+        if arrived.may_drop:
+            dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
+        tokens, handle = (arrived.x_SD, arrived.weights_SK), arrived.handle
+        return Dispatched(*tokens, local, handle, topk_ids_TK.numel(), dropped)
+
+    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Give ``y_TD``, the sum of what all ranks' experts made of each token."""
+        return self.transport.combine(y_SD, ctx)
+
+
+# ---- by all-to-all ------------------------------------------------------------------------------
+
+
+class AllToAll:
+    """The :class:`Transport` over the ranks of ``group`` by collectives.
+
+    Raises:
+        ValueError: the ranks cannot share the experts equally.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        backend: Backend = "auto",
+        precision: Precision = "bf16",
+    ) -> None:
+        self.num_ranks, self.precision = group.size(), precision
+        self.num_local_experts = count_local_experts(num_experts, group.size())
+        self.first_expert = group.rank() * self.num_local_experts
+        self.group_name: str = group.group_name
+        self.backend: Backend = backend
+
+    def dispatch(
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> Received:
+        """Bring all ranks' tokens here; ids are those of all E experts."""
+        (tokens, slots), ranks = ids_TK.shape, self.num_ranks
+        rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
+        route = expert_indices(
+            _first_slots(rank_TK), ranks, self.backend, num_rows=tokens * min(slots, ranks)
+        )
+        # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
+        routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
+        x_ND = permute_tokens(x_TD, route, self.backend)
+        routing_NC = permute_tokens(routing_TC, route, self.backend)
+
+        every_rank_W = torch.arange(ranks, dtype=rank_TK.dtype, device=rank_TK.device)
+        slots_W = (rank_TK[..., None] == every_rank_W).sum((0, 1), dtype=torch.int32)
+        tokens_S0, rows_R0, sent_W, received_W = _exchange_counts(
+            torch.stack((route.counts_E, slots_W), dim=1), self.group_name
+        )
+        x_SD, routing_SC = _exchange_rows(
+            [x_ND, routing_NC],
+            sent_W,
+            received_W,
+            tokens_S0.shape[0],
+            self.group_name,
+            "forward" if self.precision == "fp8" else "",
+        )
+        weights_SK, ids_SK = routing_SC.split(slots, dim=1)
+        local_SK = ids_SK.int() - self.first_expert
+        is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
+        return Received(
+            x_SD,
+            torch.where(is_here_SK, local_SK, -1),
+            weights_SK,
+            rows_R0.shape[0],
+            handle=(*route, sent_W, received_W),
+        )
+
+    def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Give ``y_TD``, the sum over ranks of each token's rows, in fp32, rounded once."""
+        route, (sent_W, received_W) = ExpertIndices(*handle[:4]), handle[4:]
+        (y_ND,) = _exchange_rows(
+            [y_SD],
+            received_W,
+            sent_W,
+            route.row_slot_R.shape[0],
+            self.group_name,
+            "backward" if self.precision == "fp8" else "",
+        )
+        return unpermute(y_ND, route, self.backend)
+
+
+def _first_slots(rank_TK: torch.Tensor) -> torch.Tensor:
+    """``rank_TK`` with -1 wherever an earlier slot of the token has the same rank."""
+    is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
+    return torch.where(is_same_TKK.tril(-1).any(2), -1, rank_TK)
+
+
+@torch.library.custom_op("moetrain::exchange_counts", mutates_args=())
+def _exchange_counts(
+    counts_W2: torch.Tensor, group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tell every rank the tokens for it and the rows that they become there.
+
+    Returns two tensors that hold nothing and have S and R rows (a shape is how a number comes out
+    of an op as a size), and the tokens to send to and to receive from every rank (int64 [W] on the
+    host).
+    """
+    received_W2 = torch.empty_like(counts_W2)
+    all_to_all_single(received_W2, counts_W2, group=resolve_group(group))
+    # The one wait for the device: memory for what arrives cannot be reserved without its size.
+    sent_W2, received_W2 = torch.stack((counts_W2, received_W2)).cpu().long()
+    tokens, rows = received_W2.sum(0).tolist()
+    tokens_S0, rows_R0 = counts_W2.new_empty(tokens, 0), counts_W2.new_empty(rows, 0)
+    return tokens_S0, rows_R0, sent_W2[:, 0].clone(), received_W2[:, 0].clone()
+
+
+@_exchange_counts.register_fake
+def _(counts_W2, group):
+    ctx = torch.library.get_ctx()
+    sizes = (counts_W2.new_empty(ctx.new_dynamic_size(), 0) for _ in range(2))
+    counts = (torch.empty(counts_W2.shape[0], dtype=torch.int64, device="cpu") for _ in range(2))
+    return *sizes, *counts
+
+
+# One op for all that travels together: two ops that do not depend on each other could be ordered
+# differently by the compilers of two ranks.
+@torch.library.custom_op("moetrain::exchange_rows", mutates_args=())
+def _exchange_rows(
+    rows: Sequence[torch.Tensor],
+    sent_W: torch.Tensor,
+    received_W: torch.Tensor,
+    num_received: int,
+    group: str,
+    e4m3: str,
+) -> list[torch.Tensor]:
+    """Send the first rows of each tensor to rank 0, the next to rank 1, ...
+
+    ``num_received`` is how many rows each result has; what is past the sum of ``received_W``, in
+    results as in ``rows``, is unspecified. ``e4m3`` says which way the first tensor's rows travel
+    in e4m3: "forward", "backward" or neither.
+    """
+    sent, received = sent_W.tolist(), received_W.tolist()
+    first = rows[0]
+    if e4m3 == "forward":
+        rows = [_pack(first), *rows[1:]]
+    outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
+    leaving = [given[: sum(sent)] for given in rows]
+    with annotate("exchange_rows", *leaving):
+        works = [
+            all_to_all_single(
+                out[: sum(received)],
+                given,
+                received,
+                sent,
+                group=resolve_group(group),
+                async_op=True,
+            )
+            for out, given in zip(outputs, leaving, strict=True)
+        ]
+        for work in works:
+            work.wait()
+    if e4m3 == "forward":
+        outputs[0] = _unpack(outputs[0], first.dtype)
+    return outputs
+
+
+def _pack(x_ND: torch.Tensor) -> torch.Tensor:
+    """Bytes of each row's numbers in e4m3, then those of its scale."""
+    values_ND, scales_N = quantise_rows(x_ND.contiguous())
+    return torch.cat((values_ND.view(torch.uint8), scales_N.view(torch.uint8).view(-1, FP32)), 1)
+
+
+def _unpack(bytes_SC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    values, scales = (x.contiguous() for x in bytes_SC.tensor_split([-FP32], dim=1))
+    return dequantise(Quantised(values.view(E4M3), scales.view(torch.float32)[:, 0]), dtype)
+
+
+@_exchange_rows.register_fake
+def _(rows, sent_W, received_W, num_received, group, e4m3):
+    return [given.new_empty(num_received, *given.shape[1:]) for given in rows]
+
+
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    rows, sent_W, received_W, _, ctx.group, ctx.e4m3 = inputs
+    ctx.save_for_backward(sent_W, received_W)
+    ctx.num_sent = rows[0].shape[0]
+
+
+def _differentiate_exchange(ctx: Any, d_outputs: list[torch.Tensor]):
+    sent_W, received_W = ctx.saved_tensors
+    d_outputs = [d.contiguous() for d in d_outputs]
+    e4m3 = "forward" if ctx.e4m3 == "backward" else ""
+    d_rows = _exchange_rows(d_outputs, received_W, sent_W, ctx.num_sent, ctx.group, e4m3)
+    return d_rows, *[None] * 5
+
+
+_exchange_rows.register_autograd(_differentiate_exchange, setup_context=_save_exchange)
+
+# The compiler drops ops whose results are unused or empty, as on a rank without tokens. The other
+# ranks would wait for it for ever.
+_EXCHANGES = (torch.ops.moetrain.exchange_counts.default, torch.ops.moetrain.exchange_rows.default)
+for _op in _EXCHANGES:
+    torch.fx.has_side_effect(_op)
+worth_saving("dispatch", *_EXCHANGES)  # both ways: recomputed blocks send no token again
