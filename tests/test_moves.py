@@ -14,7 +14,7 @@ from distributed import spawn
 from test_parallel import TOLERANCE, words_of
 
 from moetrain.config import Config
-from moetrain.optim.adamw import build_optimizer
+from moetrain.optim.adamw import AdamW
 from moetrain.train import state as state_module
 from moetrain.train.metrics import SilentLog
 from moetrain.train.trainer import Trainer
@@ -38,7 +38,7 @@ MOVES = [*itertools.product(EACH, EACH), *OTHERS]
 def unfused(fsdp, config, seed):
     """Our optimizer, on whose state torch's AdamW works in plain operations, parameter by
     parameter."""
-    optimizer = build_optimizer(fsdp, config, seed)
+    optimizer = AdamW(fsdp, config, seed)
     members = list(fsdp.members.values())
     plain = torch.optim.AdamW(
         [
@@ -69,7 +69,7 @@ def unfused(fsdp, config, seed):
 
 def train(words, steps, is_fused):
     """A trainer that has made ``steps`` steps, and their losses."""
-    state_module.build_optimizer = build_optimizer if is_fused else unfused
+    state_module.AdamW = AdamW if is_fused else unfused
     trainer = Trainer(Config.load(None, words, environ={}))
     if trainer.step:
         check_moments(trainer, trainer.config.checkpoint.resume)
@@ -120,7 +120,7 @@ def everywhere(jobs_of_world, function):
 
 
 def test_moves_between_meshes_go_on_exactly(tiny_words, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_module, "build_optimizer", build_optimizer)  # put back at the end
+    monkeypatch.setattr(state_module, "AdamW", AdamW)  # put back at the end
     moves = [(*move, True) for move in MOVES] + [(*move, False) for move in OTHERS[:2]]
     base = words_of(tiny_words, "optim.schedule=constant", "train.steps=100", "optim.lr=0.01")
     base = [*base, "train.micro_batch_size=2", "model.num_layers=2"]

@@ -2,6 +2,6 @@
 
     sources -> documents -> tokenizer -> cache (memory-mapped) -> packing (rows) -> loader (batches)
 
-:func:`build_data` follows the arrows as far as rows; the trainer makes the loader, which needs to
-know the ranks.
+:func:`moetrain.data.loader.build_data` goes as far as rows. The trainer makes the loader of
+batches, which needs to know the ranks.
 """

@@ -1,22 +1,23 @@
-"""The token cache: a source is tokenised once into files that training maps into memory.
+"""The token cache: a source is tokenised once, into files that training maps into memory.
 
 A cache is a folder named by a hash of everything that decides its tokens (the source's files and
 how they are read, the tokenizer, the format below). It is written under a temporary name and
-renamed, so it exists whole or not at all; of several processes that build it at once the first
-one wins and the others use its result. Neither building nor reading holds the corpus in memory.
+renamed, so it exists whole or not at all. If several processes build it at once, the first one wins
+and the others use its result. Neither building nor reading holds the corpus in memory.
 
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
     documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
-    targets.bin    [num_documents] int64: tokens of each document that may be learned
+    targets.bin    [num_documents] int64: tokens with loss in each document
     masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
     meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
                    checksums of their beginnings
 
-Every document ends with EOS, and one of plain text begins as the tokenizer has texts begin (BOS;
-a conversation begins as its template does). A source without any text has a cache without
-documents. Left out on purpose: removing caches that are no longer used (delete the folder), and
-reading sources only to see whether they changed (a file's path, size and time of change stand for
-its content).
+Every document ends with EOS. One of plain text begins as the tokenizer begins texts (with BOS,
+say), a conversation as its template does. A source without any text has a cache without documents.
+
+Left out on purpose: removing caches that are no longer used (delete the folder), and reading
+sources only to see whether they changed (a file's path, size and time of change stand for its
+content).
 """
 
 from __future__ import annotations
@@ -45,48 +46,48 @@ from moetrain.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("moetrain")
 
-FORMAT = 3
-"""Part of every key: raise it when the files or the way tokens are made change."""
+_FORMAT = 3
+"""Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
 
 CHECKED_BYTES = 1 << 26
-"""How much of each file is read to tell damage when a cache is opened: all of a small corpus, and a
-tenth of a second of a large one."""
+"""Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
+a large one as are read in a tenth of a second."""
 
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
 
 
 class TokenCache(NamedTuple):
-    """Tokenised documents, mapped into memory and read-only."""
+    """Tokenised documents, mapped into memory read-only."""
 
     tokens: np.ndarray
     """[num_tokens] uint16 or uint32."""
     documents: np.ndarray
     """[num_documents + 1] int64: document d is ``tokens[documents[d]:documents[d + 1]]``."""
     targets: np.ndarray
-    """[num_documents] int64: tokens with loss of each document, but for its first."""
+    """[num_documents] int64: tokens with loss in each document, without its first token."""
     masked: np.ndarray | None
-    """[num_tokens] uint8, 1 where a token carries no loss; None: there are no conversations, and
-    all carry loss."""
+    """[num_tokens] uint8, 1 for a token without loss; None: there are no conversations, and every
+    token has loss."""
     content: str
-    """Hash of all of this."""
+    """Hash of all of these."""
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self.targets)
 
 
 def open_cache(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCache:
-    """The tokens of ``source``, built now if no earlier run did.
+    """Open the token cache of ``source``, and build it first if no earlier run did.
 
     Raises:
-        ConfigError: the source or the tokenizer is wrong, ``cache_dir`` cannot be written, or a
+        ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or the
             cache in it is damaged.
     """
-    identity = [FORMAT, tokenizer.fingerprint, source.identity()]
+    identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     folder = cache_dir / key
     if not os.path.isdir(folder):
@@ -101,7 +102,7 @@ def open_cache(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCa
 
 
 def _open(folder: Path) -> TokenCache:
-    """The cache in ``folder``; a ValueError or whatever reading it raises means damage."""
+    """Map the cache in ``folder``; a ValueError, or any error of reading, means damage."""
     meta = json.loads((folder / "meta.json").read_bytes())
     num_tokens, num_documents = meta["num_tokens"], meta["num_documents"]
 
@@ -180,7 +181,7 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 class _Writer:
-    """Tokens, a part of a document at a time, to a cache's files."""
+    """Writes tokens to a cache's files, a part of a document at a time."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Writer:
         documents.write(np.int64(0).tobytes())
 
     def add(self, ids_T: np.ndarray, masked_T: np.ndarray | None, ends_document: bool) -> None:
-        """The next part: its tokens and which of them have no loss (uint8; None: all have)."""
+        """Write the next part's tokens, and which of them have no loss (uint8; None: all have)."""
         data = ids_T.astype(self._dtype).tobytes()
         self._tokens.write(data)
         self._content.update(b"%d %d %d;" % (len(ids_T), masked_T is not None, ends_document))
@@ -219,7 +220,7 @@ class _Writer:
             self._document_start, self._num_targets = self._num_tokens, 0
 
     def finish(self) -> dict[str, Any]:
-        """The content of meta.json."""
+        """Finish the files; return the content of meta.json."""
         if self._masked.tell() > 0:
             self._masked.truncate(self._num_tokens)
         return {
@@ -233,9 +234,10 @@ class _Writer:
 def _encoded(
     parts: Iterable[TextPart], tokenizer: Tokenizer
 ) -> Iterator[tuple[TextPart, np.ndarray, np.ndarray | None]]:
-    """Each part with its ids [T] and [T] whether a token has no loss.
+    """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
 
-    Documents of plain text get what the tokenizer puts before a text, all documents end with EOS.
+    Documents of plain text begin with what the tokenizer puts before a text; all documents end with
+    EOS.
     """
     starts_document = True
     for batch in _batches(parts):
@@ -270,7 +272,7 @@ def _batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
 
 
 def _masked(offsets_T2: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """[T] uint8: 0 for a token that covers a character of a span, else 1.
+    """Return [T] uint8: 0 for a token that covers a character of a span, else 1.
 
     Spans [(3, 5)] over tokens at (0, 2), (2, 4), (4, 5), (5, 6) give 1, 0, 0, 1.
     """

@@ -1,13 +1,13 @@
-"""Conversations to text, with the spans of that text a model should learn: assistant turns.
+"""Renders conversations to text, with the spans that a model learns: the assistant's turns.
 
 The template is rendered once up to each assistant turn (with the generation prompt) and once
 after it; what the second rendering adds is the turn. So any Jinja chat template works unmarked.
-One that marks the text to learn with ``{% generation %}`` is rendered once, and has its way: the
-spans are those of ``transformers``' assistant mask.
+A template that marks the text to learn with ``{% generation %}`` is rendered once, and its marks
+are the spans, as in ``transformers``' assistant mask.
 
-Templates see what they see in ``transformers``' ``apply_chat_template``, and render the same text:
-tools, documents and other variables (:func:`template_variables`), no keys that are null, and what
-a turn was reasoned under any of the names that are in use.
+Templates get the variables that ``transformers``' ``apply_chat_template`` gives them, and render
+the same text: tools, documents and others (:func:`template_variables`), without keys that are null,
+and with a turn's reasoning under all of its usual names.
 
 A template may rewrite history: Qwen3's drops the thoughts of earlier turns. Then one text cannot
 hold every turn as the model will see it, and the conversation becomes several texts, each with
@@ -55,7 +55,7 @@ _RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_ten
 _RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = secrets.token_hex(8)
-"""Of the marks around text to learn: nothing that a conversation holds by chance or on purpose."""
+"""Secret in the marks around text to learn, which no conversation can contain."""
 _MARKS = re.compile(f"<{_MARK}>|</{_MARK}>")
 
 # What templates raise: programs, if small ones.
@@ -71,7 +71,7 @@ _TEMPLATE_ERRORS = (
 
 
 class BadLineError(Exception):
-    """A line's content is wrong; whoever knows the file and line number reports both."""
+    """A line's content is wrong; the caller, who knows file and line number, reports both."""
 
     def __init__(self, problem: str, field: str | None = None) -> None:
         """``field`` is the setting at fault, if that is not the one that named the file."""
@@ -80,7 +80,7 @@ class BadLineError(Exception):
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}``: its content, between marks if asked for."""
+    """``{% generation %} ... {% endgeneration %}`` renders its content, with marks on request."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class has it
 
@@ -95,7 +95,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A Jinja chat template, run in a sandbox: it comes with checkpoints from strangers."""
+    """A Jinja chat template. It runs in a sandbox, since it comes with strangers' checkpoints."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class ChatTemplate:
         check: bool = False,
         with_tools: str | None = None,
     ) -> None:
-        """``special_tokens`` (``bos_token``, ...) become variables of the template.
+        """Take the template; ``special_tokens`` (``bos_token``, ...) become variables of it.
 
         Args:
-            with_tools: the template of conversations that have tools; None: the same one.
+            with_tools: the template for conversations that have tools; None: the same one.
 
         Raises:
-            ConfigError: with ``check``, the template is malformed. Without, that is found at the
-                first conversation: a corpus without any needs no valid template.
+            ConfigError: the template is malformed, and ``check`` is set. Without ``check`` that is
+                found at the first conversation: a corpus without any needs no valid template.
         """
         self.source = source
         self._special_tokens = special_tokens
@@ -121,7 +121,7 @@ class ChatTemplate:
             _ = self._template
 
     def identity(self) -> list[str]:
-        """What decides the texts of conversations, but for special tokens."""
+        """Return what decides the texts of conversations, apart from special tokens."""
         return [self.source, *(self._with_tools.identity() if self._with_tools else ())]
 
     @cached_property
@@ -148,11 +148,11 @@ class ChatTemplate:
     def documents(
         self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})
     ) -> list[tuple[str, list[Span]]]:
-        """The texts of one conversation, each with the spans of its assistant turns.
+        """Render a conversation to its texts, each with the spans of its assistant turns.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
-            variables: further ones of the template: :func:`template_variables`.
+            variables: further variables of the template; see :func:`template_variables`.
 
         Raises:
             BadLineError: ``messages`` has another shape, no assistant turn, or the template fails.
@@ -193,7 +193,7 @@ class ChatTemplate:
     def _marked_document(
         self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[str, list[Span]]:
-        """The whole conversation up to the last text that the template marks, and its marks."""
+        """Render the conversation up to the last text that the template marks, with its marks."""
         marked = self._render(turns, {**variables, _MARK: True}, add_generation_prompt=False)
         text, spans, depth, start, last = "", [], 0, 0, 0
         for mark in _MARKS.finditer(marked):
@@ -215,7 +215,7 @@ class ChatTemplate:
         return text[: spans[-1][1]], spans
 
     def prompt(self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """The text that an assistant's next turn continues.
+        """Render the text that the assistant's next turn continues.
 
         Raises:
             BadLineError, ConfigError: as :meth:`documents`.
@@ -240,7 +240,7 @@ class ChatTemplate:
 
 
 def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a conversation's record gives the template beside ``messages``.
+    """Return the variables that a conversation's record has for the template, beside ``messages``.
 
     ``tools`` and ``documents`` are lists of objects, ``chat_template_kwargs`` an object of other
     variables (``{"enable_thinking": false}``), as in TRL's data sets and vLLM's requests. Each may
@@ -275,7 +275,7 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:
-    """The turns, as ``transformers`` gives them to templates."""
+    """Check the turns, and return them as ``transformers`` passes them to templates."""
     if not isinstance(messages, list) or not messages:
         raise BadLineError("`messages` is not a list of turns")
     turns = []
@@ -295,14 +295,14 @@ def _checked(messages: object) -> list[dict[str, Any]]:
 
 
 def _say(error: Exception) -> str:
-    """Jinja's messages speak for themselves; Python's need their class."""
+    """Describe an error: Jinja's messages speak for themselves, Python's need their class."""
     if isinstance(error, jinja2.TemplateError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def _raise_exception(message: str) -> None:
-    """How templates refuse a conversation."""
+    """Refuse a conversation; templates call this."""
     raise jinja2.TemplateError(message)
 
 
@@ -313,7 +313,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As ``transformers`` has it; Jinja's own filter escapes for HTML."""
+    """Write JSON as ``transformers`` does; Jinja's own filter escapes for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -48,25 +48,25 @@ logger = logging.getLogger("moetrain")
 
 
 class Data(NamedTuple):
-    """What a run trains on."""
+    """The data of a run."""
 
     train: Dataset
     eval: Dataset | None
-    """Held-out rows, None: no evaluation was asked for (data.eval_fraction 0)."""
+    """Held-out rows; None: there is no evaluation (data.eval_fraction 0)."""
     tokenizer: Tokenizer
     fingerprint: str
-    """Hash of what decides the rows of both: tokens and which are learned (so the text, tokenizer
-    and template, wherever their files lie), packing, row length, what is held out, and the seed of
-    synthetic ones. The order in which a run sees them is not in it: train.seed decides that."""
+    """Hash of what decides the rows of both: tokens and which of them have loss (so the text, the
+    tokenizer and the template, wherever their files lie), packing, row length, what is held out,
+    and the seed of synthetic rows. Their order is not in it: train.seed decides that."""
     chat_template: str | None
-    """What conversations were rendered with, None: there are none."""
+    """The template that rendered the conversations; None: there are none."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
-    """The rows that ``config.data`` describes, tokenised now if no earlier run did.
+    """Open the rows that ``config.data`` describes, and tokenise them if no earlier run did.
 
-    The synthetic source draws ids from the whole of ``vocab_size``; its tokenizer only shows
-    samples of the model's output, under the same limit.
+    The synthetic source draws ids from the whole of ``vocab_size``; its tokenizer only decodes
+    samples of the model's output, and must fit the vocabulary too.
 
     Raises:
         ConfigError: anything wrong with the data or its settings, or a ``train.sample_prompt`` that
@@ -114,7 +114,7 @@ def _synthetic(config: Config, vocab_size: int) -> tuple[Dataset, Dataset | None
 def _from_text(
     data: DataSection, tokenizer: Tokenizer
 ) -> tuple[Dataset, Dataset | None, str | None]:
-    """The rows of both sides, and the template of the conversations among them."""
+    """Return the rows of both sides, and the template of the conversations among them."""
     sources = open_sources(data, tokenizer)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
 
@@ -167,7 +167,7 @@ def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
 
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
-    """The rows of all the data but its end, and those of its end."""
+    """Divide the data into the rows before its end, and those of its end."""
     _check(cache, source)
     is_stream = _packing(cache, data) is StreamDataset
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
@@ -201,10 +201,10 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
 
 
 def _check(cache: TokenCache, source: Source) -> None:
-    """There is something to learn.
+    """Check that there is something to learn.
 
     Raises:
-        ConfigError: there is no text, or no token of it has a loss.
+        ConfigError: there is no text, or no token of it has loss.
     """
     if cache.num_documents == 0:
         raise source.if_empty
@@ -223,35 +223,35 @@ class Batch(NamedTuple):
     """One micro-batch, on the CPU."""
 
     tokens_BS: torch.Tensor
-    """int64."""
+    """int64 ids."""
     targets_BS: torch.Tensor
-    """int64, the token each position predicts, or IGNORE_INDEX."""
+    """int64: the token that each position predicts, or IGNORE_INDEX."""
     positions_BS: torch.Tensor | None
-    """int64, from 0 in each segment; None: every row is one segment."""
+    """int64: from 0 in each segment; None: every row is one segment."""
     cu_seqlens: torch.Tensor
     """[num_segments + 1] int32: 0, each segment's end in the flattened B * S tokens, ..., B * S.
     A segment is the part of one document that lies in one row."""
     is_pad_BS: torch.Tensor | None = None
-    """bool, what only fills up a row; None: nothing does, in any batch of this dataset. A pad lies
-    in the segment before it and has no target."""
+    """bool: tokens that only fill up a row; None: no batch of this dataset has any. A pad belongs
+    to the segment before it and has no target."""
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on ``device``, without waiting for the copy."""
+        """Copy the batch to ``device``, without waiting for the copy."""
         return self._replace(**tensors_on(device, self._asdict()))
 
     @property
     def inputs(self) -> Inputs:
-        """What the model sees of it."""
+        """The part of the batch that the model reads."""
         return Inputs(self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are no pads. Waits for the device, once the batch is there."""
+        """Number of tokens that are not pads. On a GPU this waits for the device."""
         return self.tokens_BS.numel() - int(0 if self.is_pad_BS is None else self.is_pad_BS.sum())
 
 
 def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of ``fields`` on ``device``, by name, without waiting for the copies."""
+    """Copy the tensors of ``fields`` to ``device``, without waiting; other values are left out."""
     tensors = {name: x for name, x in fields.items() if isinstance(x, torch.Tensor)}
     if device.type == "cuda":
         tensors = {name: x.pin_memory() for name, x in tensors.items()}
@@ -272,11 +272,11 @@ class Loader:
     rank: int = 0
     world_size: int = 1
     sample_index: int = 0
-    """Rows consumed so far by all ranks. Set it to resume."""
+    """Rows consumed so far by all ranks. Set it to resume a run."""
     seq_len: int | None = None
-    """Tokens that every row has to have; None: as many as its own first array."""
+    """Tokens that every row must have; None: as many as its own first array."""
     before_batch: Callable[[], None] = lambda: None
-    """Called before each micro-batch is made; what it raises leaves the loader as it was."""
+    """Called before each micro-batch is made; if it raises, the loader is unchanged."""
 
     def __post_init__(self) -> None:
         # moetrain.parallel.world.plan_world saw to it.
@@ -284,13 +284,13 @@ class Loader:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def next_step(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step.
+        """Return this rank's micro-batches of the next optimizer step.
 
-        Number k of all ranks together is the step's k-th part in order: of 8 rows, 2 ranks and
-        micro-batches of 2, rank 1 has rows 2 and 3, then 6 and 7.
+        The step's rows are divided into micro-batches in order, which ranks take in turn: of 8
+        rows, 2 ranks and micro-batches of 2, rank 1 gets rows 2 and 3, then 6 and 7.
 
         Raises:
-            ValueError: the dataset gives a row of other shapes than :class:`Row` has.
+            ValueError: the dataset returns a row of other shapes than :class:`Row` has.
         """
         size, end = self.micro_batch_size, self.sample_index + self.global_batch_size
         batches = []
@@ -310,21 +310,21 @@ class Loader:
         return row
 
 
-EVAL_SEED = 0
-"""Draws the rows of an evaluation. A constant: runs that differ in train.seed are compared by their
-held-out loss, so all of them are evaluated on the same rows."""
+_EVAL_SEED = 0
+"""Draws the rows of an evaluation. It is a constant because runs that differ in train.seed are
+compared by their held-out loss, and must be evaluated on the same rows."""
 
 
 def eval_batches(
     dataset: Dataset, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
-    """One data-parallel rank's share of ``num_rows`` rows drawn at random over all of ``dataset``.
+    """Yield one rank's share of ``num_rows`` rows drawn at random over all of ``dataset``.
 
-    The rows are the same at every call and however they are shared out (all of them, if there are
-    no more). Every batch is whole and every rank has as many, since all take part in each forward
-    pass and nothing should compile again: what is missing are rows without targets.
+    The rows are the same at every call and on any number of ranks (all rows, if there are no more).
+    Every batch is full and every rank has as many batches, since all ranks take part in each
+    forward pass and nothing should compile again; rows without targets fill them up.
     """
-    generator = np.random.Generator(np.random.PCG64(EVAL_SEED))
+    generator = np.random.Generator(np.random.PCG64(_EVAL_SEED))
     drawn = generator.choice(len(dataset), min(num_rows, len(dataset)), replace=False)
     filler = dataset.row(int(drawn[0]))
     filler = filler._replace(targets_S=np.full_like(filler.targets_S, IGNORE_INDEX))
@@ -335,7 +335,7 @@ def eval_batches(
 
 
 def check_row(row: Row, seq_len: int | None, what: str) -> None:
-    """Raise ValueError unless ``row``, which ``what`` gave, has the shapes of :class:`Row`."""
+    """Raise ValueError unless ``row``, which ``what`` returned, has the shapes of :class:`Row`."""
     shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
     lengths = shapes.pop("lengths")
     wanted = (len(row.tokens_S) if seq_len is None else seq_len,)
@@ -348,7 +348,7 @@ def check_row(row: Row, seq_len: int | None, what: str) -> None:
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """One micro-batch of ``rows``, in their order."""
+    """Stack ``rows`` to a micro-batch."""
     lengths = np.concatenate([row.lengths for row in rows])
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = [row.positions_S for row in rows if row.positions_S is not None]

@@ -41,46 +41,46 @@ import numpy as np
 from moetrain.data.cache import TokenCache
 
 IGNORE_INDEX = -100
-"""Target of a token without loss: torch's default ``ignore_index``."""
+"""Target of a token without loss; torch's default ``ignore_index``."""
 
 
 class Row(NamedTuple):
-    """One row of S tokens; all arrays are int64 but the last."""
+    """One row of S tokens; all arrays but the last are int64."""
 
     tokens_S: np.ndarray
     targets_S: np.ndarray
     """The next token of the same document (the last one's lies in the next row), or IGNORE_INDEX
     at a document's end and where that next token carries no loss."""
     positions_S: np.ndarray | None
-    """Position within the segment, from 0; None: the row is one document, in every row of this
-    dataset, so attention needs no mask."""
+    """Position within the segment, from 0; None: every row of this dataset is one document, so
+    attention needs no mask."""
     lengths: np.ndarray
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
-    """bool: what only fills up the row, at its end and in its last segment; None: nothing does, in
-    every row of this dataset."""
+    """bool: tokens that only fill up the row, at its end and in its last segment; None: no row of
+    this dataset has any."""
 
 
 class Dataset(Protocol):
-    """Rows by index: all that the loader asks for."""
+    """Rows by index, which is all that the loader needs."""
 
     identity: list[Any]
-    """What decides the rows, as JSON."""
+    """What decides the rows, as a JSON value."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Row:
-        """Row ``index`` of ``len(self)``; the same at every call."""
+        """Return row ``index`` of ``len(self)``; the same at every call."""
         ...
 
 
 class StreamDataset:
-    """Rows of ``seq_len`` tokens over a token cache, documents end to end."""
+    """Rows of ``seq_len`` tokens over a token cache, with documents laid end to end."""
 
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
     ) -> None:
-        """Rows ``first:stop`` of all there are (None: to the last). There may be none."""
+        """Take rows ``first:stop`` of the stream (None: to the last). There may be none."""
         stop = len(cache.tokens) // seq_len if stop is None else stop
         self.identity: list[Any] = ["stream", cache.content, seq_len, first, stop]
         self._cache, self._seq_len = cache, seq_len
@@ -92,7 +92,7 @@ class StreamDataset:
         return self._num_rows
 
     def row(self, index: int) -> Row:
-        """See :class:`Dataset`."""
+        """Return row ``index``; see :class:`Dataset`."""
         cache, size = self._cache, self._seq_len
         start = (self._first + index) * size
         stop = start + size
@@ -114,12 +114,12 @@ class StreamDataset:
 
 
 class SyntheticDataset:
-    """Random tokens, uniform over the vocabulary; every row is one document. For benchmarks."""
+    """Rows of random tokens, uniform over the vocabulary, for benchmarks; each is one document."""
 
     def __init__(
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, first: int = 0
     ) -> None:
-        """Rows ``first:first + num_rows`` of the endless sequence that ``seed`` gives."""
+        """Take rows ``first:first + num_rows`` of the endless sequence that ``seed`` decides."""
         self._num_rows, self._seq_len, self._vocab_size = num_rows, seq_len, vocab_size
         self._seed, self._first = seed, first
         self.identity: list[Any] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
@@ -128,7 +128,7 @@ class SyntheticDataset:
         return self._num_rows
 
     def row(self, index: int) -> Row:
-        """See :class:`Dataset`."""
+        """Return row ``index``; see :class:`Dataset`."""
         generator = np.random.default_rng([self._seed, self._first + index])
         tokens_S = generator.integers(self._vocab_size, size=self._seq_len)
         targets_S = np.append(tokens_S[1:], IGNORE_INDEX)
@@ -136,29 +136,29 @@ class SyntheticDataset:
 
 
 class _Items(NamedTuple):
-    """What is put into rows: parts of the token stream, whole documents as a rule."""
+    """The pieces of the token stream that are put into rows, mostly whole documents."""
 
     starts_I: np.ndarray
     lengths_I: np.ndarray
     ends_document_I: np.ndarray
-    """bool: the last token has no next one."""
+    """bool: the item's last token is its document's last, which predicts nothing."""
     num_cut: int
-    """Conversations longer than a row that lost tokens with loss behind its end."""
+    """How many conversations are longer than a row and lost tokens with loss behind its end."""
     targets_of_cut: int
-    """Tokens with loss that those had."""
+    """How many tokens with loss those conversations had."""
     targets_lost: int
-    """Those of them that were lost."""
+    """How many of these tokens were lost."""
     num_left_out: int
-    """Documents with nothing to learn, or nothing in their first row."""
+    """How many documents have nothing to learn, or nothing in their first row."""
 
 
 class WholeDataset:
-    """Rows of ``seq_len`` tokens that hold documents uncut; see the module."""
+    """Rows of ``seq_len`` tokens that hold documents uncut, fitted as the module describes."""
 
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
     ) -> None:
-        """Documents ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
+        """Pack documents ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
         stop = cache.num_documents if stop is None else stop
         self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
         self._cache, self._seq_len, self._num_documents = cache, seq_len, stop - first
@@ -171,7 +171,7 @@ class WholeDataset:
         return len(self._ends)
 
     def row(self, index: int) -> Row:
-        """See :class:`Dataset`."""
+        """Return row ``index``; see :class:`Dataset`."""
         cache, size = self._cache, self._seq_len
         tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
         positions_S, lengths, at = np.empty(size, np.int64), [], 0
@@ -191,7 +191,7 @@ class WholeDataset:
         return Row(tokens_S, targets_S, positions_S, np.array(lengths), np.arange(size) >= at)
 
     def describe(self) -> str:
-        """One line: how full the rows are, and what did not fit."""
+        """Say in one line how full the rows are, and what did not fit."""
         items, size = self._items, self._seq_len
         fill = int(items.lengths_I.sum()) / max(1, len(self) * size)
         what = "documents" if self._cache.masked is None else "conversations"
@@ -238,11 +238,11 @@ def _items(cache: TokenCache, size: int, first: int, stop: int) -> _Items:
 
 
 def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
-    """Which row of ``size`` each item goes to [I], rows numbered from 0 in the order they are made.
+    """Assign items to rows of ``size``; return each item's row [I], numbered as rows are opened.
 
-    The longest item first, each into the row with the least room that still holds it: lengths
-    3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. O(I log I), and for each item a search of
-    ``size`` bits: ``rooms`` has bit r set where some row has room for r more.
+    The longest item comes first, and each goes into the row with the least room that still holds
+    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. Takes O(I log I), and for each item a
+    search of ``size`` bits: ``rooms`` has bit r set if some row has room for r more.
 
     Args:
         lengths_I: integers from 1 to ``size``.

@@ -1,7 +1,7 @@
-"""Where text comes from: the standard library, text files, jsonl. Files in, documents out.
+"""Reads documents from the standard library, text files or jsonl.
 
-A source lists its files when it is made and reads them only when its parts are asked for, a
-bounded part at a time: a corpus, and a single file too, may be larger than memory.
+A source lists its files when it is made, and reads them only when its parts are requested, a
+bounded part at a time: a corpus, and even a single file, may be larger than memory.
 
 Held-out documents are chosen by a hash of their name (files) or text (jsonl lines), so the split
 is the same on every machine, and a document never changes sides when others are added.
@@ -32,27 +32,27 @@ from moetrain.data.tokenizer import Tokenizer
 logger = logging.getLogger("moetrain")
 
 PART_BYTES = 1 << 20
-"""Longer text files are read in parts of about this size, cut at line ends."""
+"""Size of the parts in which longer text files are read, cut at line ends."""
 
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-# Formats of data sets that are met instead of text. A folder that holds tables is a data set, and
-# its other files only describe it; a compressed file in a folder is passed over with a warning.
+# Formats that data sets come in instead of text. A folder that holds tables is a data set, and its
+# other files only describe it; a compressed file in a folder is skipped with a warning.
 _TABLES = {".arrow", ".parquet"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"}
 
 
 class TextPart(NamedTuple):
-    """A document, or the next part of one too large to hold."""
+    """A document, or the next part of one that is too large to hold."""
 
     text: str
     loss_spans: list[Span] | None
-    """The characters to learn, None: all."""
+    """The characters to learn; None: all."""
     ends_document: bool
     num_bytes: int
-    """Bytes of the source read for it, for the progress bar."""
+    """Bytes of the source that were read for it, for the progress bar."""
 
 
 class HashRange(NamedTuple):
@@ -62,35 +62,35 @@ class HashRange(NamedTuple):
     high: float
 
     def holds(self, key: bytes) -> bool:
-        """Whether the document known by ``key`` (its name or text) is in this share."""
+        """Return whether the document identified by ``key`` (its name or text) is in the range."""
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
-EVERYTHING = HashRange(0.0, 1.0)
+_EVERYTHING = HashRange(0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class _FileSource:
     files: list[Path]
     if_empty: ConfigError
-    """What to tell the user if no document has any text."""
+    """The error to raise if no document has any text."""
 
     def total_bytes(self) -> int:
-        """Bytes that ``parts`` reads."""
+        """Return how many bytes ``parts`` reads."""
         return sum(path.stat().st_size for path in self.files)
 
 
 @dataclass(frozen=True)
 class TextSource(_FileSource):
-    """Text files, one document each. Bytes that are no UTF-8 become U+FFFD."""
+    """Text files, one document each. Bytes that are not UTF-8 become U+FFFD."""
 
     def identity(self) -> list[Any]:
-        """What decides the documents, as JSON: the key of the token cache."""
+        """Return what decides the documents, as JSON for the key of the token cache."""
         return ["text", _stat(self.files)]
 
     def parts(self) -> Iterator[TextPart]:
-        """The documents, in order."""
+        """Yield the documents in order."""
         for path in self.files:
             with _reading(path, self.if_empty.field):
                 yield from _text_parts(path)
@@ -98,24 +98,24 @@ class TextSource(_FileSource):
 
 @dataclass(frozen=True)
 class JsonlSource(_FileSource):
-    """Lines of JSON objects with a text, or with ``messages``; a share of them, by hash."""
+    """Lines of JSON objects with a text or ``messages``, of which a share is chosen by hash."""
 
     share: HashRange
     field: str
-    """The setting that named the files, for errors."""
+    """The setting that named the files, for error messages."""
     text_field: str
     template: ChatTemplate
 
     def identity(self) -> list[Any]:
-        """As :meth:`TextSource.identity`."""
+        """Return what decides the documents, as :meth:`TextSource.identity` does."""
         template = self.template.identity()
         return ["jsonl", _stat(self.files), self.share, self.text_field, template]
 
     def parts(self) -> Iterator[TextPart]:
-        """The documents, in order.
+        """Yield the documents in order.
 
         Raises:
-            ConfigError: a line that is not as promised, by file and line number.
+            ConfigError: a line is malformed; the message names the file and the line number.
         """
         num_bytes = 0
         for path in self.files:
@@ -163,26 +163,26 @@ Source = TextSource | JsonlSource
 
 
 class Sources(NamedTuple):
-    """What the settings ask for."""
+    """The sources that the settings name."""
 
     train: Source
     eval: Source | None
-    """None: no evaluation."""
+    """The held-out documents; None: there is no evaluation."""
     undivided: Source
-    """All of ``data.path``; that is both of them, but for an ``eval`` from elsewhere."""
+    """All of ``data.path``: both of these together, unless ``eval`` has a path of its own."""
 
 
 def open_sources(data: DataSection, tokenizer: Tokenizer) -> Sources:
-    """The sources of a run, their files listed and nothing read yet.
+    """Open the sources of a run: list their files, and read nothing yet.
 
     Raises:
-        ConfigError: a path or template file that is missing or cannot be read, a template that is
-            malformed, or a folder without files.
+        ConfigError: a path or template file is missing or cannot be read, a template is malformed,
+            or a folder has no files.
     """
-    shares = EVERYTHING, HashRange(data.eval_fraction, 1.0), HashRange(0.0, data.eval_fraction)
+    shares = _EVERYTHING, HashRange(data.eval_fraction, 1.0), HashRange(0.0, data.eval_fraction)
     undivided, train, held_out = _open(data, "data.path", data.path, tokenizer, *shares)
     if data.eval_path is not None:
-        (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, EVERYTHING)
+        (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, _EVERYTHING)
         return Sources(undivided, other, undivided)
     return Sources(train, held_out if data.eval_fraction else None, undivided)
 
@@ -209,7 +209,7 @@ def _open(
 
 
 def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[Path]:
-    """Visible files under ``path`` (or ``path`` itself, if a file), in the order of their names."""
+    """List the visible files under ``path`` (or ``path`` itself, if it is a file) by name."""
 
     def refuse(error: OSError) -> None:
         raise ConfigError(field, f"{error.filename!r} cannot be read: {error.strerror}")
@@ -264,7 +264,7 @@ def _check_is_text(field: str, path: str, file: Path) -> None:
 
 @contextmanager
 def _reading(path: Path, field: str) -> Iterator[None]:
-    """A file that cannot be read is the fault of ``field``, which named it."""
+    """Turn an OSError inside into an error of the setting ``field``, which named the file."""
     try:
         yield
     except OSError as error:
@@ -272,7 +272,7 @@ def _reading(path: Path, field: str) -> Iterator[None]:
 
 
 def _name(path: Path, root: Path) -> str:
-    """A document's name, the same wherever ``root`` lies."""
+    """Return a document's name, which does not depend on where ``root`` lies."""
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
@@ -281,7 +281,7 @@ def _stat(files: list[Path]) -> list[Any]:
 
 
 def chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of ``data.chat_template``, else the tokenizer's, else ChatML."""
+    """Return the template of ``data.chat_template``, else the tokenizer's, else ChatML."""
     special = tokenizer.special_tokens
     if file_name is not None:
         return ChatTemplate(_read_template(file_name), special, check=True)
@@ -324,5 +324,5 @@ def _text_parts(path: Path) -> Iterator[TextPart]:
 
 
 def _unicode(text: str) -> str:
-    """``text`` with ``?`` for lone surrogates, which JSON can spell and no tokenizer takes."""
+    """Replace lone surrogates, which JSON can spell and no tokenizer accepts, by ``?``."""
     return text.encode(errors="replace").decode()

@@ -1,13 +1,18 @@
-"""Text to token ids and back: raw bytes, or any Hugging Face ``tokenizer.json``.
+"""Encodes text to token ids and back, by bytes or by any Hugging Face ``tokenizer.json``.
 
 The byte tokenizer needs no files, so a fresh machine can train at once. Everything else of this
 package sees only the :class:`Tokenizer` protocol.
 
-What Hugging Face's tokenizer call puts before a plain text (BOS, where a model has one) is
-``bos_ids``: the cache puts it before documents, :meth:`Tokenizer.encode_prompt` before prompts.
+``bos_ids`` is what Hugging Face's tokenizer call puts before a plain text (BOS, where a model has
+one). The cache puts it before documents, and :meth:`Tokenizer.encode_prompt` before prompts.
 Rendered conversations get nothing, there as here: their template writes it.
 
-Left out on purpose: padding and truncation (rows are packed), and the special tokens a
+For an export a tokenizer is written as files that ``transformers`` and servers read
+(:func:`tokenizer_files`). A Hugging Face tokenizer is copied from where it was read. The byte
+tokenizer has no files but an exact equivalent: byte-level BPE without a merge, whose 256 symbols
+have the bytes' values for ids.
+
+Left out on purpose: padding and truncation (rows are packed), and the special tokens that a
 post-processor would put behind a text (documents end with EOS, once). Shapes: T tokens.
 """
 
@@ -38,7 +43,7 @@ from moetrain.models.hf.files import (
 
 logger = logging.getLogger("moetrain")
 
-# Of a hub id: what is read here, and what else a tokenizer's export takes along.
+# The files of a hub id that are read here or that a tokenizer's export copies.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "special_tokens_map.json")
 _FILES += ("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 # Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
@@ -49,49 +54,49 @@ _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|i
 
 
 class Encoded(NamedTuple):
-    """One text's tokens; offsets are made on demand, since only conversations need them."""
+    """The tokens of a text; offsets are computed on demand, since only conversations need them."""
 
     ids: np.ndarray
     """[T] integers."""
     offsets: Callable[[], np.ndarray]
-    """Gives [T, 2] int64: the characters ``start:end`` of the text that each token covers."""
+    """Returns [T, 2] int64: the characters ``start:end`` of the text that each token covers."""
 
 
 class Tokenizer(Protocol):
-    """What moetrain asks of a tokenizer."""
+    """A tokenizer, as the rest of the package uses it."""
 
     vocab_size: int
     """Largest id + 1."""
     eos_id: int
     """The token that ends every document."""
     bos_ids: tuple[int, ...]
-    """What comes before every plain text: BOS, or nothing."""
+    """Tokens before every plain text: BOS, or none."""
     fingerprint: str
-    """Hash of all that decides the ids a text or a conversation gets, but for its template."""
+    """Hash of all that decides the ids of a text or a conversation, except for the template."""
     chat_template: str | None
-    """Its own Jinja template for conversations."""
+    """Its own Jinja template for conversations, if it has one."""
     tool_template: str | None
-    """That for conversations with tools, if it is another one."""
+    """The template for conversations with tools, if that is another one."""
     special_tokens: dict[str, str]
-    """Variables of that template: ``bos_token``, ``eos_token``, ..., where they exist."""
+    """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
     byte_ids: frozenset[int]
-    """Tokens of one byte each, a run of which has a text only as a whole: a byte that makes it no
-    UTF-8 spoils all of it (byte fallback)."""
+    """Tokens of one byte each (byte fallback). A run of them is decoded as a whole, and one byte
+    that makes it invalid UTF-8 spoils all of it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokens of each text, with nothing added at either end."""
+        """Encode each text, with nothing added at either end."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Decode ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens that a model continues to continue ``text``: ``bos_ids`` and the text's.
+        """Encode ``text`` as a prompt: ``bos_ids``, then the text's own tokens.
 
         Raises:
-            ValueError: there are none, or ``text`` has characters that are none (surrogates, which
-                is what bytes of a command line that are no UTF-8 become).
+            ValueError: there are no tokens, or ``text`` has surrogates, which bytes of a command
+                line become that are not UTF-8.
         """
         try:
             text.encode()
@@ -104,7 +109,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and 256 for the end of a document."""
+    """Encodes text as the bytes of UTF-8; id 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -118,26 +123,26 @@ class ByteTokenizer(Tokenizer):
         self.special_tokens: dict[str, str] = {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """See :class:`Tokenizer`; ids are uint8."""
+        """Encode each text; ids are uint8."""
         return [
             Encoded(np.frombuffer(text.encode(), dtype=np.uint8), partial(_byte_offsets, text))
             for text in texts
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See :class:`Tokenizer`."""
+        """Decode ``ids``; see :class:`Tokenizer`."""
         return bytes(i for i in ids if i < self.eos_id).decode(errors="replace")
 
 
 class HFTokenizer(Tokenizer):
-    """A ``tokenizer.json``, and what the files beside it say of BOS, EOS, PAD, conversations."""
+    """A ``tokenizer.json``, with the special tokens and templates of the files beside it."""
 
     def __init__(self, folder: Path, file_name: str = "tokenizer.json") -> None:
         """Read ``folder/file_name`` and, where they exist, the files beside it.
 
         Raises:
-            ConfigError: a file that cannot be read or is malformed, no tokens, or no telling which
-                one ends a text.
+            ConfigError: a file cannot be read or is malformed, there are no tokens, or nothing
+                tells which one ends a text.
         """
         file = folder / file_name
         config = _read_json(folder / "tokenizer_config.json")
@@ -182,7 +187,7 @@ class HFTokenizer(Tokenizer):
                 )
 
     def _other_roles(self, pad: str) -> list[str]:
-        """What else the token is, for which it may stand in a text."""
+        """Return the other roles of the token, for which it may occur in a text."""
         keys = sorted(self.special_tokens, key="eos_token".__ne__)  # that first
         roles = [
             key.removesuffix("_token").upper()
@@ -194,7 +199,7 @@ class HFTokenizer(Tokenizer):
         return roles
 
     def _find_bos(self, vocabulary: Iterable[str]) -> tuple[int, ...]:
-        """What the post-processor puts before a text: asked of the first text that has tokens."""
+        """Find what the post-processor puts before a text, by the first text that has tokens."""
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return ()
         for text in ("a", *vocabulary):
@@ -206,7 +211,7 @@ class HFTokenizer(Tokenizer):
         return ()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """See :class:`Tokenizer`; ids are uint32. Uses every core."""
+        """Encode each text on all cores; ids are uint32."""
         with _library_errors("the tokenizer cannot encode a text"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -215,19 +220,19 @@ class HFTokenizer(Tokenizer):
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See :class:`Tokenizer`."""
+        """Decode ``ids``; see :class:`Tokenizer`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names.
+    """Load the tokenizer that ``data.tokenizer`` names.
 
     Args:
         name: ``byte``, a tokenizer.json, a folder that holds one, or a hub id (fetched unless it
             is in the hub's cache; the library honours ``HF_HUB_OFFLINE``).
 
     Raises:
-        ConfigError: nothing is there, or it is not a usable tokenizer.
+        ConfigError: there is nothing of that name, or it is not a usable tokenizer.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -249,7 +254,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 @contextmanager
 def _library_errors(doing: str) -> Iterator[None]:
-    """What the library raises, which is nothing narrower than Exception, as a ConfigError."""
+    """Turn the library's errors, which have no narrower class than Exception, into ConfigError."""
     try:
         yield
     except BaseException as error:
@@ -260,7 +265,7 @@ def _library_errors(doing: str) -> Iterator[None]:
 
 
 def _byte_offsets(text: str) -> np.ndarray:
-    """Characters that each UTF-8 byte of ``text`` belongs to: ``"aé"`` -> (0,1), (1,2), (1,2)."""
+    """Return the character that each UTF-8 byte belongs to: ``"aé"`` -> (0,1), (1,2), (1,2)."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     bytes_per_character = 1 + sum((code_points >= n).astype(int) for n in (0x80, 0x800, 0x10000))
     start = np.repeat(np.arange(len(text)), bytes_per_character)
@@ -272,7 +277,7 @@ def _hf_offsets(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _read(path: Path, folder: Path | None = None) -> bytes:
-    """The bytes of ``path``, of the tokenizer in ``folder`` (None: that which it lies in)."""
+    """Read ``path``, which must not link to outside of ``folder`` (None: its own folder)."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError("data.tokenizer", f"{path} is not a file")
     try:
@@ -282,7 +287,7 @@ def _read(path: Path, folder: Path | None = None) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; empty if there is no such file."""
+    """Read the JSON object in ``path``; empty if there is no such file."""
     if not os.path.lexists(path):
         return {}
     content = _read(path)
@@ -296,7 +301,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
-    """``{"eos_token": "</s>", ...}``; the file has plain strings or objects with ``content``."""
+    """Read ``{"eos_token": "</s>", ...}``; files have strings, or objects with ``content``."""
     tokens = {}
     for key in (f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")):
         value = config.get(key)
@@ -329,7 +334,7 @@ def _guess_eos(vocabulary: Mapping[str, int], file: Path) -> str:
 
 
 def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: str) -> str | None:
-    """The template ``name``: of a file of its own, else of ``tokenizer_config.json``."""
+    """Read the template ``name`` from its own file, else from ``tokenizer_config.json``."""
     file = folder / file_name
     if os.path.lexists(file):
         try:
@@ -355,7 +360,7 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
 
 
 def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None = None) -> TokenizerFiles:
-    """What an export holds of ``tokenizer``, with ``chat_template`` (None: its own, if any)."""
+    """Make the exported files of ``tokenizer``, with ``chat_template`` (None: its own, if any)."""
     if isinstance(tokenizer, ByteTokenizer):
         files, ids = _byte_files(), {}
     elif isinstance(tokenizer, HFTokenizer):
@@ -368,7 +373,7 @@ def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None = None) -> T
 
 
 def _copied_files(tokenizer: HFTokenizer) -> dict[str, Path | str]:
-    """The files beside ``tokenizer.json``; its config says which token ends a text."""
+    """List the files beside ``tokenizer.json``; the config must name the token that ends a text."""
     folder = tokenizer.file.parent
     files: dict[str, Path | str] = {
         f: folder / f for f in small_files(folder) if is_tokenizer_file(f)
@@ -383,10 +388,10 @@ def _copied_files(tokenizer: HFTokenizer) -> dict[str, Path | str]:
 
 
 def _byte_files() -> dict[str, Path | str]:
-    """:class:`ByteTokenizer`, id for id, whatever the text.
+    """Make the files of :class:`ByteTokenizer`, which give the same ids for any text.
 
-    The end of a document is no added token in tokenizer.json, and ``split_special_tokens`` keeps
-    ``transformers`` from making it one that a text can contain: it is never read out of a text.
+    The end of a document is not an added token in tokenizer.json, and ``split_special_tokens``
+    keeps ``transformers`` from making it one: it is never read out of a text.
     """
     vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     backend = tokenizers.Tokenizer(
@@ -409,7 +414,7 @@ def _byte_files() -> dict[str, Path | str]:
 
 
 def _byte_symbols() -> list[str]:
-    """GPT-2's printable characters for the 256 bytes: themselves, or from U+0100 on in order."""
+    """Return GPT-2's printable characters for the 256 bytes: themselves, or from U+0100 on."""
     kept = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = (chr(0x100 + i) for i in range(256))
     return [chr(byte) if byte in kept else next(others) for byte in range(256)]

@@ -1,1 +1,1 @@
-"""The optimizer: AdamW, its learning-rate schedules, its state, and where its moments lie."""
+"""The optimizer: AdamW, its state, its updates on the host, and learning-rate schedules."""

@@ -39,30 +39,30 @@ from moetrain.parallel.offload.arena import Arena
 from moetrain.parallel.pipeline.stages import Stages
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's tensors beside its step, each like its parameter."""
+"""AdamW's moments, each with its parameter's shape."""
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) of what ``fsdp`` trains; it updates this rank's pieces.
+    """AdamW (arXiv 1711.05101) for this rank's shards of what ``fsdp`` trains.
 
-    Random bits, which moments in bf16 are rounded by, are of the seed, the step, and where in the
-    whole parameter a number lies: copies of it on several ranks stay alike, a run that is resumed
-    goes on with the same bits, and so does another mesh, except where tensor parallel ranks cut a
-    weight by columns or a piece begins at no multiple of four numbers.
+    Moments in bf16 are rounded by random bits. These depend on the seed, the step, and a number's
+    place in the whole parameter. So copies on several ranks stay equal, and a resumed run has the
+    same bits, on another mesh too, except where tensor parallel ranks cut a weight by columns or a
+    shard begins at no multiple of four numbers.
     """
 
     def __init__(self, fsdp: FSDP, config: OptimSection, seed: int) -> None:
         self.fsdp, self.config = fsdp, config
         self.dtype: torch.dtype = getattr(torch, config.state_dtype)
-        """Of moments."""
+        """Dtype of the moments."""
         self.settings = Settings(config.beta1, config.beta2, config.eps, seed)
         self.steps = torch.zeros((), device=fsdp.device)
-        """That changed something; what parameters have as their ``step``."""
+        """Number of updates that were not skipped; the ``step`` of every parameter."""
         self.arena = Arena("moments", fsdp.device)
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Each bucket's moments: the same tensors for as long as the optimizer."""
+        """Each bucket's moments, which stay the same tensors as long as the optimizer lives."""
         self._states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        """What :attr:`state` is from the first step on."""
+        """The content of :attr:`state` from the first step on."""
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         hosted = [bucket for bucket in fsdp.buckets if bucket.host is not None]
         self._host = HostUpdates(hosted, config)
@@ -70,7 +70,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(trained, {"lr": config.lr})
 
     def begin(self) -> None:
-        """Be as after no step, with moments that are zero."""
+        """Reset to zero steps, and create or zero the moments."""
         self.forget()
         if not self._states:
             self._make()
@@ -96,7 +96,7 @@ class AdamW(torch.optim.Optimizer):
                 self._states[member.local] = {"step": self.steps, **moments}
 
     def forget(self) -> None:
-        """Be as before the first step."""
+        """Reset to zero steps, without moments."""
         self.state.clear()
         self.steps.zero_()
 
@@ -126,14 +126,14 @@ def _blocks(member: Member) -> int:
 
 
 def _decays(bucket: Bucket) -> torch.Tensor:
-    """uint8, 1 for each block of a member that decays."""
+    """Return uint8 flags [blocks]: 1 for each block of a parameter with weight decay."""
     flags = torch.tensor([m.rule.decay for m in bucket.members], dtype=torch.uint8)
     counts = torch.tensor([_blocks(member) for member in bucket.members])
     return flags.repeat_interleave(counts).to(bucket.shard_N.device)
 
 
 def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
-    """The place of each block's first number: in its parameter, and that among all others."""
+    """Return the place of each block's first number, unique over all parameters."""
     device, starts = bucket.shard_N.device, []
     for member in bucket.members:
         layout, place = member.layout, 0
@@ -144,22 +144,18 @@ def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
     return torch.cat(starts)
 
 
-def build_optimizer(fsdp: FSDP, config: OptimSection, seed: int) -> AdamW:
-    """The optimizer of what ``fsdp`` trains."""
-    return AdamW(fsdp, config, seed)
-
-
 def guarded_step(
     optimizer: AdamW, loss: torch.Tensor, norm: torch.Tensor, max_grad_norm: float
 ) -> torch.Tensor:
     """Clip to ``max_grad_norm`` and update, unless the loss or the gradient norm is not finite.
 
     Args:
-        loss, norm: of the whole step (0-d, on the device), the same on every rank.
+        loss, norm: loss and gradient norm of the whole step (0-d, on the device), the same on every
+            rank.
 
     Returns:
         Whether the step was skipped (0-d bool, on the device). A skipped step leaves weights and
-        moments untouched.
+        moments unchanged.
     """
     skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
     optimizer.step((max_grad_norm / norm).clamp(max=1.0), skipped)
@@ -168,20 +164,20 @@ def guarded_step(
 
 # ---- on the host --------------------------------------------------------------------------------
 
-Moments = tuple[torch.Tensor, torch.Tensor]
+_Moments = tuple[torch.Tensor, torch.Tensor]
 
 
 class HostUpdates:
-    """Updates ``buckets``, in this order; all of them are :attr:`Bucket.host`'s."""
+    """Updates ``buckets`` in this order; their masters lie in host memory (:attr:`Bucket.host`)."""
 
     def __init__(self, buckets: Sequence[Bucket], config: OptimSection) -> None:
         self.buckets, self.config = buckets, config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
 
-    def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[Moments]) -> None:
-        """Begin an update with :func:`~moetrain.kernels.optim.adamw.adamw_rates` (on the device).
+    def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:
+        """Start an update with ``rates_S`` of :func:`~moetrain.kernels.optim.adamw.adamw_rates`.
 
-        Every gradient must have been taken. ``moments``: flat, of each bucket.
+        Every gradient must be on its way. ``moments`` are the flat moments of each bucket.
         """
         host_S, copied = rates_S.to("cpu", non_blocking=True), None
         if rates_S.is_cuda:
@@ -197,7 +193,7 @@ class HostUpdates:
     def _update(
         self,
         bucket: Bucket,
-        flat: Moments,
+        flat: _Moments,
         rates_S: torch.Tensor,
         copied: torch.cuda.Event | None,
         lr: float,
@@ -247,7 +243,7 @@ class HostUpdates:
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
 ) -> dict[str, TensorSlice]:
-    """What this rank holds of each ``"<parameter>.<moment>"``; nothing before the first step."""
+    """Return this rank's slice of each ``"<parameter>.<moment>"``; none before the first step."""
     return {
         # The step is a scalar, the same on every rank.
         f"{name}.{key}": stages.among(
@@ -264,12 +260,13 @@ def load_optimizer_state(
     stages: Stages,
     state: Mapping[str, Sliceable],
 ) -> None:
-    """Take what :func:`optimizer_parts` gave on any layout: every rank its part of the whole.
+    """Load what :func:`optimizer_parts` returned on any layout; every rank reads its part.
 
-    An empty ``state`` is that of before the first step. All parameters have made as many steps.
+    An empty ``state`` is that of a run before its first step. All parameters have the same step.
 
     Raises:
-        ConfigError: state of other parameters or another optimizer; another shape or dtype.
+        ConfigError: the state is of other parameters or another optimizer, or a tensor has another
+            shape or dtype.
     """
     trained = {name: member for name, member in members.items() if member.rule.trainable}
     wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}

@@ -8,7 +8,7 @@ from moetrain.config import OptimSection
 
 
 def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
-    """Learning rate of optimizer step ``step`` (0-based) out of ``total_steps``.
+    """Return the learning rate of optimizer step ``step`` (from 0) out of ``total_steps``.
 
     Linear warmup, then ``cosine`` (arXiv 1608.03983), ``wsd`` (warmup-stable-decay, arXiv
     2404.06395, with a linear decay over the last ``decay_fraction``) or ``constant``.

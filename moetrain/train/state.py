@@ -31,7 +31,7 @@ from moetrain.models.hf.save import (
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER, is_adapter
 from moetrain.models.transformer import build_model
-from moetrain.optim.adamw import build_optimizer, load_optimizer_state, optimizer_parts
+from moetrain.optim.adamw import AdamW, load_optimizer_state, optimizer_parts
 from moetrain.parallel.apply import place_model
 from moetrain.parallel.fsdp.shard import fingerprint, load_whole_state
 from moetrain.parallel.layout import Sliceable, TensorSlice
@@ -62,7 +62,7 @@ class ModelState:
         self.config, self.arch, self.world = config, arch, world
         self.stages = Stages.of(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
-        self.optimizer = build_optimizer(self.fsdp, config.optim, config.train.seed)
+        self.optimizer = AdamW(self.fsdp, config.optim, config.train.seed)
         arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)
         self._arenas = {arena.name: arena for arena in arenas}
         self._link = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None

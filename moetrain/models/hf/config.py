@@ -1,10 +1,9 @@
-"""A Hugging Face ``config.json`` to :class:`Architecture` and back, for every family.
+"""Converts a Hugging Face ``config.json`` to an :class:`Architecture` and back, for every family.
 
-What can be a table is one, and lies in the family's own file as an
-:class:`~moetrain.models.family.HFFamily`: the defaults of its ``transformers`` config class (a key
-that a file omits means that default), which key feeds which architecture field, what is the same in
-every model of the family, its per-layer keys. Here is what all families share: the walk over those
-tables, the checks, and rope.
+A family's own file has the tables, as an :class:`~moetrain.models.family.HFFamily`: the defaults of
+its ``transformers`` config class (a key that a file omits has that default), which key holds which
+architecture field, the fields that are the same in every model of the family, its per-layer keys.
+Here is what all families share: the walk over those tables, the checks, and rope.
 
 Files are written with the keys that published checkpoints have (``rope_theta``, ``rope_scaling``,
 ``torch_dtype``): every version of ``transformers`` reads those.
@@ -27,7 +26,7 @@ from moetrain.models.family import Family, HFConfig, HFFamily, config_error
 
 
 def architecture_from_hf(config: HFConfig) -> Architecture:
-    """The architecture that the parsed ``config.json`` of a checkpoint describes.
+    """Return the architecture that the parsed ``config.json`` of a checkpoint describes.
 
     Raises:
         ConfigError: an unsupported model type, activation, rope type or quantization, or a value
@@ -59,7 +58,7 @@ def architecture_from_hf(config: HFConfig) -> Architecture:
 
 
 def _rename(config: HFConfig, hf: HFFamily) -> dict[str, Any]:
-    """``config`` with each key under the one name that the family's tables use."""
+    """Rename each key of ``config`` to the one name that the family's tables use."""
     for other, key in hf.aliases.items():
         if key in config and other in config and config[key] != config[other]:
             raise config_error(f"{other} {config[other]!r} contradicts {key} {config[key]!r}")
@@ -67,7 +66,7 @@ def _rename(config: HFConfig, hf: HFFamily) -> dict[str, Any]:
 
 
 def _first_problem(error: ValidationError, hf: HFFamily) -> str:
-    """What pydantic finds wrong, under the file's own name for it."""
+    """Say what pydantic finds wrong, by the file's own name for the field."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
@@ -79,7 +78,7 @@ def _first_problem(error: ValidationError, hf: HFFamily) -> str:
 
 
 def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
-    """The ``config.json`` of ``arch``, the inverse of :func:`architecture_from_hf`.
+    """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
 
     Raises:
         ValueError: the family's format cannot express ``arch``; it names the fields.
@@ -101,9 +100,10 @@ def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
 
 
 def exported_config(arch: Architecture, source: HFConfig | None) -> dict[str, Any]:
-    """The ``config.json`` of ``arch``, with all that the one it was read from says besides.
+    """Return the ``config.json`` of ``arch``, with everything else that ``source`` says.
 
-    ``source``: that one; it is kept as it is where it still describes ``arch``.
+    ``source`` is the config that the architecture was read from; it is kept unchanged if it still
+    describes ``arch``.
 
     Raises:
         ValueError: as :func:`architecture_to_hf`.
@@ -118,7 +118,7 @@ def exported_config(arch: Architecture, source: HFConfig | None) -> dict[str, An
 
 
 def _family_of(model_type: object) -> Family:
-    """The family of ``model_type``; ConfigError if there is none."""
+    """Return the family of ``model_type``; ConfigError if there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
         raise config_error(f"model_type {model_type!r} is not supported; supported: {supported}")
@@ -126,7 +126,7 @@ def _family_of(model_type: object) -> Family:
 
 
 def _check_types(given: HFConfig, hf: HFFamily) -> None:
-    """Wrong types in the keys that have a default: arithmetic on them would end in a traceback."""
+    """Raise ConfigError for a key that has a default, and here a value of another type."""
     nullable = dict.fromkeys(hf.derived, int) | dict(hf.nullable)
     for key, default in hf.defaults.items():
         value = given[key]
@@ -141,7 +141,7 @@ def _check_types(given: HFConfig, hf: HFFamily) -> None:
 
 
 def _canonical(arch: Architecture) -> Architecture:
-    """``arch`` with per-layer fields empty where that says the same, so that equal means equal."""
+    """Empty the per-layer fields where that means the same, so that equal models compare equal."""
     return arch.model_copy(
         update={
             "sliding_windows": arch.sliding_windows if any(arch.sliding_windows) else (),
@@ -168,11 +168,11 @@ _ROPE_FIELDS = {
 _ROPE_REQUIRED = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_FIELDS["llama3"]}
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL}
-"""Where files say it, but for ``rope_theta``."""
+"""The keys of files that describe rope, except for ``rope_theta``."""
 
 
 def _read_rope(config: HFConfig) -> tuple[float, RopeScaling]:
-    """``rope_theta`` and the scaling, from ``rope_scaling`` or the newer ``rope_parameters``."""
+    """Read ``rope_theta`` and the scaling, from ``rope_scaling`` or newer ``rope_parameters``."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise config_error(f"rope_scaling is {rope!r}, expected an object")

@@ -30,7 +30,7 @@ from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file."""
+    """Where a tensor lies, and what it is."""
 
     file: Path
     dtype: torch.dtype
@@ -38,14 +38,14 @@ class FileTensor(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """Tells whether a file is still the one that was read."""
+    """The size and time of a file, which tell whether it is still the one that was read."""
 
     num_bytes: int
     changed_ns: int
 
     @classmethod
     def of(cls, file: Path) -> Stamp | None:
-        """None: there is no such file."""
+        """Stamp a file; None if it does not exist."""
         try:
             stat = file.stat()
         except OSError:
@@ -55,21 +55,21 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class HFSource:
-    """What the checkpoint that a model was loaded from holds beside the model's own weights."""
+    """What a checkpoint holds beside the model's own weights, so that an export carries it on."""
 
     folder: Path
     config: Mapping[str, Any]
-    """All of ``config.json``."""
+    """The whole ``config.json``."""
     generation: Mapping[str, Any] | None
-    """All of ``generation_config.json``, if there is one."""
+    """The whole ``generation_config.json``, if there is one."""
     dtypes: Mapping[str, torch.dtype]
-    """Of the tensors that the model has, by their names in the files."""
+    """Dtypes of the tensors that the model has, by their names in the files."""
     extra: Mapping[str, FileTensor]
-    """Tensors that the model does not have; an export carries them on, bit for bit."""
+    """Tensors that the model does not have; an export carries them on bit for bit."""
     stamps: Mapping[Path, Stamp | None]
-    """Of the files that hold ``extra``."""
+    """Stamps of the files that hold ``extra``."""
     files: tuple[str, ...]
-    """Other files that an export carries on, relative to ``folder``: ``hf.files.small_files``."""
+    """Other files that an export carries on, relative to ``folder``; see :func:`small_files`."""
 
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,9 @@ logger = logging.getLogger(__name__)
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 EXPORT = "hf"
-"""Folder of the checkpoint that a run writes, in its output folder."""
+"""Name of the folder, in a run's output folder, that the run exports to."""
 MANIFEST = ".moetrain-export.json"
-"""Names what an export wrote, so that the next one into the same folder can remove what is old."""
+"""Lists the files of an export, so that the next one into the folder can remove old ones."""
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -108,31 +108,31 @@ _MAX_JSON_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer that a model was trained with, as an export writes it."""
+    """The tokenizer that a model was trained with, as files to export."""
 
     files: Mapping[str, Path | str]
-    """By name in the export: a file to copy, or the text to write."""
+    """Each file by its name in the export: a path to copy, or the text to write."""
     eos_id: int
     bos_id: int | None = None
     pad_id: int | None = None
 
     def ids(self) -> dict[str, int | None]:
-        """Under the names of ``config.json``."""
+        """Return the ids under their keys in ``config.json``."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
         return {f"{key}_token_id": value for key, value in ids.items()}
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of this name (relative to its checkpoint) is a part of the tokenizer."""
+    """Return whether a file of this name (relative to its checkpoint) belongs to the tokenizer."""
     return name in _TOKENIZER_FILES or name.endswith(".tiktoken") or name.startswith(_TEMPLATES)
 
 
 def small_files(folder: Path) -> list[str]:
-    """What an export copies: every small file of ``folder`` that holds no weights.
+    """List what an export copies: every small file of ``folder`` that holds no weights.
 
-    That is the tokenizer, processors' settings, chat templates, licence, model card and code; not
-    hidden files, not the two configs that are written anew, not weights of any format or the
-    indices of weights, nothing in other subfolders and nothing over 256 MiB.
+    These are tokenizer, processors' settings, chat templates, licence, model card and code. Hidden
+    files, the two configs that are written anew, weights of any format and their indices, other
+    subfolders and files over 256 MiB are left out.
     """
     found = []
     for path in sorted([*_visible(folder), *_visible(folder / _TEMPLATES)]):
@@ -150,9 +150,9 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def is_within(path: Path, folder: Path) -> bool:
-    """Whether ``path``, links followed, lies in the checkpoint's ``folder``.
+    """Return whether ``path``, with links followed, lies in the checkpoint's ``folder``.
 
-    Or, in the hub's cache, among the files that the revisions of a checkpoint share
+    In the hub's cache it may also lie among the files that the revisions of a checkpoint share
     (``snapshots/REVISION/config.json -> ../../blobs/HASH``).
     """
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
@@ -163,13 +163,13 @@ def is_within(path: Path, folder: Path) -> bool:
 
 
 def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
-    """``path``, of the checkpoint in ``folder``, if it is :func:`is_within` that.
+    """Return ``path`` if it lies in the checkpoint's ``folder`` (:func:`is_within`).
 
-    Links that lead elsewhere are not followed: an export would publish what they point at, which
-    the checkpoint's author chose, such as a private key.
+    Links that lead elsewhere are refused: the checkpoint's author chose where they point, a private
+    key perhaps, and an export would publish it.
 
     Raises:
-        ConfigError: it links to elsewhere.
+        ConfigError: ``path`` links to a place outside of the folder.
     """
     if not is_within(path, folder):
         problem = f"links to {os.path.realpath(path)}, outside of its folder"
@@ -178,7 +178,7 @@ def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
 
 
 def error(what: str | os.PathLike[str], problem: str) -> ConfigError:
-    """A fault of the checkpoint at ``what``, in one line of a length that can be read."""
+    """Make the error for a fault of the checkpoint at ``what``, as one line of readable length."""
     return ConfigError("model.path", f"{_short(os.fspath(what))}: {_short(problem)}")
 
 
@@ -188,7 +188,7 @@ def _short(text: str, most: int = 500) -> str:
 
 
 def listing(names: Sequence[str], shown: int = 5) -> str:
-    """``a, b, c and 7 more``."""
+    """Join names to ``a, b, c and 7 more``."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -204,15 +204,16 @@ def resolve(
     is_downloader: bool = True,
     barrier: Callable[[], None] | None = None,
 ) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded unless the cache has all of it.
+    """Return the local folder of a checkpoint; download a hub id unless the cache has all of it.
 
     Args:
-        is_downloader: whether this process may download: one a machine.
-        barrier: returns when every process has called it. It is called once in every case, also
+        is_downloader: whether this process may download; one per machine should.
+        barrier: waits until every process has called it. It is called once in every case, also
             when this process fails, so that no other process is left waiting.
 
     Raises:
-        ConfigError: no such folder or id, or the hub cannot be reached (``HF_HUB_OFFLINE``).
+        ConfigError: there is no such folder or id, or the hub cannot be reached
+            (``HF_HUB_OFFLINE``).
     """
     name = os.fspath(path_or_hub_id)
     try:
@@ -229,10 +230,10 @@ def resolve(
 
 
 def export_in(folder: Path) -> Path:
-    """``folder``, or the Hugging Face checkpoint in it if it is the output folder of a run.
+    """Return ``folder``, or the export in it if it is the output folder of a run.
 
     Raises:
-        ConfigError: such a folder, of a run that has written none.
+        ConfigError: it is the output folder of a run that has not exported.
     """
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
         return folder
@@ -249,7 +250,7 @@ def export_in(folder: Path) -> Path:
 
 
 def _find_local(name: str) -> Path | None:
-    """The folder, or the hub cache's snapshot if nothing of it is missing; never the network."""
+    """Find the folder, or a complete snapshot in the hub's cache, without using the network."""
     if not name.strip() or "\0" in name:
         raise error(repr(name), "not a folder or a hub id (owner/name); give one of the two")
     try:
@@ -290,7 +291,7 @@ def _is_complete(folder: Path) -> bool:
 # Reading.
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """What the system refuses meanwhile (permissions, a disk that fails) as a ConfigError."""
+    """Turn an OSError inside (permissions, a failing disk) into a ConfigError."""
     try:
         yield
     except OSError as failure:
@@ -299,10 +300,10 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file of a checkpoint holds.
+    """Read the JSON object in a file of a checkpoint.
 
     Raises:
-        ConfigError: no file, or not JSON, or something other than an object.
+        ConfigError: there is no file, or it is not JSON, or holds something other than an object.
     """
     with readable(path):
         if not path.is_file():
@@ -323,7 +324,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor of a checkpoint, from the headers of its files.
+    """List every tensor of a checkpoint, from the headers of its files.
 
     Raises:
         ConfigError: a file is missing or damaged, or two hold a tensor of one name.
@@ -346,7 +347,7 @@ def stored_tensors(folder: Path) -> dict[str, FileTensor]:
 
 
 def open_shard(shard: Path) -> safe_open:
-    """A safetensors file, its header checked; ConfigError if it is damaged."""
+    """Open a safetensors file and check its header; ConfigError if it is damaged."""
     with readable(shard):
         shard.open("rb").close()  # safetensors says of every refusal that there is no such file
         try:
@@ -356,7 +357,7 @@ def open_shard(shard: Path) -> safe_open:
 
 
 def _shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """The safetensors files of a checkpoint, and the tensors that an index says they hold.
+    """List the safetensors files of a checkpoint, and the tensors that the index says they hold.
 
     Raises:
         ConfigError: a file is missing, or the index is damaged or names what is not in the folder.
@@ -379,7 +380,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _is_inside(name: object) -> bool:
-    """Whether ``name`` is a relative path that stays in its folder, links apart: :func:`follow`."""
+    """Return whether ``name`` is a relative path that stays in its folder, links aside."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
@@ -388,24 +389,24 @@ def _is_inside(name: object) -> bool:
 
 # Writing.
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes an object, whole or not at all."""
+    """Write an object as JSON, whole or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Write a text file, whole or not at all."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """Copies a file's bytes, whole or not at all; nothing to do if it is the same file."""
+    """Copy a file's bytes, whole or not at all, unless both paths are the same file."""
     path.parent.mkdir(exist_ok=True)
     if not (path.exists() and path.samefile(source)):
         write_atomically(path, lambda temporary: shutil.copyfile(source, temporary))
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
-    """Removes what an earlier export wrote and this one did not, and notes what this one wrote."""
+    """Remove files of an earlier export that this one has not, and list the files of this one."""
     manifest = folder / MANIFEST
     earlier: object = []
     if manifest.is_file():

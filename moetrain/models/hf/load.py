@@ -1,16 +1,15 @@
-"""Hugging Face checkpoints in: check them against a model, and load them into one.
+"""Reads Hugging Face checkpoints: checks them against a model, and loads them into one.
 
 Loading streams: one tensor at a time goes from the memory-mapped file into the parameter that
-already exists, and of a sharded parameter a rank reads its own part alone; so a process needs the
-memory of its part of the model plus one tensor. (Measure that as
-anonymous memory, ``RssAnon``: mapped file pages also count as resident, but the kernel drops them
-whenever it wants the space.) Every name, shape and dtype is checked before the first byte is
-copied.
+already exists, and of a sharded parameter a rank reads only its own part. So a process needs memory
+for its part of the model and one tensor. (Measure that as anonymous memory, ``RssAnon``: mapped
+file pages also count as resident, but the kernel drops them whenever it wants the space.) Every
+name, shape and dtype is checked before the first byte is copied.
 
 A checkpoint may hold more than the model: heads for several tokens, a vision tower, a tokenizer.
-The model remembers where it came from (``model.source``), and saving carries all of that on. What
-lies within a layer or a module that we model, under a name that this model has no use for, is an
-error instead: config.json says one thing there and the weights another.
+The model remembers where it came from (``model.source``), and saving carries all of that on. A
+tensor within a layer or a module that the family describes, under a name that the model does not
+have, is an error instead: config.json and the weights contradict each other.
 
 Left out on purpose: quantized weights, and process groups: who downloads and how the others wait
 are arguments. :mod:`moetrain.models.hf.files` finds, reads and writes the files themselves.
@@ -56,11 +55,11 @@ from moetrain.models.hf.files import (
 from moetrain.models.transformer import Transformer, build_model
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-WritePiece = Callable[[str, Place, Any], None]
+_WritePiece = Callable[[str, Place, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _COMPARED_ROWS = 1 << 12
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
-"""Tensors of old checkpoints, which may lie anywhere."""
+"""Names of tensors in old checkpoints that follow from config.json and are ignored."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +69,17 @@ class Checked(NamedTuple):
 
     source: HFSource
     stored: dict[str, FileTensor]
-    """Every tensor of the files, file by file."""
+    """Every tensor of the files, in their order."""
     pieces: dict[str, Piece]
-    """Where the model's tensors go, by their names in the files."""
+    """Where each of the model's tensors goes, by its name in the files."""
 
 
 def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Checked:
-    """Whether the tensors in ``folder`` are those of ``arch``; reads headers alone, so it is quick.
+    """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
 
     Raises:
-        ConfigError: files missing or damaged; tensors missing, of another shape or dtype, or such
-            as ``arch`` would have to have and has not.
+        ConfigError: a file is missing or damaged; a tensor is missing, has another shape or dtype,
+            or lies where ``arch`` describes everything and does not have it.
     """
     folder = Path(os.path.abspath(folder))  # it is read again when the model is saved
     with readable(folder):
@@ -113,17 +112,17 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
 
 
 def load_weights(
-    model: Transformer, folder: str | os.PathLike[str], write: WritePiece | None = None
+    model: Transformer, folder: str | os.PathLike[str], write: _WritePiece | None = None
 ) -> None:
-    """Copies a checkpoint into the existing parameters of ``model``, in their dtype and device.
+    """Copy a checkpoint into the existing parameters of ``model``, in their dtype and device.
 
-    ``write(name, place, tensor)`` puts one file tensor in its place of parameter ``name``; None:
-    into the model's own. ``tensor`` is read where it is indexed with slices (``tensor[...]`` is all
-    of it): sharded parameters take what is theirs that way.
+    ``write(name, place, tensor)`` puts a file tensor into its place of parameter ``name``; None
+    writes the model's own parameters. ``tensor`` is read where it is indexed with slices
+    (``tensor[...]`` is all of it), so that a shard reads only its part.
 
     Buffers keep their values. A ``lm_head.weight`` beside tied embeddings is taken if it equals
-    the embedding, as it then says nothing new; a different one is an error, as the file
-    contradicts itself. What else the checkpoint holds is noted in ``model.source``.
+    the embedding, and refused if it differs, because the file then contradicts itself. What else
+    the checkpoint holds is noted in ``model.source``.
 
     Raises:
         ConfigError: as :func:`check_checkpoint`.
@@ -155,7 +154,7 @@ def load_weights(
 
 
 def check_tied(folder: Path, head_VD: Any, embed_VD: Any) -> None:
-    """Raise ConfigError unless two tensors in files are equal; a few rows at a time."""
+    """Raise ConfigError unless head and embedding are equal; compares a few rows at a time."""
     shape = head_VD.get_shape()
     rows = (slice(i, i + _COMPARED_ROWS) for i in range(0, shape[0], _COMPARED_ROWS))
     are_alike = shape == embed_VD.get_shape()
@@ -170,7 +169,7 @@ def load_hf(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """The model of a checkpoint, its weights in ``dtype`` on ``device``.
+    """Load the model of a checkpoint, its weights in ``dtype`` on ``device``.
 
     ``model(tokens_BS)`` gives logits ``[B, S, V]``. fp32, the default, holds bf16 and fp16
     checkpoints exactly; a narrower ``dtype`` rounds. ``model.source`` notes what else the
@@ -190,13 +189,13 @@ def load_hf(
 
 
 def pieces_of(arch: Architecture, parameters: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """Every file tensor of a model with ``parameters``, and where it lies."""
+    """List every file tensor of a model with ``parameters``, and where it lies."""
     table = find_family(arch).hf.weight_map
     return all_pieces(table, {name: p.shape for name, p in parameters.items()})
 
 
 def _count_tensors(arch: Architecture) -> int:
-    """File tensors of all blocks' parts."""
+    """Count the file tensors of all blocks' parts."""
     table, total = find_family(arch).hf.weight_map, 0
     for part, count in Counter(part for layer in arch.layers() for part in layer).items():
         shapes = {f"layers.0.{part.name}.{leaf}": w.shape for leaf, w in part.weights.items()}
@@ -235,7 +234,7 @@ def _check_headers(
 
 
 def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> bool:
-    """Whether a tensor that no parameter takes lies within what config.json describes."""
+    """Return whether a tensor of no parameter lies within what config.json describes."""
     scope = find_scope(find_family(arch).hf.weight_map, name)
     if scope is None or _FOLLOWS_FROM_CONFIG.fullmatch(name):
         return False
@@ -244,7 +243,7 @@ def _is_contradiction(name: str, arch: Architecture, num_extra_layers: int) -> b
 
 
 def _num_extra_layers(config: HFConfig) -> int:
-    """Layers behind the model's own that predict further tokens (DeepSeek's form of them)."""
+    """Read how many layers behind the model's own predict further tokens (as DeepSeek has them)."""
     value = config.get("num_nextn_predict_layers")
     if value is not None and (type(value) is not int or value < 0):
         raise config_error(f"num_nextn_predict_layers is {value!r:.80}, expected 0 or more")
@@ -252,13 +251,13 @@ def _num_extra_layers(config: HFConfig) -> int:
 
 
 def resolve_architecture(section: ModelSection) -> Architecture:
-    """The architecture that ``model.path`` or ``model.preset`` (with overrides) stands for.
+    """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names.
 
-    A checkpoint's headers are checked against it here, where nothing slow has been done yet.
+    A checkpoint's headers are checked here too, before anything slow is done.
 
     Raises:
-        ConfigError: a bad path, ``config.json`` or weight file; an unknown preset; overrides that
-            do not fit it or each other.
+        ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is unknown;
+            overrides do not fit the preset or each other.
     """
     if section.path is not None:
         folder = resolve(section.path)

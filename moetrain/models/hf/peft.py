@@ -1,21 +1,21 @@
-"""Adapters as files of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Reads and writes adapters as PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Routed experts are written in one of two layouts, by what the family's servers load:
+Routed experts are written in one of two layouts, as the family's servers load them:
 
-    per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in], one module an expert; that gate
-                and up share A is lost on nobody: it is written twice
+    per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in], one module an expert; the A that
+                gate and up share is written twice
     fused       ``mlp.experts.lora_A.weight`` [E * r, in] and ``lora_B`` [out, r * E], of which
                 expert e has rows ``e * r`` on of A, and every E-th column of B from e on
 
-Reading takes either, and is strict: tensors that the run has no adapters for, and adapters that the
-files have no tensors for, are errors. Nothing else tells that an adapter does nothing.
+Reading accepts either, and is strict: tensors for which the run has no adapters, and adapters for
+which the files have no tensors, are errors. Nothing else would show that an adapter has no effect.
 
 Ranks and scales may differ between modules: the scale goes into B, and where the modules of one
 weight have several ranks or several A, their A are stacked and each B is zero beside its own:
 
     [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up]
 
-Left out on purpose: whatever is no plain LoRA beside unchanged weights (biases, DoRA, PiSSA, aLoRA,
+Left out on purpose: everything but plain LoRA beside unchanged weights (biases, DoRA, PiSSA, aLoRA,
 IA3, ...). A setting that is not known here is refused too, unless it is off.
 """
 
@@ -45,7 +45,7 @@ SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
-"""Of a stacked weight: where PEFT nests it, and what transformers calls it."""
+"""For each stacked weight, where PEFT nests it and what ``transformers`` calls it."""
 _MAX_RANK = 1024
 """The largest that ``lora.rank`` may be."""
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -76,24 +76,24 @@ _FIXED: Mapping[str, Any] = {
 }
 
 
-Matches = Callable[[str], bool]
-"""Whether a name is one of those."""
+_Matches = Callable[[str], bool]
+"""Decides whether a name is selected."""
 
 
 class _Site(NamedTuple):
-    """One module of PEFT, and which part of an adapter is its."""
+    """A module of PEFT, and the part of an adapter that it holds."""
 
     module: str
     a: Place
     b: Place
     key: str
-    """What the settings' patterns call it."""
+    """The name that the settings' patterns match."""
     experts: int | None = None
-    """How many its matrices hold; None: they are of one."""
+    """How many experts its matrices hold; None: they are of one."""
 
 
 def _sites(hf: HFFamily, name: str, shape: torch.Size) -> list[_Site]:
-    """Where the adapter of the weight ``name`` lies, one expert a module."""
+    """List the modules that hold the adapter of the weight ``name``, one expert a module."""
     sites = []
     for hf_name, _, place in all_pieces(hf.weight_map, {name: shape}):
         key = hf_name.removesuffix(".weight")
@@ -102,13 +102,13 @@ def _sites(hf: HFFamily, name: str, shape: torch.Size) -> list[_Site]:
 
 
 def _fused_key(name: str) -> str:
-    """What ``transformers`` calls the stacked weight ``name``."""
+    """Return the name that ``transformers`` has for the stacked weight ``name``."""
     _, layer, *_, leaf = name.split(".")
     return f"model.layers.{layer}.mlp.experts.{_FUSED[leaf][1]}"
 
 
 def _fused_module(name: str) -> str:
-    """The module that has the adapters of all experts, where both stacked weights have some."""
+    """Return the module with the adapters of all experts, where both stacked weights have some."""
     experts, nested = _fused_key(name).rpartition(".")[0], _FUSED[name.rpartition(".")[2]][0]
     return f"{_PREFIX}{experts}.{nested}".removesuffix(".")
 
@@ -120,10 +120,9 @@ def save_peft(
     adapters: Iterable[tuple[str, torch.Size, Adapter]],
     base: str | None,
 ) -> None:
-    """Write ``adapters``: names of weights, their shapes, and what is beside them.
+    """Write ``adapters``, given by weights' names, their shapes, and their adapters.
 
-    Args:
-        base: where the weights that they adapt are from.
+    ``base`` is the path or hub id of the model that they adapt.
     """
     folder, hf = Path(folder), find_family(arch).hf
     layout = hf.lora_layout if lora.layout == "auto" else lora.layout
@@ -167,12 +166,13 @@ def load_peft(
     lora: LoraSection,
     shapes: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The halves of the adapters of weights ``shapes``, by name, one after the other.
+    """Yield the halves of the adapters of weights ``shapes``, with their names.
 
-    ``B`` takes up what the file's scale is more than that of ``lora``.
+    ``B`` is multiplied by the ratio of the file's scale to that of ``lora``.
 
     Raises:
-        ConfigError: other adapters than these, or of other shapes; what is not supported.
+        ConfigError: the files hold other adapters or other shapes, or settings that are not
+            supported.
     """
     files = _AdapterFiles(Path(folder).expanduser(), find_family(arch).hf)
     sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
@@ -187,12 +187,12 @@ def load_peft(
 
 
 def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
-    """Give ``model``, which has its parameters whole, the adapters in ``folder``.
+    """Add the adapters in ``folder`` to ``model``, which must have its parameters whole.
 
-    In the dtype and on the device of the weights; not trained, unless somebody lets them be.
+    They have the dtype and the device of the weights.
 
     Raises:
-        ConfigError: as :func:`load_peft`, or adapters of what the model has none for.
+        ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
     files = _AdapterFiles(Path(folder).expanduser(), find_family(model.arch).hf)
     modules = dict(adaptable(model.layers))
@@ -227,7 +227,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
 
 
 class _AdapterFiles:
-    """The two files of an adapter."""
+    """The two files of an adapter, opened and checked."""
 
     def __init__(self, folder: Path, hf: HFFamily) -> None:
         self.folder, self.hf = folder, hf
@@ -235,7 +235,7 @@ class _AdapterFiles:
         self.file = open_shard(follow(folder / TENSORS, folder))
 
     def sites(self, name: str, shape: torch.Size) -> list[_Site]:
-        """The modules that the settings target and that make up the weight ``name``."""
+        """List the modules that the settings target and that make up the weight ``name``."""
         if len(shape) == 3:
             both = [_fused_key(f"{name.rpartition('.')[0]}.{leaf}") for leaf in _FUSED]
             targeted = [key for key in both if self.settings.is_parameter(key)]
@@ -254,12 +254,12 @@ class _AdapterFiles:
     def check_names(
         self, sites: Mapping[str, list[_Site]], others: str, *, is_partial: bool
     ) -> dict[str, list[_Site]]:
-        """Check that the file's tensors are those of ``sites``, and give the sites that have some.
+        """Check that the file's tensors are those of ``sites``; return the sites that have some.
 
         Args:
-            others: what tensors of no site are.
-            is_partial: settings often target more modules than have adapters, such as those of
-                every layer: the file may hold none of a weight, or none of its gates.
+            others: names tensors of no site in the error.
+            is_partial: whether the file may lack all tensors of a weight, or of its gates: settings
+                often target more modules than have adapters, such as those of every layer.
 
         Raises:
             ConfigError: tensors are missing, or of no site.
@@ -285,7 +285,7 @@ class _AdapterFiles:
         return {name: own for name, own in found.items() if own}
 
     def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [..., rank, in] and scale * B [..., out, rank] of a weight [..., out, in], in fp32."""
+        """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32."""
         *stack, out_dim, in_dim = shape
         rows: dict[Place, list[torch.Tensor]] = defaultdict(list)
         columns: list[tuple[Place, int, torch.Tensor]] = []
@@ -321,7 +321,7 @@ class _AdapterFiles:
         return a.view(site.experts, rank, in_dim), b
 
     def _tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """fp32, of the very shape: a single row would do for any number of them."""
+        """Read a tensor in fp32 and check its shape: a single row would broadcast to any number."""
         found = self.file.get_slice(name).get_shape()
         if tuple(found) != tuple(shape):
             raise _error(self.folder, f"{name} is {list(found)}, and this model's {list(shape)}")
@@ -333,12 +333,12 @@ def _tensors(site: _Site) -> list[str]:
 
 
 def _kind(site: _Site) -> str:
-    """The module's own name, which the modules of all experts share."""
+    """Return the module's last name, which the modules of all experts share."""
     return site.module.rpartition(".")[2]
 
 
 class _Settings:
-    """What ``adapter_config.json`` says, by PEFT's rules; ConfigError for what is no plain LoRA."""
+    """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder, self.values = folder, values
@@ -358,7 +358,7 @@ class _Settings:
         self._alphas = self._by_pattern("alpha_pattern", "lora_alpha", _is_finite, "a number")
 
     def is_module(self, name: str) -> bool:
-        """Whether the module ``name`` (``model.layers.0.mlp.up_proj``) has an adapter."""
+        """Return whether the module ``name`` (``model.layers.0.mlp.up_proj``) has an adapter."""
         if self._excluded(name) or not self._targeted(name):
             return False
         layer = name.removeprefix("model.layers.").partition(".")[0]
@@ -366,19 +366,19 @@ class _Settings:
         return not self._layers or is_named or layer in self._layers
 
     def is_parameter(self, name: str) -> bool:
-        """Whether the parameter ``name`` has an adapter."""
+        """Return whether the parameter ``name`` has an adapter."""
         return self._parameters(name)
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
-        """The rank of the adapter of module or parameter ``name``, and what multiplies it."""
+        """Return the rank and the scale of the adapter of ``name``."""
         rank, alpha = (
             next(value for matches, value in values if matches(name))
             for values in (self._ranks, self._alphas)
         )
         return rank, alpha / (rank**0.5 if self.values.get("use_rslora") else rank)
 
-    def _names(self, key: str) -> Matches:
-        """Whether a name is, or ends in, one of a list; or is what a regular expression says."""
+    def _names(self, key: str) -> _Matches:
+        """Make the test of names for ``key``, a list of endings or a regular expression."""
         value = self.values.get(key) or []
         if key == "target_modules" and str(value).lower() == "all-linear":
             return lambda name: True
@@ -390,8 +390,8 @@ class _Settings:
 
     def _by_pattern(
         self, key: str, default: str, is_good: Callable[[Any], bool], wanted: str
-    ) -> list[tuple[Matches, Any]]:
-        """The values of ``key`` by pattern, the first of which counts, and ``default``'s."""
+    ) -> list[tuple[_Matches, Any]]:
+        """List the values of ``key`` by pattern, the first match counting, then ``default``."""
         values = self.values.get(key) or {}
         if not isinstance(values, dict) or not all(map(is_good, values.values())):
             raise self._bad(key, f"not patterns of names, each with {wanted}")
@@ -400,7 +400,7 @@ class _Settings:
         found = [(self._pattern(key, rf"(.*\.)?({p})"), value) for p, value in values.items()]
         return [*found, (lambda name: True, self.values[default])]
 
-    def _pattern(self, key: str, pattern: str) -> Matches:
+    def _pattern(self, key: str, pattern: str) -> _Matches:
         # Rust's regular expressions take linear time. A stranger can make Python's take for ever.
         try:
             schema = core_schema.str_schema(pattern=f"^(?:{pattern})$")
@@ -417,7 +417,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """In fp32 too."""
+    """Return whether ``value`` is a number that is finite in fp32 too."""
     return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max
 
 

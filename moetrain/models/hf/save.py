@@ -1,8 +1,7 @@
-"""Hugging Face checkpoints out: a model's weights, with all that it carries on from its source.
+"""Writes Hugging Face checkpoints: a model's weights, and all that it carries on from its source.
 
 ``config.json`` and ``generation_config.json`` are written anew, since the architecture, the dtype
-or the tokenizer may have changed; everything in them that none of these decide stays. Other files
-are copies.
+or the tokenizer may have changed; everything else in them stays. Other files are copied.
 
 Left out on purpose: process groups (how processes share the work is an argument), and how a run's
 tokenizer becomes files (:mod:`moetrain.data.tokenizer`).
@@ -51,29 +50,29 @@ from moetrain.models.hf.load import check_checkpoint, pieces_of
 from moetrain.models.transformer import Transformer
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-"""What ``transformers`` uses."""
+"""The default of ``transformers``."""
 ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 SideFile = Path | str | Mapping[str, Any]
-"""A file to copy, text to write, or an object to write as JSON."""
+"""A file to copy, a text to write, or an object to write as JSON."""
 _EOS = "eos_token_id"
 
 logger = logging.getLogger(__name__)
 
 
 class ExportRank(NamedTuple):
-    """Which files of an export this process writes: every ``ranks``-th."""
+    """Which files of an export this process writes: every ``ranks``-th, from ``rank`` on."""
 
     rank: int = 0
     ranks: int = 1
     wait: Callable[[], object] = lambda: None
-    """Returns when every process has called it."""
+    """Waits until every process has called it."""
 
 
-ALONE = ExportRank()
+_ALONE = ExportRank()
 
 
 def save_hf(
@@ -84,22 +83,22 @@ def save_hf(
     tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
+    """Write ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
 
-    Where ``model.source`` notes a checkpoint (:func:`load_hf` does), everything else of that is
+    If ``model.source`` names a checkpoint (:func:`load_hf` sets it), everything else of that is
     carried on: its keys of config.json, generation_config.json, its tokenizer and other small
-    files (:func:`~moetrain.models.hf.files.small_files`), and bit for bit the tensors that the
-    model does not have. Those are read from there now. Set ``model.source`` to None to save the
+    files (:func:`~moetrain.models.hf.files.small_files`), and, bit for bit, the tensors that the
+    model does not have, which are read from there now. Set ``model.source`` to None to save the
     bare model.
 
     Each file appears whole or not at all. An earlier export's files in ``folder`` are replaced,
     and those that this one does not have are removed at the end.
 
     Args:
-        dtype: of the weights; auto: each tensor's own in ``model.source``, without one the
-            parameter's.
-        tokenizer: takes the place of the source's tokenizer, and brings the ids of special tokens.
-        max_shard_bytes: upper size of a file; a larger single tensor gets a file of its own.
+        dtype: dtype of the weights. ``auto`` keeps each tensor's dtype in ``model.source``, or
+            without a source the parameter's.
+        tokenizer: replaces the source's tokenizer, and sets the ids of special tokens.
+        max_shard_bytes: largest size of a file; a larger single tensor gets a file of its own.
 
     Raises:
         ConfigError: a weight does not fit ``dtype``, or the source's folder is gone or has changed
@@ -125,16 +124,17 @@ def save_stream(
     dtype: ExportDtype,
     tokenizer: TokenizerFiles | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    share: ExportRank = ALONE,
+    share: ExportRank = _ALONE,
 ) -> None:
-    """:func:`save_hf` of weights that come one by one, by several processes at once.
+    """Write an export like :func:`save_hf`, from weights that arrive one by one.
 
-    A process takes host memory of two files: one that is written, and one that it collects.
+    Several processes can share the work. Each takes host memory for two files: one that is being
+    written, and one that it collects.
 
     Args:
-        model: says what there is, and its source; its values are not asked for.
-        tensors: every weight by its name in the files, in the order of :func:`pieces_of`; each on
-            every process, and good until the next is asked for.
+        model: names the parameters and the source; its values are not read.
+        tensors: every weight with its name in the files, in the order of :func:`pieces_of`. Every
+            process gets all of them; each is valid until the next is requested.
     """
     source, own = model.source, _own_tensors(model, dtype)
     default = None if source is not None and dtype == "auto" else own[0].dtype
@@ -162,29 +162,29 @@ def save_stream(
 
 
 def warn_about_router_bias(model: Transformer) -> None:
-    """The selection bias steers routing and has no place in the file: the user must know."""
+    """Warn of a selection bias, which steers routing and has no place in the files."""
     lost = [n for n, b in model.named_buffers() if n.endswith("router.bias") and b.any()]
     if lost:
         logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
 
 class _Outgoing(NamedTuple):
-    """A tensor of an export."""
+    """A tensor to export."""
 
     name: str
     dtype: torch.dtype
     num_bytes: int
     read: Callable[[], torch.Tensor] | None
-    """None: it is the model's, and comes by itself."""
+    """Reads the tensor; None: it is the model's own, and arrives with the stream."""
 
 
 def export_dtypes(model: Transformer, dtype: ExportDtype) -> dict[str, torch.dtype]:
-    """What each weight is to be, by its name in the files."""
+    """Return the dtype in which each weight is exported, by its name in the files."""
     return {tensor.name: tensor.dtype for tensor in _own_tensors(model, dtype)}
 
 
 def _own_tensors(model: Transformer, dtype: ExportDtype) -> list[_Outgoing]:
-    """Every weight."""
+    """List every weight of the model."""
     dtypes = {} if model.source is None else model.source.dtypes
     parameters = dict(model.named_parameters())
     tensors = []
@@ -196,7 +196,7 @@ def _own_tensors(model: Transformer, dtype: ExportDtype) -> list[_Outgoing]:
 
 
 def check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ConfigError if a number of ``weight``, or of a part, would overflow in ``dtype``."""
+    """Raise ConfigError if a number of ``weight`` would overflow in ``dtype``."""
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(weight.dtype).max and weight.numel():
         largest = weight.detach().abs().amax().item()
@@ -208,7 +208,7 @@ def check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
 def what_does_not_fit(
     model: Transformer, here: Mapping[str, Callable[[], torch.Tensor]], dtype: ExportDtype
 ) -> str:
-    """Of parts ``here`` of parameters, the first with a number that an export cannot hold."""
+    """Describe the first of the parts ``here`` with a number that an export cannot hold, or ""."""
     dtypes = export_dtypes(model, dtype)
     pieces = pieces_of(model.arch, dict(model.named_parameters()))
     # One of each parameter's pieces, and dtypes, speaks for all.
@@ -222,9 +222,9 @@ def what_does_not_fit(
 
 
 def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing], list[str]]:
-    """The source's own tensors, and the names of those that are no longer there as they were.
+    """List the source's own tensors, and the names of those that are gone or have changed.
 
-    Files stay open until ``stack`` is left: saving may replace them.
+    Files stay open until ``stack`` is left, since saving may replace them.
     """
     intact = {file for file, stamp in source.stamps.items() if stamp == Stamp.of(file) is not None}
     files = {file: stack.enter_context(open_shard(file)) for file in intact}
@@ -239,7 +239,7 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
 
 
 def _gone(source: HFSource | None, folder: Path, lost: Sequence[str]) -> ConfigError:
-    """That not all could be carried on, and where the rest is."""
+    """Make the error that names what could not be carried on."""
     problem = f"gone or changed since it was read; {folder} has all but {listing(lost)}"
     problem += "; put it back and save again"
     if source is None:
@@ -248,7 +248,7 @@ def _gone(source: HFSource | None, folder: Path, lost: Sequence[str]) -> ConfigE
 
 
 class _Shards:
-    """The files of an export's weights, of which this process writes its share."""
+    """Writes this process's share of the files of an export's weights."""
 
     def __init__(
         self, folder: Path, tensors: Sequence[_Outgoing], max_bytes: int, share: ExportRank
@@ -282,7 +282,7 @@ class _Shards:
         coming: Iterator[tuple[str, torch.Tensor]],
         is_mine: bool,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of one file, in host memory; none if it is another's."""
+        """Collect the tensors of one file in host memory; none if another process writes it."""
         values = {}
         for name, dtype, _, read in shard:
             if read is not None:
@@ -295,7 +295,7 @@ class _Shards:
         return values
 
     def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In host memory, and where others come after it in memory of its own."""
+        """Copy a tensor to host memory; its own memory where the stream will reuse the tensor's."""
         is_borrowed = self.share.ranks > 1 and tensor.dtype == dtype
         return tensor.contiguous().to(dtype).to("cpu", copy=is_borrowed)
 
@@ -303,7 +303,7 @@ class _Shards:
         write_atomically(path, lambda temporary: save_file(dict(values), temporary, _METADATA))
 
     def write_index(self) -> set[str]:
-        """Write the index of all processes' files; the names of all of them."""
+        """Write the index of all processes' files; return their names."""
         written = set(self.names)
         if len(self.names) > 1:
             pairs = zip(self.names, self.shards, strict=True)
@@ -315,7 +315,7 @@ class _Shards:
 
 
 def _plan_shards(tensors: Iterable[_Outgoing], max_shard_bytes: int) -> list[list[_Outgoing]]:
-    """Tensors in order, cut wherever the next one would not fit."""
+    """Divide tensors, in order, into files of at most ``max_shard_bytes``."""
     shards: list[list[_Outgoing]] = [[]]
     size = 0
     for tensor in tensors:
@@ -333,11 +333,11 @@ def side_files(
     tokenizer: TokenizerFiles | None,
     dtype: torch.dtype | None,
 ) -> dict[str, SideFile]:
-    """Everything but weights, by name in the export.
+    """Make everything but weights, by name in the export.
 
     Args:
-        tokenizer: replaces that of ``source``, its special tokens' ids too.
-        dtype: for config.json; None: what ``source`` says.
+        tokenizer: replaces the tokenizer of ``source`` and the ids of its special tokens.
+        dtype: the dtype that config.json names; None: the one that ``source`` names.
 
     Raises:
         ValueError: the family's format cannot express ``arch``.
@@ -362,7 +362,7 @@ def side_files(
 
 
 def write_side_files(folder: Path, files: Mapping[str, SideFile]) -> list[str]:
-    """Writes them into ``folder``; the names of those that were to be copied and are gone."""
+    """Write side files to ``folder``; return the names of files to copy that are gone."""
     lost = []
     for name, content in files.items():
         follow((folder / name).parent, folder)
@@ -384,10 +384,10 @@ def _set_ids(
     tokenizer: TokenizerFiles,
     source: HFSource | None,
 ) -> None:
-    """Puts the tokenizer's special ids in place, unless ``source`` had the same tokenizer.
+    """Set the tokenizer's special ids, unless ``source`` had the same tokenizer.
 
-    Even then the token that ended every document in training must be among those that end a text:
-    a chat model's checkpoint often lists more than one.
+    Even then the token that ended every document in training must be among those that end a text,
+    of which a chat model's checkpoint often lists several.
     """
     ids = tokenizer.ids()
     if source is not None and _is_same_tokenizer(tokenizer, source.folder):
