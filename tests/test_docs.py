@@ -84,7 +84,9 @@ def folder(corpus, token_cache, tmp_path_factory):
     words += ["checkpoint.save_hf=yes", "checkpoint.interval=1"]
     words += [f"output_dir={folder / 'outputs' / 'debug'}"]
     Trainer(Config.load("debug", words, environ={})).fit()
-    (folder / "MODEL").symlink_to(folder / "outputs" / "debug" / "hf")
+    (folder / "outputs" / "MODEL-chats").mkdir()
+    for export in ("MODEL", "outputs/MODEL-chats/hf"):
+        (folder / export).symlink_to(folder / "outputs" / "debug" / "hf")
     first = "checkpoints/step-00000001"
     shutil.copytree(folder / "outputs" / "debug" / first, folder / "outputs" / "other" / first)
     return folder
