@@ -36,7 +36,8 @@ from moetrain.config.environment import launched_place
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.shard import draw_values
 from moetrain.parallel.world import join_world
-from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib

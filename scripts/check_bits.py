@@ -34,7 +34,8 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Transformer, build_model, compile_blocks
 from moetrain.parallel.world import join_world
-from moetrain.rollout import Completion, Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Completion, Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, Pretraining, Term

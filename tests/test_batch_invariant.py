@@ -22,8 +22,9 @@ from moetrain.kernels.loss.sampling import sample_tokens, sample_tokens_referenc
 from moetrain.kernels.small_m import low_rank_products
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model
-from moetrain.rollout import Generator, Request, SamplingParams
-from moetrain.rollout.cache import PagedAttention, PagedRows
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.pages import PagedAttention, PagedRows
+from moetrain.rollout.request import Request, SamplingParams
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),

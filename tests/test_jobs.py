@@ -21,7 +21,7 @@ from moetrain.optim.adamw import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.rl.rows import pack
-from moetrain.rollout import Generator
+from moetrain.rollout.engine import Generator
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Pretraining
 from moetrain.train.setup import resolve_run

@@ -11,7 +11,8 @@ from moetrain.data.tokenizer import ByteTokenizer, tokenizer_files
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import is_adapter
 from moetrain.models.transformer import build_model
-from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 
 REQUESTS = [

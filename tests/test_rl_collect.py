@@ -15,7 +15,7 @@ from moetrain.config import Config
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Turn
 from moetrain.rl.trajectory import from_state, to_state
-from moetrain.rollout import Request, SamplingParams
+from moetrain.rollout.request import Request, SamplingParams
 
 STOPS = (7, 11, 200, 201, 202)
 

@@ -20,8 +20,9 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model
-from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
+from moetrain.rollout.request import Request, RequestError, SamplingParams
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of, stream_of
 
 ARCH = make_architecture(

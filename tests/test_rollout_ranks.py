@@ -9,8 +9,9 @@ from distributed import spawn
 from test_rollout import alone, draw_request, make_generator, make_model
 
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
 from moetrain.rollout.expert_parallel import ExpertParallel
+from moetrain.rollout.request import Request, SamplingParams
 
 
 def shared_generator(seed=0, **settings):

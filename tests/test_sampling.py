@@ -18,7 +18,7 @@ from moetrain.kernels.loss.sampling import (
 )
 from moetrain.kernels.loss.vocabulary_chunk import noise_of as triton_noise_of
 from moetrain.kernels.loss.vocabulary_chunk import uniform_of as triton_uniform_of
-from moetrain.rollout import SamplingParams
+from moetrain.rollout.request import SamplingParams
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of
 
 PLACES = [

@@ -26,7 +26,8 @@ from moetrain.data.chat import CHATML
 from moetrain.data.tokenizer import load_tokenizer, tokenizer_files
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.server import make_app
 from moetrain.rollout.text import TextStream, chat_ids
 

@@ -20,10 +20,10 @@ from moetrain.jobs.api import KINDS
 from moetrain.jobs.scheduler import Service
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.rollout import Generator
 from moetrain.rollout import access as access_module
 from moetrain.rollout import server as rollout_server
 from moetrain.rollout.access import Access
+from moetrain.rollout.engine import Generator
 from moetrain.rollout.protocol import ASKED, error_body
 
 DEEP = "@deep"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_rollout import alone, draw_request, make_generator
 
-from moetrain.rollout import Request, RequestError, SamplingParams
-from moetrain.rollout.serving import Serving, run_to_end
+from moetrain.rollout.request import Request, RequestError, SamplingParams
+from moetrain.rollout.server import Serving
 
 
 async def serve(work, **settings):
@@ -30,7 +30,7 @@ def test_requests_beside_each_other_have_the_tokens_they_have_alone():
     async def work(serving):
         return await asyncio.gather(*map(serving.complete, requests))
 
-    for request, completions in zip(requests, run_to_end(serve(work)), strict=True):
+    for request, completions in zip(requests, asyncio.run(serve(work)), strict=True):
         assert [c.tokens for c in completions] == alone(request)
         assert all(c.finish_reason for c in completions)
 
@@ -59,7 +59,7 @@ def test_who_hangs_up_aborts_and_disturbs_nobody():
         assert seen == alone(long)[0][:5]
         return completions[0].tokens
 
-    assert run_to_end(serve(work)) == alone(other)[0]
+    assert asyncio.run(serve(work)) == alone(other)[0]
 
 
 def test_who_is_cancelled_before_it_is_served_is_served_no_further():
@@ -85,7 +85,7 @@ def test_who_is_cancelled_before_it_is_served_is_served_no_further():
         go_on.set()
         assert await serving.call(lambda: list(serving.generator._live)) == []
 
-    run_to_end(serve(work))
+    asyncio.run(serve(work))
 
 
 def test_closing_is_an_error_to_who_listens():
@@ -105,7 +105,7 @@ def test_closing_is_an_error_to_who_listens():
         with pytest.raises(RuntimeError, match="'a': generation was closed"):
             await asyncio.wait_for(listening, 30)
 
-    run_to_end(serve(work))
+    asyncio.run(serve(work))
 
 
 def test_completions_are_the_generators():
@@ -116,7 +116,7 @@ def test_completions_are_the_generators():
     async def work(serving):
         return await serving.complete(request)
 
-    for found, wanted in zip(run_to_end(serve(work)), expected, strict=True):
+    for found, wanted in zip(asyncio.run(serve(work)), expected, strict=True):
         assert found.routes is not None
         assert wanted.routes is not None
         assert torch.equal(found.routes, wanted.routes)
@@ -136,22 +136,4 @@ def test_errors_reach_whom_they_concern():
         del serving.generator.step
         return (await serving.complete(good))[0].tokens
 
-    assert run_to_end(serve(work)) == alone(good)[0]
-
-
-def test_work_runs_from_inside_a_loop_and_again():
-    async def answer(value):
-        await asyncio.sleep(0)
-        if value is None:
-            raise KeyError("none")
-        return value
-
-    async def outer():
-        assert run_to_end(answer(2)) == 2
-        with pytest.raises(KeyError):
-            run_to_end(answer(None))
-        return run_to_end(answer(3))
-
-    assert run_to_end(answer(1)) == 1
-    assert run_to_end(outer()) == 3
-    assert run_to_end(outer()) == 3
+    assert asyncio.run(serve(work)) == alone(good)[0]

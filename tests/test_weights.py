@@ -22,7 +22,8 @@ from moetrain.parallel.apply import transport_of
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep_ops import disconnect
 from moetrain.parallel.world import join_world
-from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 from moetrain.train import setup
 from moetrain.train.engine import Engine

@@ -47,8 +47,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run(argv: Sequence[str] | None) -> None:
     args = _parse(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
-    from moetrain.rollout import Generator, Request, RequestError, SamplingParams
+    from moetrain.rollout.engine import Generator
     from moetrain.rollout.pages import PAGE_SIZE
+    from moetrain.rollout.request import Request, RequestError, SamplingParams
     from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
 
     model, tokenizer = load_model(args.path, args.device, args.dtype, args.adapter)

@@ -68,7 +68,7 @@ def _run(argv: Sequence[str] | None) -> None:
     own_file = user_cache_dir() / "serve.token"
     access = Access(args.host, args.port, args.auth, args.token_file, own_file)
     access.check()
-    from moetrain.rollout import Generator
+    from moetrain.rollout.engine import Generator
     from moetrain.rollout.pages import PAGE_SIZE
     from moetrain.rollout.protocol import error_body
     from moetrain.rollout.server import make_app

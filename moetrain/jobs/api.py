@@ -19,8 +19,8 @@ from moetrain.config import ConfigError
 from moetrain.config.rl import PolicyName, RlSection
 from moetrain.config.sources import shortened
 from moetrain.rl.rows import Sample
-from moetrain.rollout import Request, SamplingParams, bodies
-from moetrain.rollout.bodies import FIRST, complaint
+from moetrain.rollout.protocol import FIRST, JsonBody, complaint
+from moetrain.rollout.request import Request, SamplingParams
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Of a save: the name of a folder, which leads nowhere else."""
@@ -42,7 +42,7 @@ MOST_TEXTS = 65_536
 """Of one request: each takes some hundred times the bytes of a short one's JSON."""
 
 
-B = TypeVar("B", bound=bodies.JsonBody)
+B = TypeVar("B", bound=JsonBody)
 Ints = Annotated[list[int], FIRST]
 Floats = Annotated[list[float], FIRST]
 Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
@@ -70,7 +70,7 @@ class Limits:
     """Likeliest tokens in one answer."""
 
 
-class JobBody(bodies.JsonBody):
+class JobBody(JsonBody):
     """The body of a request."""
 
     changes: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class JobBody(bodies.JsonBody):
         """Raise BadRequest for what can never be served."""
 
 
-class Datum(bodies.JsonBody):
+class Datum(JsonBody):
     """One text to learn from, or to look at."""
 
     tokens: Ints
@@ -271,7 +271,7 @@ class Load(JobBody):
     name: str = Field(pattern=f"^{NAME}$")
 
 
-class NewJob(bodies.JsonBody):
+class NewJob(JsonBody):
     """What a new job is made of."""
 
     id: str | None = None
@@ -279,7 +279,7 @@ class NewJob(bodies.JsonBody):
     seed: int = 0
 
 
-class Nothing(bodies.JsonBody):
+class Nothing(JsonBody):
     """The body of a request that is all in its path."""
 
 

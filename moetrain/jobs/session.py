@@ -50,7 +50,8 @@ from moetrain.rl.learn import by_sample, gather, packed
 from moetrain.rl.losses import PolicyObjective, score
 from moetrain.rl.rows import RolloutBatch, Sample, unpack
 from moetrain.rl.setup import pages_of
-from moetrain.rollout import Completion, Generator, Request
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Completion, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
 from moetrain.train.run_folder import CHECKPOINTS, check_shared

@@ -26,7 +26,8 @@ from moetrain.config.rl import RlSection
 from moetrain.rl.calls import Calls, Failed, are_tokens, not_a_reward, number_of
 from moetrain.rl.envs import Environment, Episode, Turn
 from moetrain.rl.trajectory import Trajectory
-from moetrain.rollout import Completion, Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Completion, Request, SamplingParams
 
 logger = logging.getLogger("moetrain")
 

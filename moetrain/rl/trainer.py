@@ -35,7 +35,7 @@ from moetrain.rl.report import TimeSplit, figures, line_of, table_of, write_comp
 from moetrain.rl.rows import Sample
 from moetrain.rl.setup import Window, check_same_tasks, set_up, without_code
 from moetrain.rl.trajectory import Trajectory, from_state, to_state
-from moetrain.rollout import Generator
+from moetrain.rollout.engine import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.engine import Engine

@@ -1,15 +1,17 @@
-"""Who reaches an HTTP server: one way for :mod:`moetrain.serve` and :mod:`moetrain.jobs`.
+"""Authentication and limits on connections for both HTTP servers (``serve`` and ``jobs``).
 
-What listens to other machines serves who has a bearer token, by default. What listens to this one
-alone asks for none; but a page in a browser here can have a name of its own mean this machine (DNS
-rebinding), and would be of the same origin as the server. So without a token a request to a
-loopback address must name such an address as its host.
+By default a server that other machines can reach asks for a bearer token. One that listens on a
+loopback address asks for none; but a page in a local browser can make a name of its own resolve to
+this machine (DNS rebinding), and would then have the server's origin. So without a token a request
+to a loopback address must name such an address as its host.
 
-Connections are bounded, since each takes a file of the process, and anybody who can connect makes
-them. A client that keeps the server waiting, for a request or for its reader, is closed: after a
-minute, or as the one that was waited for longest when there are too many.
+Connections are limited, since each takes a file of the process, and anybody who can connect makes
+them. A client that keeps the server waiting, for a request or while it reads an answer, is closed
+after a minute, or earlier if there are too many connections and it was waited for longest.
 
-Left out on purpose: TLS, which a proxy before the server has.
+Starlette's TrustedHostMiddleware and uvicorn's own limits are not used: they answer in plain text,
+know host names but not loopback addresses, and close no slow client.
+Left out on purpose: TLS, which belongs to a proxy before the server.
 """
 
 from __future__ import annotations
@@ -37,40 +39,40 @@ if TYPE_CHECKING:
     import uvicorn  # which is in an extra
 
 CONNECTIONS = 1024
-"""At once, or half as many as this process may have files open."""
+"""Connections at once at most; fewer where half of the process's file limit is less."""
 IDLE_SECONDS = 60.0
-"""For which a client may keep the server waiting: for a request, the rest of one, or its reader."""
+"""Time that a client may keep the server waiting, for a request or while reading an answer."""
 SLOWEST = 16 << 10
-"""Bytes, sent or read, that earn a client another second: rates below are not waited for."""
+"""Bytes, sent or read, that earn a client another second: slower clients are closed."""
 PIECE = 64 << 10
-"""Bytes of an answer that are handed to the connection at once, so that what is read of it shows:
-asyncio's mark above which a writer waits until a quarter is left."""
+"""Bytes of an answer that are handed to the connection at once, so that a reader's progress shows:
+the size above which asyncio makes a writer wait until a quarter is left."""
 
 ErrorBody = Callable[[int, str], object]
-"""The JSON that tells a client of a status and a problem."""
+"""Makes the JSON that reports a status and a problem."""
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
-"""Of ASGI: ``app(scope, receive, send)``."""
+"""An ASGI application: ``app(scope, receive, send)``."""
 Auth = Literal["auto", "token", "none"]
 
 
 @dataclass(frozen=True)
 class Access:
-    """An address, and who is served there, as settings say."""
+    """The address of a server and its authentication, as settings give them."""
 
     host: str
     port: int
     auth: Auth
-    """token: whoever sends the token; none: everybody; auto: none where :attr:`host` is a loopback
-    address, else token."""
+    """token: clients must send the token; none: everybody is served; auto: none where :attr:`host`
+    is a loopback address, else token."""
     token_file: str | None
-    """That holds the token; None: :attr:`own_file`, which is made if there is none."""
+    """The file that holds the token; None: :attr:`own_file`, which is made if it is missing."""
     own_file: Path
     section: str = ""
-    """Of the settings' names, with a dot."""
+    """Prefix of the settings' names, with a dot."""
 
     def check(self) -> None:
-        """Raise ConfigError for settings that contradict each other, or what is not installed."""
+        """Raise ConfigError for contradictory settings, or packages that are not installed."""
         if not 0 <= self.port <= 65535:
             raise self._error("port", f"{self.port} is not a port, 1 to 65535 (0: any free one)")
         missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
@@ -91,7 +93,7 @@ class Access:
         return self.auth == "none" or (self.auth == "auto" and is_loopback(self.host))
 
     def token(self) -> str | None:
-        """What who is served must send; None: nothing.
+        """Return the token that clients must send; None: none is needed.
 
         Raises:
             ConfigError: the file that holds it cannot be read, or holds nothing.
@@ -114,13 +116,14 @@ class Access:
         return token
 
     def server(self, app: App, error_body: ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
-        """A server of ``app`` for who may come in, and what it is to run with; it listens already.
+        """Make a server of ``app`` behind authentication, and the listening socket it runs with.
 
         Args:
-            error_body: what is told to others, and of requests that are no HTTP or have no end.
+            error_body: makes the answers to clients that are refused, and to requests that are not
+                HTTP or do not end.
 
         Raises:
-            ConfigError: as :meth:`token`; the address is none, or cannot be listened at.
+            ConfigError: as :meth:`token`; the address is invalid, or cannot be listened at.
         """
         import uvicorn
 
@@ -129,15 +132,15 @@ class Access:
         most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
         settings: dict[str, Any] = {"log_level": "error", "ws": "none"}
         settings["http"] = _bounded(error_body, most)
-        settings["backlog"] = most // 4  # which asyncio accepts before anything else happens
-        settings["timeout_graceful_shutdown"] = 2  # seconds; then what is being served ends
+        settings["backlog"] = most // 4  # asyncio accepts as many before anything else happens
+        settings["timeout_graceful_shutdown"] = 2  # seconds; then requests are cut off
         listener = self._listen()
         return uvicorn.Server(
             uvicorn.Config(self._guarded(app, token, error_body), **settings)
         ), listener
 
     def _guarded(self, app: App, token: str | None, error_body: ErrorBody) -> App:
-        """``app`` for who sends ``token``, or, if that is None, for whom the address is meant."""
+        """Wrap ``app``: refuse requests without ``token``, or, if it is None, for another host."""
         is_local = token is None and is_loopback(self.host)
 
         async def handle(scope: Any, receive: Any, send: Any) -> None:
@@ -173,7 +176,7 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
     try:
@@ -183,7 +186,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _names_this_machine(address: str) -> bool:
-    """Whether ``HOST[:PORT]`` does, in a way that no name server has a say in."""
+    """Whether ``HOST[:PORT]`` is a loopback address, without asking a name server."""
     try:
         return is_loopback(urlsplit(f"//{address}").hostname or "")
     except ValueError:
@@ -211,7 +214,7 @@ async def _answer(send: Send, status: int, body: object) -> None:
 
 
 def _in_pieces(send: Send) -> Send:
-    """``send``, to which the body of an answer comes in pieces."""
+    """Wrap ``send`` so that it gets the body of an answer in pieces."""
 
     async def pieces(message: dict[str, Any]) -> None:
         body = message.get("body", b"")
@@ -224,12 +227,12 @@ def _in_pieces(send: Send) -> Send:
 
 
 def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
-    """HTTP of at most ``most`` connections, none of which is waited for too long."""
+    """Return a protocol class for at most ``most`` connections that closes slow clients."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
         waited = 0.0
-        """Seconds for which the client has kept the server waiting, less those that it earned."""
+        """Seconds that the client has kept the server waiting, less those that it earned."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
@@ -284,18 +287,18 @@ def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
                 self.transport.abort()
 
         def _is_between(self) -> bool:
-            """Whether no request has been seen whole up to its body that is not over."""
+            """Whether no request is being handled."""
             cycle = self.cycle
             return cycle is None or (cycle.response_complete and not cycle.more_body)
 
         def _is_in_request(self) -> bool:
-            """Whether a request has begun, and neither ended nor been answered."""
+            """Whether a request has begun but neither ended nor been answered."""
             if self._is_between():
                 return bool(self.conn.trailing_data[0])
             return self.cycle.more_body and not self.cycle.response_started
 
         def _refuse(self, status: int, problem: str) -> None:
-            """Answer what the application does not see whole, unless it has, and close."""
+            """Answer a request that the application has not answered, and close the connection."""
             if self._is_between() or not self.cycle.response_started:
                 body = json.dumps(error_body(status, problem)).encode()
                 line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"

@@ -1,7 +1,7 @@
-"""JSON over HTTP for both servers: bodies within bounds, strict JSON both ways, errors as JSON too.
+"""JSON over HTTP for both servers: bounded bodies, strict JSON, and errors as JSON too.
 
-A server is :func:`json_app` over its routes. Its handlers read a body by :class:`Bodies`, answer by
-:func:`reply`, and raise ``HTTPException(status, problem)`` for what they refuse.
+A server is :func:`json_app` over its routes. Its handlers read bodies with :class:`Bodies`, answer
+with :func:`reply`, and raise ``HTTPException(status, problem)`` to refuse.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from starlette.types import Lifespan
 from moetrain.config.sources import shortened
 from moetrain.rollout.access import ErrorBody
 
-SMALL_BYTES = 64 << 10
-"""Bodies of this size are read whatever else arrives: as much as uvicorn holds of each unread."""
-LARGEST_TOGETHER = 8
-"""Bodies of the largest size that may arrive at once."""
+_SMALL_BYTES = 64 << 10
+"""Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
+_LARGEST_TOGETHER = 8
+"""How many bodies of the largest size may arrive at once."""
 
 FAILED = "the server failed at this; its log says why"
 Meaning = Callable[[Any], tuple[int, str]]
@@ -38,10 +38,10 @@ def json_app(
     refusals: Mapping[type[Exception], Meaning] | None = None,
     lifespan: Lifespan[Starlette] | None = None,
 ) -> Starlette:
-    """An application whose every error is ``error_body(status, problem)``.
+    """Make an application whose every error is ``error_body(status, problem)``.
 
     Args:
-        refusals: what an exception of ``routes`` stands for, by its class. An HTTPException says it
+        refusals: maps classes of exceptions to a status and a problem. An HTTPException has both
             itself; any other is status 500, and is logged.
     """
 
@@ -70,26 +70,27 @@ def json_app(
 
 
 class Bodies:
-    """Reads the JSON bodies of one server, in bounded memory.
+    """Reads the JSON bodies of one server in bounded memory.
 
-    Starlette's own limit on a body answers in plain text, and knows of one body alone.
+    Starlette's own limit on a body answers in plain text, and counts each body by itself.
     """
 
     def __init__(self, most_bytes: int, setting: str) -> None:
-        """``setting``: the name of the one that says ``most_bytes`` of one body."""
+        """``setting``: the name of the setting behind ``most_bytes``, the limit of one body."""
         self.most_bytes, self.setting = most_bytes, setting
         self.arriving = 0
         """Bytes of bodies that are being received or parsed."""
         self._turn = asyncio.Lock()
 
     async def read(self, request: Request, parse: Callable[[Any], T]) -> T:
-        """``parse`` of the JSON value in the body of ``request``, in a thread of its own.
+        """Parse the JSON body of ``request`` with ``parse``, in another thread.
 
         Raises:
-            HTTPException: the body is of another type, too large, one too many, or no JSON.
-            ClientDisconnect: it has no end.
+            HTTPException: the body has another type, is too large or no JSON, or too many large
+                bodies arrive at once.
+            ClientDisconnect: the client hung up.
         """
-        # Browsers let any page post other types to a server on this machine without asking it.
+        # Browsers let any page post other types to a local server without a preflight request.
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind.strip().lower() != "application/json":
             raise HTTPException(415, "the body is not application/json")
@@ -99,10 +100,10 @@ class Bodies:
                 data += chunk
                 self.arriving += len(chunk)
                 self._check(len(data))
-            if len(data) <= SMALL_BYTES:
-                return await asyncio.to_thread(lambda: parse(parsed(bytes(data))))
-            async with self._turn:  # what is made of large ones takes many times their memory
-                return await asyncio.to_thread(lambda: parse(parsed(bytes(data))))
+            if len(data) <= _SMALL_BYTES:
+                return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
+            async with self._turn:  # parsed values take many times the memory of their JSON
+                return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
         finally:
             self.arriving -= len(data)
 
@@ -110,12 +111,12 @@ class Bodies:
         if length > self.most_bytes:
             problem = f"the body has more than the {self.most_bytes >> 20} MiB of {self.setting}"
             raise HTTPException(413, problem)
-        if length > SMALL_BYTES and self.arriving > LARGEST_TOGETHER * self.most_bytes:
+        if length > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * self.most_bytes:
             raise HTTPException(429, "too many large bodies arrive at once; send it again later")
 
 
-def parsed(data: bytes) -> Any:
-    """The value of JSON as RFC 8259 has it, of nothing an empty object; raises HTTPException."""
+def _parsed(data: bytes) -> Any:
+    """Parse strict JSON (RFC 8259); no data is an empty object. Raises HTTPException."""
     try:
         return json.loads(data.decode() or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -127,15 +128,13 @@ def _refuse_constant(name: str) -> None:
 
 
 def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """``value`` as JSON, in ASCII: texts may have surrogates, which UTF-8 has not."""
+    """Answer with ``value`` as JSON in ASCII: texts may hold surrogates, which UTF-8 cannot."""
     data = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Response(data, status, headers, media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What ``work`` returns or raises; it is cancelled once the client hangs up.
-
-    The body must have been read.
+    """Await ``work``, and cancel it when the client hangs up. The body must have been read.
 
     Raises:
         ClientDisconnect: the client has hung up.

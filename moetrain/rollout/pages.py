@@ -1,40 +1,48 @@
-"""Pages of the key/value cache: who has them, and what those that nobody needs still hold.
+"""The key/value cache: pages of memory, who holds them, and attention that reads them.
 
 A page has room for the keys and values of ``page_size`` consecutive tokens of one sequence. Full
-pages are published under what they hold and what came before it, so that a sequence that begins
-alike shares them, those of a request's ``n`` completions among them. A page that nobody refers to
-any more keeps what it holds until its room is needed, the longest unused first.
+pages are published under their tokens and the text before them, so that sequences that begin alike
+share them, among others a request's ``n`` completions. A page without references keeps its content
+until its room is needed; the longest unused page goes first.
 
-Values depend on the weights: after an update of these :meth:`Pages.forget` must come before any
-further use (a cache that outlives its weights answers for other ones).
+Keys and values depend on the weights: after an update :meth:`Pages.forget` must come before any
+further use. :class:`Pages` is bookkeeping alone; the tensors are :class:`PagedAttention`'s.
 
-This is bookkeeping alone; the tensors are :mod:`moetrain.rollout.cache`'s.
+Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
+H query heads, G key/value heads, d width.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
+from moetrain.models.layers import Context
 
 PAGE_SIZE = 64
-"""Tokens, where nobody says otherwise: what the kernels on CUDA read at once."""
+"""Tokens of a page by default: what the kernels on CUDA read at once."""
 
-Key = tuple[int, tuple[int, ...]]
+_Key = tuple[int, tuple[int, ...]]
 """The serial number of the text before (0: none), and a page's tokens."""
 
 
 @dataclass
 class _Text:
-    """What one full page and those before it hold."""
+    """The text of one full page and of those before it."""
 
-    key: Key
+    key: _Key
     serial: int
-    """Never used twice: what followed a text that is gone can never be found again."""
+    """Never used twice, so that what followed a text that is gone is never found again."""
     pages: dict[int, None] = field(default_factory=dict)
-    """Those that hold it, at least one. The first is found; when it goes, the next is, so that what
-    a sequence has published can be found as long as the sequence has its pages."""
+    """The pages that hold it, at least one. :meth:`Pages.match` finds the first, and the next when
+    that goes, so that what a sequence has published is found as long as it has its pages."""
 
 
 class Pages:
@@ -46,7 +54,7 @@ class Pages:
         self._references = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Published pages without references, the longest unused first."""
-        self._texts: dict[Key, _Text] = {}
+        self._texts: dict[_Key, _Text] = {}
         self._text_of: dict[int, _Text] = {}
         self._serials = count(1)
 
@@ -56,7 +64,7 @@ class Pages:
         return len(self._free) + len(self._idle)
 
     def allocate(self, number: int) -> list[int] | None:
-        """``number`` pages with one reference each; None: there are not so many."""
+        """Return ``number`` pages with one reference each; None: there are not so many."""
         if number > self.num_available:
             return None
         pages = []
@@ -71,7 +79,7 @@ class Pages:
         return pages
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The published pages that hold the first of ``tokens``, one more reference to each."""
+        """Return the published pages of the first ``tokens``, with one more reference to each."""
         pages, serial = [], 0
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             text = self._texts.get((serial, tuple(tokens[start : start + self.page_size])))
@@ -86,15 +94,15 @@ class Pages:
     def publish(
         self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int | None = None
     ) -> None:
-        """Let others find what ``pages``, in order, now hold, as far as pages are full.
+        """Let other sequences find the full ones of ``pages``, which come in order.
 
-        Of two pages that hold the same, the first published is found. Pages that were published
-        before are not looked at again, so a sequence that grows costs what is new of it.
+        If two pages hold the same, the one that was published first is found. Pages that were
+        published before are skipped, so a growing sequence costs only its new pages.
 
         Args:
-            pages: of one sequence, which has a reference to each.
-            tokens: what they hold, and what they will hold.
-            num_tokens: which pages hold already; None: all.
+            pages: the pages of one sequence, which has a reference to each.
+            tokens: the tokens that they hold or will hold.
+            num_tokens: how many of ``tokens`` the pages hold already; None: all.
         """
         size = self.page_size
         num_full = min(len(pages), (len(tokens) if num_tokens is None else num_tokens) // size)
@@ -112,7 +120,7 @@ class Pages:
             serial = text.serial
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back one reference to each; the end of a sequence is forgotten before its start."""
+        """Give back one reference to each; a sequence's end is forgotten before its start."""
         for page in reversed(pages):
             assert self._references[page] > 0  # it was allocated or matched
             self._references[page] -= 1
@@ -126,7 +134,7 @@ class Pages:
                     self._free.append(page)
 
     def forget(self) -> None:
-        """Let nobody find anything that pages hold now."""
+        """Unpublish all pages."""
         self._texts.clear()
         self._text_of.clear()
         self._free.extend(self._idle)
@@ -137,3 +145,111 @@ class Pages:
         del text.pages[page]
         if not text.pages:
             del self._texts[text.key]
+
+
+class PagedRows(NamedTuple):
+    """The layout of a step for paged attention, in place of a mask."""
+
+    slots_T: torch.Tensor
+    """int32: the slot of each token's key and value, counted over all pages; -1: not stored."""
+    ends_N: torch.Tensor
+    """int32 [N + 1]: the sequences' ends among the T tokens, from 0."""
+    seen_N: torch.Tensor
+    """int32: tokens of each sequence that were read before."""
+    pages_NM: torch.Tensor
+    """int32: the pages of each sequence, in order."""
+    num_single: int
+    """Number of sequences that read a single token each; they come first."""
+
+
+class PagedAttention:
+    """The attention core of one layer over its pages.
+
+    It stores the keys and values of the tokens that a step reads, then lets each of them see its
+    own sequence as far as that was read, itself included. Rows of a step are sequences laid end to
+    end, [1, T]. On CUDA the kernels of :mod:`moetrain.kernels.attention.batch_invariant` compute
+    it, elsewhere torch, for all sequences of one size at a time.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, window: int | None) -> None:
+        self.num_pages, self.page_size, self.window = num_pages, page_size, window
+        self.keys_PZGd: torch.Tensor | None = None
+        """None: no memory is allocated, which happens at the first use."""
+        self.values_PZGd: torch.Tensor | None = None
+
+    def free(self) -> None:
+        """Free the memory; its content is lost."""
+        self.keys_PZGd = self.values_PZGd = None
+
+    def wipe(self) -> None:
+        """Fill the pages with zeros in place."""
+        for pages in (self.keys_PZGd, self.values_PZGd):
+            if pages is not None:
+                pages.zero_()
+
+    def __call__(
+        self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """Return attention's output, [1, T, H, d]."""
+        rows = context.mask
+        assert isinstance(rows, PagedRows)
+        if self.keys_PZGd is None or self.values_PZGd is None:
+            # Zeros: past its sequence's end a page has weight 0, and 0 * inf would be NaN.
+            shape = (self.num_pages, self.page_size, *k_BSGd.shape[2:])
+            self.keys_PZGd, self.values_PZGd = k_BSGd.new_zeros(shape), v_BSGd.new_zeros(shape)
+        cache = self.keys_PZGd, self.values_PZGd
+        if q_BSHd.is_cuda:
+            store_in_pages(*cache, k_BSGd[0], v_BSGd[0], rows.slots_T)
+            return self._by_kernels(q_BSHd[0], cache, rows)[None]
+        keep_T = rows.slots_T >= 0
+        slots_T = rows.slots_T[keep_T].long()
+        for pages, x_BSGd in zip(cache, (k_BSGd, v_BSGd), strict=True):
+            pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
+        return self._by_sequences(q_BSHd[0], cache, rows)[None]
+
+    def _by_kernels(
+        self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
+    ) -> torch.Tensor:
+        single, parts = rows.num_single, []
+        if single:
+            ends, seen, pages = rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM
+            q = q_THd[:single]
+            args = (ends, seen, pages)
+            parts.append(paged_attention(q, *cache, *args, window=self.window, one_token=True))
+        if single < rows.seen_N.shape[0]:
+            ends, seen, pages = (x[single:] for x in (rows.ends_N, rows.seen_N, rows.pages_NM))
+            args = (ends - single, seen, pages)
+            parts.append(paged_attention(q_THd[single:], *cache, *args, window=self.window))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty_like(q_THd)  # nothing to read here
+
+    def _by_sequences(
+        self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
+    ) -> torch.Tensor:
+        out_THd, members_of = torch.empty_like(q_THd), defaultdict[tuple[int, int], list[int]](list)
+        sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
+        for i, size in enumerate(sizes):
+            members_of[size].append(i)
+        for (queries, seen), members in members_of.items():  # one call for each size
+            at_NQ = rows.ends_N[members].long()[:, None] + torch.arange(queries)
+            length = seen + queries
+            pages_NM = rows.pages_NM[members, : -(-length // self.page_size)].long()
+            past = (x[pages_NM].flatten(1, 2)[:, :length] for x in cache)
+            out_THd[at_NQ] = self._attend(q_THd[at_NQ], *past)
+        return out_THd
+
+    def _attend(self, q_NQHd: torch.Tensor, k_NLGd: torch.Tensor, v_NLGd: torch.Tensor):
+        """Let the last Q of L tokens attend to themselves and to what came before."""
+        queries, length = q_NQHd.shape[1], k_NLGd.shape[1]
+        at_L = torch.arange(length, device=q_NQHd.device)
+        distance_QL = at_L[length - queries :, None] - at_L
+        visible_QL = distance_QL >= 0
+        if self.window is not None:
+            visible_QL &= distance_QL < self.window
+        out_NHQd = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q_NQHd, k_NLGd, v_NLGd)),
+            attn_mask=visible_QL,
+            enable_gqa=True,
+        )
+        return out_NHQd.transpose(1, 2)

@@ -1,7 +1,10 @@
-"""OpenAI's protocol: what a client may ask, as models of JSON bodies, and how it is told of errors.
+"""Bodies of requests as models: JSON in general, and what OpenAI's protocol allows.
 
-A parameter that this server does not know is an error, since who sends it expects it to do
-something; one that is null is as good as left out. What the numbers may be: SamplingParams.
+Models of both HTTP servers derive from :class:`JsonBody`. Their lists are marked :data:`FIRST`, so
+that a bad body makes one complaint and not a million, which would take gigabytes.
+
+A parameter that a server does not know is an error, since the client expects it to do something;
+one that is null counts as left out. SamplingParams says what the numbers may be.
 """
 
 from __future__ import annotations
@@ -10,21 +13,66 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from moetrain.rollout.bodies import FIRST, JsonBody, complaint
+from moetrain.config.sources import shortened
 
-MOST_COMPLETIONS = 128
-"""Of one prompt, as OpenAI has it."""
-MOST_LIKELIEST = 20
-"""Tokens beside a chosen one, as OpenAI has it for chats."""
-MOST_STOPS, LONGEST_STOP = 16, 128
-"""Texts, and characters of one: the last tokens are read again for them at each further one."""
-MOST_TURNS = 4096
-"""Of a chat: templates may take time that grows with their square."""
+_MOST_COMPLETIONS = 128
+"""Completions of one prompt, as OpenAI limits them."""
+_MOST_LIKELIEST = 20
+"""Likeliest tokens beside a chosen one, as OpenAI limits them for chats."""
+_MOST_STOPS, _LONGEST_STOP = 16, 128
+"""Number of stop texts, and characters of one: each token is checked against all of them."""
+_MOST_TURNS = 4096
+"""Turns of a chat: templates may take time that grows with their square."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "n")
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+
+class _First(FailFast):
+    """Stops the validation of a list at the first bad item."""
+
+    # Unions need a hash, and pydantic's class has none.
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+
+FIRST = _First()
+
+
+class JsonBody(BaseModel):
+    """A JSON object with exact types, and without unknown keys, infinities or NaNs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, value: Any) -> Any:
+        """Complain about one unknown key; pydantic alone would complain about each."""
+        is_closed = cls.model_config.get("extra") == "forbid" and isinstance(value, dict)
+        if is_closed and (unknown := value.keys() - cls.model_fields.keys()):
+            raise ValueError(f"{shortened(min(unknown))} is not supported")
+        return value
+
+
+def complaint(error: ValidationError) -> str:
+    """Describe the first of pydantic's errors in one line: where, what is wrong, and the value."""
+    first = error.errors(include_url=False)[0]
+    # The client's keys may be any text.
+    name = shortened(".".join(map(str, first["loc"])))[1:-1]
+    if first["type"] == "value_error":
+        problem = first["msg"].removeprefix("Value error, ")
+    else:
+        problem = f"{first['msg']}, not {shortened(first['input'])}"
+    return f"{name}: {problem}" if name else problem
 
 
 def _as_list(value: object) -> object:
@@ -32,10 +80,10 @@ def _as_list(value: object) -> object:
 
 
 class Asked(JsonBody):
-    """What both kinds of request have: they add prompts and how log-probabilities are asked for."""
+    """The fields that completions and chats share; each adds prompts and log-probabilities."""
 
     model: str = ""
-    """There is one."""
+    """Ignored: the server has one model."""
     user: str = ""
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -43,13 +91,15 @@ class Asked(JsonBody):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    """None: another one each time."""
-    n: int = Field(default=1, le=MOST_COMPLETIONS)
-    stop: Annotated[list[Stop], FIRST, BeforeValidator(_as_list)] = Field([], max_length=MOST_STOPS)
+    """None: a new one for each request."""
+    n: int = Field(default=1, le=_MOST_COMPLETIONS)
+    stop: Annotated[list[_Stop], FIRST, BeforeValidator(_as_list)] = Field(
+        [], max_length=_MOST_STOPS
+    )
     stream: bool = False
 
     def sampling(self) -> dict[str, Any]:
-        """Of SamplingParams, what has the same name."""
+        """Return the fields that SamplingParams has under the same names."""
         seed = uuid.uuid4().int % 2**63 if self.seed is None else self.seed
         return {name: getattr(self, name) for name in _SAMPLING} | {
             "stop": tuple(self.stop),
@@ -58,28 +108,28 @@ class Asked(JsonBody):
 
 
 class Completions(Asked):
-    """Continue texts."""
+    """A request to continue texts."""
 
     prompt: Any
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether each token's log-probability is told."""
+        """Whether the reply holds each token's log-probability."""
         return self.logprobs is not None
 
     @property
     def top(self) -> int:
-        """How many of the likeliest tokens are told beside each one."""
+        """How many of the likeliest tokens the reply holds beside each token."""
         return self.logprobs or 0
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of a completion; None: as many as is usual."""
+        """Tokens of a completion at most; None: the default."""
         return self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """Texts, or token ids; raises ValueError."""
+        """Return the prompts, each text or token ids; raises ValueError."""
         prompt = self.prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
             prompt = [prompt]
@@ -91,37 +141,37 @@ class Completions(Asked):
 
 
 class Chat(Asked):
-    """Answer the last turn of a chat."""
+    """A request to answer the last turn of a chat."""
 
-    messages: list[Any] = Field(max_length=MOST_TURNS)
-    """Objects; the template says which of their keys there are."""
+    messages: list[Any] = Field(max_length=_MOST_TURNS)
+    """Objects, whose keys the template defines."""
     tools: Any = None
     documents: Any = None
     chat_template_kwargs: Any = None
-    """These three go to the template, which says what they may be."""
+    """These three go to the template, which defines what they may be."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LIKELIEST)
+    top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
 
     @property
     def has_logprobs(self) -> bool:
-        """As of :class:`Completions`."""
+        """Whether the reply holds each token's log-probability."""
         return self.logprobs
 
     @property
     def top(self) -> int:
-        """As of :class:`Completions`."""
+        """How many of the likeliest tokens the reply holds beside each token."""
         return self.top_logprobs or 0
 
     @property
     def record(self) -> dict[str, Any]:
-        """What comes with the messages and goes to the template, by name."""
+        """The fields that go to the template beside the messages, by name."""
         names = ("tools", "documents", "chat_template_kwargs")
         return {name: getattr(self, name) for name in names}
 
     @property
     def most_tokens(self) -> int | None:
-        """As of :class:`Completions`; by either of its names."""
+        """Tokens of the answer at most, by either of its names; None: the default."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
@@ -141,7 +191,7 @@ ASKED: Mapping[str, type[Completions | Chat]] = {
 
 
 def validated(model: type[Completions | Chat], body: object) -> Completions | Chat:
-    """``body`` as ``model`` has it; raises ValueError with one line."""
+    """Parse ``body`` as ``model``; raises ValueError with one line."""
     if isinstance(body, dict):
         body = {key: value for key, value in body.items() if value is not None}
     try:
@@ -154,7 +204,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def error_body(status: int, problem: str) -> dict[str, Any]:
-    """The protocol's error object."""
+    """Return the protocol's error object."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": problem, "type": kind, "param": None, "code": None}}
 

@@ -14,8 +14,9 @@ import torch
 
 from moetrain.config import TrainSection
 from moetrain.data.loader import Data
-from moetrain.rollout import Generator, Request, SamplingParams
+from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import PAGE_SIZE
+from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog

@@ -1,9 +1,12 @@
-"""An HTTP server that speaks OpenAI's protocol: completions, chat, streams of both.
+"""An HTTP server that speaks OpenAI's protocol: completions and chat, whole or as streams.
 
-Beyond the protocol: prompts may be token ids, ``top_k`` and ``min_p`` are parameters, and every
-choice has its ``token_ids``. ``tools``, ``documents`` and ``chat_template_kwargs`` go to the chat
-template; what the model calls comes as the text that it writes. What may be asked:
-:mod:`moetrain.rollout.protocol`.
+Beyond the protocol (:mod:`moetrain.rollout.protocol`), prompts may be token ids, ``top_k`` and
+``min_p`` are parameters, and every choice has its ``token_ids``. ``tools``, ``documents`` and
+``chat_template_kwargs`` go to the chat template; tool calls come as the text that the model writes.
+
+:class:`Serving` lets many requests share one generator as asynchronous iterators. One thread alone
+touches the generator, a step or a call at a time; the event loop hands it requests and hands out
+its tokens. A listener that stops (a cancelled task, a client that hangs up) aborts its request.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,24 +36,138 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import FAILED, Bodies, json_app, reply, unless_gone
 from moetrain.rollout.protocol import ASKED, Chat, Completions, error_body, validated
-from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.serving import Serving, Update
+from moetrain.rollout.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from moetrain.rollout.text import TextStream, chat_ids, end_ids, prompt_ids
 
 logger = logging.getLogger("moetrain")
 
-MOST_LOGPROBS = 1 << 20
-"""Of one reply: tokens and their likeliest alternatives, each of some hundred bytes."""
-NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
-LEAST_LOGPROB = -9999.0
-"""What the protocol has for a token that is never chosen."""
+_MOST_LOGPROBS = 1 << 20
+"""Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
+_NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
+_LEAST_LOGPROB = -9999.0
+"""The protocol's value for a token that is never chosen."""
+T = TypeVar("T")
+
+
+class Update(NamedTuple):
+    """One more token of a completion."""
+
+    completion: int
+    """Which of the request's ``n`` completions it belongs to."""
+    token: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    """The likeliest tokens, as many as were asked for."""
+    finish_reason: FinishReason | None
+    """None: more tokens will come."""
+    result: Completion | None
+    """The whole completion, once it is finished."""
+
+
+class Serving:
+    """Serves one event loop's requests with ``generator``, which nothing else may use meanwhile."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._thread = ThreadPoolExecutor(1, "generator")
+        self._listeners: dict[str, asyncio.Queue[Update | Exception]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def stream(self, request: Request) -> AsyncIterator[Update]:
+        """Yield the tokens of all completions of ``request`` as they come.
+
+        Raises:
+            RequestError: it can never be served, or another of its id is being served.
+            RuntimeError: :meth:`close` came first.
+        """
+        submitted = self._thread.submit(self.generator.submit, request)
+        try:
+            await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:  # the thread may have taken it up already
+            self._thread.submit(self._abort_if_there, request.id, submitted)
+            raise
+        queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        self._listeners[request.id] = queue
+        open_completions = request.params.n
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            while open_completions:
+                update = await queue.get()
+                if isinstance(update, Exception):
+                    raise update
+                open_completions -= update.finish_reason is not None
+                yield update
+        finally:
+            del self._listeners[request.id]
+            if open_completions and not self._is_closed:
+                # Not awaited: a task that is being cancelled must not await.
+                self._thread.submit(self.generator.abort, request.id)
+
+    async def complete(self, request: Request) -> list[Completion]:
+        """Return the finished completions of ``request``; raises as :meth:`stream`."""
+        found: dict[int, Completion] = {}
+        async for update in self.stream(request):
+            if update.result is not None:
+                found[update.completion] = update.result
+        return [found[index] for index in range(request.params.n)]
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function(*args)`` on the generator's thread, between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def close(self) -> None:
+        """Abort all requests, which raises an error in their listeners, and end the thread."""
+        self._is_closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        for name, queue in list(self._listeners.items()):
+            await self.call(self.generator.abort, name)
+            queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
+        self._thread.shutdown()
+
+    def _abort_if_there(self, request_id: str, submitted: Future[None]) -> None:
+        """Abort a request if ``submitted`` has taken it up. Runs on the generator's thread."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self.generator.abort(request_id)
+
+    async def _drive(self) -> None:
+        """Take steps as long as anybody listens."""
+        try:
+            while self._listeners:
+                updates = await self.call(self._step)
+                if not updates:  # it is paused, or reads a long prompt
+                    await asyncio.sleep(0.001)
+                for name, update in updates:
+                    if name in self._listeners:
+                        self._listeners[name].put_nowait(update)
+        except Exception as error:  # noqa: BLE001 - every listener raises it
+            for queue in self._listeners.values():
+                queue.put_nowait(error)
+
+    def _step(self) -> list[tuple[str, Update]]:
+        return [(c.request_id, _last_of(c)) for c in self.generator.step()]
+
+
+def _last_of(c: Completion) -> Update:
+    top = c.top_logprobs[-1] if c.top_logprobs else {}
+    result = None if c.finish_reason is None else c
+    return Update(c.index, c.tokens[-1], c.logprobs[-1], top, c.finish_reason, result)
+
 
 Item = tuple[int, str, Update]
-"""One token of one choice: the choice's number, the text that the token adds, and what came."""
+"""One token of one choice: the choice's number, the text that the token adds, and the update."""
 
 
 class GenerationFailed(Exception):
-    """The server cannot generate what was asked for; the message is one line for the client."""
+    """The server failed to generate; the message is one line for the client."""
 
 
 def make_app(
@@ -59,7 +177,7 @@ def make_app(
     max_queue: int = 1024,
     max_request_mib: int = 4,
 ) -> Starlette:
-    """The server of ``generator`` (which has a tokenizer), whose model is called ``name``.
+    """Make the server of ``generator``, which has a tokenizer, and whose model is called ``name``.
 
     Args:
         max_queue: completions that run or wait at once; further requests are status 429.
@@ -93,7 +211,7 @@ class _Server:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """What is being served ends with the server."""
+        """Abort what is being served when the server ends."""
         self.serving = Serving(self.generator)
         yield
         await self.serving.close()
@@ -123,11 +241,11 @@ class _Server:
     def _parse(self, kind: str, body: object) -> _Answer:
         try:
             return _Answer(self, kind, validated(ASKED[kind], body))
-        except ValueError as error:  # of a prompt or a parameter: SamplingParams, ConfigError
+        except ValueError as error:  # from SamplingParams, ConfigError among others
             raise HTTPException(400, str(error)) from None
 
     def take(self, count: int) -> None:
-        """Let ``count`` more completions run or wait; raises HTTPException."""
+        """Count ``count`` more completions as open; raises HTTPException if there are too many."""
         if self.open + count > self.max_queue:
             problem = f"{self.open} completions run or wait, of max_queue {self.max_queue}"
             raise HTTPException(429, f"{problem}; ask again later")
@@ -135,7 +253,7 @@ class _Server:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events of updates, which end however the response does."""
+    """Server-sent events, whose updates are closed however the response ends."""
 
     def __init__(
         self, events: AsyncGenerator[str, None], updates: AsyncGenerator[Item, None]
@@ -152,7 +270,7 @@ class _Events(StreamingResponse):
 
 @dataclass
 class _Choice:
-    """One completion of one prompt, as far as it has come."""
+    """One completion of one prompt so far."""
 
     text: TextStream
     updates: list[Update] = field(default_factory=list)
@@ -160,10 +278,10 @@ class _Choice:
 
 
 class _Answer:
-    """One HTTP request: its prompts, served beside each other, and its reply."""
+    """One HTTP request: its prompts, served in parallel, and its reply."""
 
     def __init__(self, server: _Server, kind: str, asked: Completions | Chat) -> None:
-        """Raises ValueError: a prompt or a parameter is impossible, or there are too many."""
+        """Check the request; raises ValueError if a prompt or a parameter is impossible."""
         self.server, self.kind, self.asked = server, kind, asked
         self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
         tokenizer = server.tokenizer
@@ -179,10 +297,13 @@ class _Answer:
         if count > server.max_queue:
             problem = f"{len(self.prompts)} prompts x n {params.n} are more completions than "
             raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
-        if asked.has_logprobs and count * params.max_tokens * (1 + params.logprobs) > MOST_LOGPROBS:
+        if (
+            asked.has_logprobs
+            and count * params.max_tokens * (1 + params.logprobs) > _MOST_LOGPROBS
+        ):
             problem = f"{1 + params.logprobs} log-probabilities for each of {count} x "
             raise ValueError(
-                f"logprobs: {problem}{params.max_tokens} tokens are more than {MOST_LOGPROBS}; "
+                f"logprobs: {problem}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}; "
                 "lower max_tokens, or ask in parts"
             )
         self.requests = [
@@ -203,11 +324,12 @@ class _Answer:
         )
 
     async def updates(self) -> AsyncGenerator[Item, None]:
-        """Each token of each choice, as it comes.
+        """Yield each token of each choice as it comes.
 
         Raises:
             HTTPException: too much is being served.
-            RequestError, GenerationFailed: it can never be served, or not by this server.
+            RequestError: the request can never be served.
+            GenerationFailed: a step failed.
         """
         server, n = self.server, self.params.n
         queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
@@ -219,7 +341,7 @@ class _Answer:
                 queue.put_nowait(None)
             except RequestError as error:
                 queue.put_nowait(error)
-            except Exception as error:  # of a step, and so of all that it served
+            except Exception as error:  # a failed step fails all requests that it served
                 logger.error("generation failed", exc_info=error)
                 queue.put_nowait(GenerationFailed(FAILED))
 
@@ -228,7 +350,7 @@ class _Answer:
 
         server.take(len(self.choices))
         tasks = [asyncio.create_task(listen(i, r)) for i, r in enumerate(self.requests)]
-        for task in tasks:  # whose end is not that of a slow reader
+        for task in tasks:  # counted until generation ends, not until a slow reader does
             task.add_done_callback(give_back)
         try:
             still_open = len(tasks)
@@ -241,8 +363,8 @@ class _Answer:
                 else:
                     number, update = item
                     if not math.isfinite(update.logprob):
-                        logger.error("%s", NOT_FINITE)
-                        raise GenerationFailed(NOT_FINITE)
+                        logger.error("%s", _NOT_FINITE)
+                        raise GenerationFailed(_NOT_FINITE)
                     yield number, self._take(self.choices[number], update), update
         finally:
             for task in tasks:
@@ -258,7 +380,7 @@ class _Answer:
         return new
 
     async def whole(self, updates: AsyncGenerator[Item, None]) -> Response:
-        """The reply in one piece."""
+        """Return the reply in one piece."""
         async for _ in updates:
             pass
         return await asyncio.to_thread(self._whole)
@@ -272,7 +394,7 @@ class _Answer:
     async def events(
         self, first: Item, updates: AsyncGenerator[Item, None]
     ) -> AsyncGenerator[str, None]:
-        """The reply token by token, as server-sent events; an error is the last one."""
+        """Yield the reply token by token as server-sent events; an error is the last one."""
         try:
             yield self._event(*first)
             async for item in updates:
@@ -312,7 +434,7 @@ class _Answer:
                 "token_logprobs": [update.logprob for update in updates],
                 "top_logprobs": [
                     {
-                        self._name(token): max(p, LEAST_LOGPROB)
+                        self._name(token): max(p, _LEAST_LOGPROB)
                         for token, p in update.top_logprobs.items()
                     }
                     for update in updates
@@ -325,7 +447,7 @@ class _Answer:
         return {"content": content}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        logprob = max(logprob, LEAST_LOGPROB)
+        logprob = max(logprob, _LEAST_LOGPROB)
         return {"token": self._name(token), "logprob": logprob, "bytes": None}
 
     def _name(self, token: int) -> str:

@@ -24,9 +24,8 @@ from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
-from moetrain.rollout.cache import PagedAttention, PagedRows
 from moetrain.rollout.expert_parallel import ExpertParallel
-from moetrain.rollout.pages import Pages
+from moetrain.rollout.pages import PagedAttention, PagedRows, Pages
 from moetrain.rollout.sampling import keys_of
 from moetrain.rollout.scheduler import Running
 
