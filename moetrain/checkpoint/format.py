@@ -46,7 +46,7 @@ from moetrain.config import ConfigError
 from moetrain.config.files import SAFETENSORS_DTYPES, fsync
 from moetrain.parallel.layout import TensorSlice
 
-FORMAT = 2
+_FORMAT = 2
 """Version of the files. Version 1, which is no longer read, had whole tensors and no manifest."""
 MANIFEST, STATE = "manifest.json", "state.json"
 CHUNK = 4 << 20
@@ -113,7 +113,7 @@ class ManifestEntry:
         return sum(piece.numel for piece in self.pieces) == torch.Size(self.shape).numel()
 
 
-class FileSum(NamedTuple):
+class _FileSum(NamedTuple):
     """What the manifest says of a file as such."""
 
     size: int
@@ -126,7 +126,7 @@ class FileSum(NamedTuple):
 class Contents:
     """What lies in some files of a checkpoint: one rank's report, or the whole manifest."""
 
-    files: dict[str, FileSum]
+    files: dict[str, _FileSum]
     groups: dict[str, dict[str, ManifestEntry]]
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Contents:
     @classmethod
     def from_json(cls, value: Any) -> Contents:
         """Invert :meth:`to_json`; raises KeyError, TypeError or ValueError for anything else."""
-        files = {_plain(name): FileSum(*known) for name, known in value["files"].items()}
+        files = {_plain(name): _FileSum(*known) for name, known in value["files"].items()}
         groups = {
             group: {
                 name: ManifestEntry(
@@ -233,7 +233,7 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> C
             piece = FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
             entries[name] = ManifestEntry(tensor.dtype, tuple(shape), (piece,))
         os.fsync(file.fileno())
-    return Contents({path.name: FileSum(end, len(header), crc_of(header))}, {group: entries})
+    return Contents({path.name: _FileSum(end, len(header), crc_of(header))}, {group: entries})
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
@@ -281,10 +281,10 @@ def write_manifest(folder: Path, contents: Contents, state: Mapping[str, Any]) -
     Raises:
         OSError: a file cannot be written.
     """
-    text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
+    text = json.dumps({**state, "format": _FORMAT}, indent=1).encode()
     _write_file(folder / STATE, text)
-    files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
-    body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
+    files = {**contents.files, STATE: _FileSum(len(text), len(text), crc_of(text))}
+    body = {"format": _FORMAT, **Contents(files, contents.groups).to_json()}
     _write_file(folder / MANIFEST, sealed(json.dumps(body)))
 
 
@@ -336,16 +336,16 @@ def read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
 
 def check_version(version: object, folder: Path) -> None:
     """Raise ConfigError for a checkpoint that has another version of the format."""
-    if version != FORMAT:
+    if version != _FORMAT:
         raise ConfigError(
             "checkpoint.resume",
             f"{str(folder)!r} has checkpoint format {version!r:.20}, and this version reads "
-            f"{FORMAT} alone; continue with the version that wrote it, or export its weights there "
-            "(checkpoint.save_hf yes) and begin from the export as model.path",
+            f"{_FORMAT} alone; continue with the version that wrote it, or export its weights "
+            "there (checkpoint.save_hf yes) and begin from the export as model.path",
         )
 
 
-def _check_beginning(path: Path, known: FileSum) -> None:
+def _check_beginning(path: Path, known: _FileSum) -> None:
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != known.size:

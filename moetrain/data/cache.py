@@ -51,7 +51,7 @@ _FORMAT = 3
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
 
-CHECKED_BYTES = 1 << 26
+_CHECKED_BYTES = 1 << 26
 """Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
 a large one as are read in a tenth of a second."""
 
@@ -133,7 +133,7 @@ def _open(folder: Path) -> TokenCache:
 
 def _checksum(file: Path) -> int:
     with file.open("rb") as opened:
-        return zlib.crc32(opened.read(CHECKED_BYTES))
+        return zlib.crc32(opened.read(_CHECKED_BYTES))
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:

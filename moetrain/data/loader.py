@@ -306,7 +306,7 @@ class Loader:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self._epoch, self._order = epoch, generator.permutation(len(self.dataset))
         row = self.dataset.row(int(self._order[index]))
-        check_row(row, self.seq_len, f"{type(self.dataset).__name__}.row({self._order[index]})")
+        _check_row(row, self.seq_len, f"{type(self.dataset).__name__}.row({self._order[index]})")
         return row
 
 
@@ -334,7 +334,7 @@ def eval_batches(
         yield collate(rows + [filler] * (micro_batch_size - len(rows)))
 
 
-def check_row(row: Row, seq_len: int | None, what: str) -> None:
+def _check_row(row: Row, seq_len: int | None, what: str) -> None:
     """Raise ValueError unless ``row``, which ``what`` returned, has the shapes of :class:`Row`."""
     shapes = {name: np.shape(x) for name, x in row._asdict().items() if x is not None}
     lengths = shapes.pop("lengths")

@@ -55,7 +55,7 @@ class TextPart(NamedTuple):
     """Bytes of the source that were read for it, for the progress bar."""
 
 
-class HashRange(NamedTuple):
+class _HashRange(NamedTuple):
     """The documents whose hash, a number in [0, 1), lies in ``low <= hash < high``."""
 
     low: float
@@ -67,7 +67,7 @@ class HashRange(NamedTuple):
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
-_EVERYTHING = HashRange(0.0, 1.0)
+_EVERYTHING = _HashRange(0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class TextSource(_FileSource):
 class JsonlSource(_FileSource):
     """Lines of JSON objects with a text or ``messages``, of which a share is chosen by hash."""
 
-    share: HashRange
+    share: _HashRange
     field: str
     """The setting that named the files, for error messages."""
     text_field: str
@@ -162,7 +162,7 @@ class JsonlSource(_FileSource):
 Source = TextSource | JsonlSource
 
 
-class Sources(NamedTuple):
+class _Sources(NamedTuple):
     """The sources that the settings name."""
 
     train: Source
@@ -172,23 +172,23 @@ class Sources(NamedTuple):
     """All of ``data.path``: both of these together, unless ``eval`` has a path of its own."""
 
 
-def open_sources(data: DataSection, tokenizer: Tokenizer) -> Sources:
+def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
     """Open the sources of a run: list their files, and read nothing yet.
 
     Raises:
         ConfigError: a path or template file is missing or cannot be read, a template is malformed,
             or a folder has no files.
     """
-    shares = _EVERYTHING, HashRange(data.eval_fraction, 1.0), HashRange(0.0, data.eval_fraction)
+    shares = _EVERYTHING, _HashRange(data.eval_fraction, 1.0), _HashRange(0.0, data.eval_fraction)
     undivided, train, held_out = _open(data, "data.path", data.path, tokenizer, *shares)
     if data.eval_path is not None:
         (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, _EVERYTHING)
-        return Sources(undivided, other, undivided)
-    return Sources(train, held_out if data.eval_fraction else None, undivided)
+        return _Sources(undivided, other, undivided)
+    return _Sources(train, held_out if data.eval_fraction else None, undivided)
 
 
 def _open(
-    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: HashRange
+    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: _HashRange
 ) -> list[Source]:
     if data.source == "stdlib":
         field, path = "data.source", sysconfig.get_path("stdlib")

@@ -53,7 +53,7 @@ _BYTE_EOS = "<|endoftext|>"
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 
 
-class Encoded(NamedTuple):
+class _Encoded(NamedTuple):
     """The tokens of a text; offsets are computed on demand, since only conversations need them."""
 
     ids: np.ndarray
@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
     """Tokens of one byte each (byte fallback). A run of them is decoded as a whole, and one byte
     that makes it invalid UTF-8 spoils all of it."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text, with nothing added at either end."""
         ...
 
@@ -122,10 +122,10 @@ class ByteTokenizer(Tokenizer):
         self.tool_template: str | None = None
         self.special_tokens: dict[str, str] = {}
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text; ids are uint8."""
         return [
-            Encoded(np.frombuffer(text.encode(), dtype=np.uint8), partial(_byte_offsets, text))
+            _Encoded(np.frombuffer(text.encode(), dtype=np.uint8), partial(_byte_offsets, text))
             for text in texts
         ]
 
@@ -210,12 +210,12 @@ class HFTokenizer(Tokenizer):
                 return tuple(encoding.ids[: own[0]])
         return ()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text on all cores; ids are uint32."""
         with _library_errors("the tokenizer cannot encode a text"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
-            Encoded(np.array(encoding.ids, dtype=np.uint32), partial(_hf_offsets, encoding))
+            _Encoded(np.array(encoding.ids, dtype=np.uint32), partial(_hf_offsets, encoding))
             for encoding in encodings
         ]
 

@@ -333,8 +333,8 @@ class SwiGLU(Part):
     intermediate_size: int
     mlp_bias: bool = False
 
-    def build(self, kernels: KernelsSection, moe: MoeSection) -> "DenseMLP":
-        return DenseMLP(self, kernels)
+    def build(self, kernels: KernelsSection, moe: MoeSection) -> "_DenseMLP":
+        return _DenseMLP(self, kernels)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -361,7 +361,7 @@ class SwiGLU(Part):
         return share.tokens * self.intermediate_size * share.width / share.tp
 
 
-class DenseMLP(nn.Module):
+class _DenseMLP(nn.Module):
     """The module of :class:`SwiGLU`: ``w_down(silu(w_gate x) * w_up x)``."""
 
     def __init__(self, sizes: SwiGLU, kernels: KernelsSection) -> None:

@@ -100,7 +100,7 @@ def own_draws(key: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-class Merged(NamedTuple):
+class _Merged(NamedTuple):
     """An adapter that is merged into its weight for now."""
 
     module: Adaptable
@@ -110,12 +110,12 @@ class Merged(NamedTuple):
 
 
 @torch.no_grad()
-def merge(layers: nn.ModuleList) -> list[Merged]:
+def merge(layers: nn.ModuleList) -> list[_Merged]:
     """Merge all adapters into their weights, and remove them from their modules.
 
     The model must have its parameters whole. The result holds the adapters for :func:`unmerge`.
     """
-    merged: list[Merged] = []
+    merged: list[_Merged] = []
     for _, module in adaptable(layers):
         if module.lora_scale is None:
             continue
@@ -123,7 +123,7 @@ def merge(layers: nn.ModuleList) -> list[Merged]:
             weight = module.get_parameter(leaf)
             a, b = (module.get_parameter(leaf + half) for half in ADAPTER)
             weight.copy_(Adapter(a.float(), b.float(), module.lora_scale).merged(weight.float()))
-            merged.append(Merged(module, leaf, (a, b), module.lora_scale))
+            merged.append(_Merged(module, leaf, (a, b), module.lora_scale))
             for half in ADAPTER:
                 delattr(module, leaf + half)
         module.lora_scale = None
@@ -131,7 +131,7 @@ def merge(layers: nn.ModuleList) -> list[Merged]:
 
 
 @torch.no_grad()
-def unmerge(merged: Sequence[Merged]) -> None:
+def unmerge(merged: Sequence[_Merged]) -> None:
     """Invert :func:`merge`, up to the rounding of weights in their dtype."""
     for module, leaf, (a, b), scale in merged:
         weight = module.get_parameter(leaf)

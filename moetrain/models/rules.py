@@ -181,13 +181,13 @@ def narrowed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """
     return {
         name: replace(rule, is_narrow=True)
-        if name.startswith("layers.") and is_matrix(rule) and not rule.trainable
+        if name.startswith("layers.") and _is_matrix(rule) and not rule.trainable
         else rule
         for name, rule in rules.items()
     }
 
 
-def is_matrix(rule: Rule) -> bool:
+def _is_matrix(rule: Rule) -> bool:
     """Return whether the parameter is the matrix of a product in the compute dtype."""
     return rule.init == "normal" and rule.decay and rule.gather is None
 

@@ -140,7 +140,7 @@ class Sharding(Protocol):
         ...
 
 
-class Unsharded:
+class _Unsharded:
     """The :class:`Sharding` of a model that has its parameters whole."""
 
     def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
@@ -168,7 +168,7 @@ class Transformer(nn.Module):
         self.arch, self.kernels = arch, kernels
         self.compute_dtype: torch.dtype | None = None
         self.call_block: CallBlock = call
-        self.sharding: Sharding = Unsharded()
+        self.sharding: Sharding = _Unsharded()
         self.source: HFSource | None = None
         self.vocabulary: Vocabulary = WholeVocabulary(kernels.backend)
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)

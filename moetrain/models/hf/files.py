@@ -81,7 +81,7 @@ EXPORT = "hf"
 MANIFEST = ".moetrain-export.json"
 """Lists the files of an export, so that the next one into the folder can remove old ones."""
 
-DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
+_DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _TEMPLATES = "additional_chat_templates"
 _TOKENIZER_FILES = {
@@ -149,7 +149,7 @@ def _visible(folder: Path) -> Iterator[Path]:
         yield from (path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def is_within(path: Path, folder: Path) -> bool:
+def _is_within(path: Path, folder: Path) -> bool:
     """Return whether ``path``, with links followed, lies in the checkpoint's ``folder``.
 
     In the hub's cache it may also lie among the files that the revisions of a checkpoint share
@@ -163,7 +163,7 @@ def is_within(path: Path, folder: Path) -> bool:
 
 
 def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
-    """Return ``path`` if it lies in the checkpoint's ``folder`` (:func:`is_within`).
+    """Return ``path`` if it lies in the checkpoint's ``folder`` (:func:`_is_within`).
 
     Links that lead elsewhere are refused: the checkpoint's author chose where they point, a private
     key perhaps, and an export would publish it.
@@ -171,7 +171,7 @@ def follow(path: Path, folder: Path, field: str = "model.path") -> Path:
     Raises:
         ConfigError: ``path`` links to a place outside of the folder.
     """
-    if not is_within(path, folder):
+    if not _is_within(path, folder):
         problem = f"links to {os.path.realpath(path)}, outside of its folder"
         raise ConfigError(field, f"{path} {problem}; if you trust it, put a copy in its place")
     return path
@@ -338,9 +338,9 @@ def stored_tensors(folder: Path) -> dict[str, FileTensor]:
                     raise error(folder, f"{name} is in {found[name].file.name} and {shard.name}")
                 part = file.get_slice(name)
                 dtype = part.get_dtype()
-                if dtype not in DTYPES:
+                if dtype not in _DTYPES:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
-                found[name] = FileTensor(shard, DTYPES[dtype], tuple(part.get_shape()))
+                found[name] = FileTensor(shard, _DTYPES[dtype], tuple(part.get_shape()))
     if absent := [name for name in promised if name not in found]:
         raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found
@@ -416,5 +416,5 @@ def remove_stale(folder: Path, written: Sequence[str]) -> None:
             logger.warning("what an earlier export left there is kept: %s", failure.problem)
     write_json(manifest, {"files": sorted(written)})
     for name in earlier if isinstance(earlier, list) else []:
-        if _is_inside(name) and name not in written and is_within((folder / name).parent, folder):
+        if _is_inside(name) and name not in written and _is_within((folder / name).parent, folder):
             (folder / name).unlink(missing_ok=True)

@@ -64,7 +64,7 @@ _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
 logger = logging.getLogger(__name__)
 
 
-class Checked(NamedTuple):
+class _Checked(NamedTuple):
     """A checkpoint whose headers fit a model."""
 
     source: HFSource
@@ -74,7 +74,7 @@ class Checked(NamedTuple):
     """Where each of the model's tensors goes, by its name in the files."""
 
 
-def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Checked:
+def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> _Checked:
     """Check that the tensors in ``folder`` are those of ``arch``. Reads only headers: it is quick.
 
     Raises:
@@ -108,7 +108,7 @@ def check_checkpoint(folder: str | os.PathLike[str], arch: Architecture) -> Chec
         stamps={tensor.file: Stamp.of(tensor.file) for tensor in extra.values()},
         files=files,
     )
-    return Checked(source, stored, pieces)
+    return _Checked(source, stored, pieces)
 
 
 def load_weights(

@@ -41,7 +41,7 @@ from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
@@ -151,7 +151,7 @@ def save_peft(
     }
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
-    write_atomically(folder / TENSORS, lambda temporary: save_file(tensors, temporary, metadata))
+    write_atomically(folder / _TENSORS, lambda temporary: save_file(tensors, temporary, metadata))
     write_json(folder / SETTINGS, settings)
 
 
@@ -204,7 +204,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
     sites = files.check_names(sites, "of modules that have none here", is_partial=True)
     if not sites:
-        raise _error(files.folder, f"{TENSORS} holds no adapters")
+        raise _error(files.folder, f"{_TENSORS} holds no adapters")
     halves = {name: files.read(own, shapes[name]) for name, own in sites.items()}
     lora = {}  # all of it is read and checked before the model is changed
     for name, module in modules.items():
@@ -232,7 +232,7 @@ class _AdapterFiles:
     def __init__(self, folder: Path, hf: HFFamily) -> None:
         self.folder, self.hf = folder, hf
         self.settings = _Settings(folder, read_json(folder / SETTINGS))
-        self.file = open_shard(follow(folder / TENSORS, folder))
+        self.file = open_shard(follow(folder / _TENSORS, folder))
 
     def sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""

@@ -56,7 +56,7 @@ _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
-SideFile = Path | str | Mapping[str, Any]
+_SideFile = Path | str | Mapping[str, Any]
 """A file to copy, a text to write, or an object to write as JSON."""
 _EOS = "eos_token_id"
 
@@ -107,9 +107,9 @@ def save_hf(
     """
     parameters = dict(model.named_parameters())
     pieces = pieces_of(model.arch, parameters)
-    dtypes = export_dtypes(model, dtype)
+    dtypes = _export_dtypes(model, dtype)
     for name, parameter, place in pieces:
-        check_fits(name, parameters[parameter][place], dtypes[name])
+        _check_fits(name, parameters[parameter][place], dtypes[name])
     warn_about_router_bias(model)
     tensors = ((name, parameters[parameter][place]) for name, parameter, place in pieces)
     save_stream(model, Path(folder), tensors, dtype, tokenizer, max_shard_bytes)
@@ -138,7 +138,7 @@ def save_stream(
     """
     source, own = model.source, _own_tensors(model, dtype)
     default = None if source is not None and dtype == "auto" else own[0].dtype
-    files = side_files(model.arch, source, tokenizer, default)
+    files = _side_files(model.arch, source, tokenizer, default)
     if share.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporaries(folder)
@@ -178,7 +178,7 @@ class _Outgoing(NamedTuple):
     """Reads the tensor; None: it is the model's own, and arrives with the stream."""
 
 
-def export_dtypes(model: Transformer, dtype: ExportDtype) -> dict[str, torch.dtype]:
+def _export_dtypes(model: Transformer, dtype: ExportDtype) -> dict[str, torch.dtype]:
     """Return the dtype in which each weight is exported, by its name in the files."""
     return {tensor.name: tensor.dtype for tensor in _own_tensors(model, dtype)}
 
@@ -195,7 +195,7 @@ def _own_tensors(model: Transformer, dtype: ExportDtype) -> list[_Outgoing]:
     return tensors
 
 
-def check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise ConfigError if a number of ``weight`` would overflow in ``dtype``."""
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(weight.dtype).max and weight.numel():
@@ -209,13 +209,13 @@ def what_does_not_fit(
     model: Transformer, here: Mapping[str, Callable[[], torch.Tensor]], dtype: ExportDtype
 ) -> str:
     """Describe the first of the parts ``here`` with a number that an export cannot hold, or ""."""
-    dtypes = export_dtypes(model, dtype)
+    dtypes = _export_dtypes(model, dtype)
     pieces = pieces_of(model.arch, dict(model.named_parameters()))
     # One of each parameter's pieces, and dtypes, speaks for all.
     for (parameter, wanted), name in {(p, dtypes[n]): n for n, p, _ in pieces}.items():
         if parameter in here:
             try:
-                check_fits(name, here[parameter](), wanted)
+                _check_fits(name, here[parameter](), wanted)
             except ConfigError as error:
                 return error.problem
     return ""
@@ -327,12 +327,12 @@ def _plan_shards(tensors: Iterable[_Outgoing], max_shard_bytes: int) -> list[lis
     return shards
 
 
-def side_files(
+def _side_files(
     arch: Architecture,
     source: HFSource | None,
     tokenizer: TokenizerFiles | None,
     dtype: torch.dtype | None,
-) -> dict[str, SideFile]:
+) -> dict[str, _SideFile]:
     """Make everything but weights, by name in the export.
 
     Args:
@@ -349,7 +349,7 @@ def side_files(
         name = str(dtype or mode(dtypes.values())).removeprefix("torch.")
         config |= dict.fromkeys(keys or ["torch_dtype"], name)
     generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
-    files: dict[str, SideFile] = {}
+    files: dict[str, _SideFile] = {}
     if source is not None:
         kept = (f for f in source.files if tokenizer is None or not is_tokenizer_file(f))
         files |= {name: source.folder / name for name in kept}
@@ -361,7 +361,7 @@ def side_files(
     return files | {CONFIG: config}
 
 
-def write_side_files(folder: Path, files: Mapping[str, SideFile]) -> list[str]:
+def write_side_files(folder: Path, files: Mapping[str, _SideFile]) -> list[str]:
     """Write side files to ``folder``; return the names of files to copy that are gone."""
     lost = []
     for name, content in files.items():
