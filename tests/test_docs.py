@@ -245,6 +245,18 @@ def test_python_imports_what_there_is(page):
                 assert [n.name for n in node.names if not hasattr(module, n.name)] == []
 
 
+def test_python_over_a_checkpoint_runs(here):
+    programs = [
+        text
+        for page in PAGES
+        for language, _, text in blocks(page)
+        if language == "python" and '"MODEL"' in text
+    ]
+    assert len(programs) > 1
+    for text in programs:
+        exec(compile(text, "docs", "exec"), {})
+
+
 def slugs(page):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
