@@ -1,4 +1,4 @@
-"""The settings of a run: the sections together, where their values come from, what contradicts.
+"""The settings of a run: all sections, where their values come from, which contradict each other.
 
 A :class:`Config` is built from four sources, weakest first: the defaults of
 :mod:`moetrain.config.sections`, a recipe or TOML file, environment variables
@@ -7,7 +7,8 @@ and so are two settings that contradict each other: nothing a user set is overri
 
 Left out on purpose: anything that needs a device, a process group or the file system beyond the
 TOML file itself. Those checks live where the thing is built (:mod:`moetrain.train.setup`) and
-raise :class:`ConfigError` too. What a checkpoint decides, where a user has not, is filled in there.
+raise :class:`ConfigError` too. Settings that a checkpoint decides, unless a user has, are filled in
+there.
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ from moetrain.config.sources import (
 
 
 class Recipes(NamedTuple):
-    """What lies under a command's settings where no recipe is named."""
+    """The recipes that a command starts from where none is named."""
 
     default: str
     of_path: str
-    """With ``model.path``."""
+    """Recipe with ``model.path``."""
     of_chats: str
-    """With ``model.path`` and jsonl data; another than ``of_path``: the data has to be known."""
+    """Recipe with ``model.path`` and jsonl data. If it is not ``of_path``, the kind of data must be
+    known."""
 
 
 TRAIN_RECIPES = Recipes("debug", "continue", "sft")
 RL_RECIPES = Recipes("rl-sort", "rl", "rl")
 JOB_RECIPES = Recipes("jobs-debug", "jobs", "jobs")
 
-# Of two alternatives one is set: the user's replaces a recipe's or a default.
-ALTERNATIVES = (
+# One of two alternatives is set: the user's replaces a recipe's or a default.
+_ALTERNATIVES = (
     ("model.path", "model.preset"),
     ("train.epochs", "train.steps"),
     ("optim.warmup_fraction", "optim.warmup_steps"),
@@ -82,11 +84,11 @@ class Config(Section):
     """Every setting of a run. Build it with :meth:`load`; it is frozen afterwards."""
 
     model: ModelSection = ModelSection()
-    """Which model to train."""
+    """The model to train."""
     data: DataSection = DataSection()
-    """Where the tokens come from."""
+    """The data that it trains on."""
     train: TrainSection = TrainSection()
-    """Length, batches, precision."""
+    """Length, batches and precision of the run."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
     optim: OptimSection = OptimSection()
@@ -94,13 +96,13 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     """Degrees of parallelism."""
     moe: MoeSection = MoeSection()
-    """Routing, balancing, dispatch."""
+    """Routing, balancing and dispatch of experts."""
     kernels: KernelsSection = KernelsSection()
-    """Kernel implementations."""
+    """Implementations of kernels."""
     compile: CompileSection = CompileSection()
-    """torch.compile."""
+    """Compilation by torch.compile."""
     activation: ActivationSection = ActivationSection()
-    """Activation memory."""
+    """Memory of activations."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Saving and resuming."""
     rl: RlSection = RlSection()
@@ -108,12 +110,12 @@ class Config(Section):
     jobs: JobsSection = JobsSection()
     """Job service (python -m moetrain.jobs)."""
     log: LogSection = LogSection()
-    """Output while training."""
+    """What a run prints and writes."""
     launch: LaunchSection = LaunchSection()
-    """Processes."""
+    """Processes of a run."""
     output_dir: str = "outputs/MODEL-DATA"
-    """Folder for metrics, checkpoints, plots and the resolved config; unset: outputs/, and the
-    names of the model and of the data."""
+    """Folder for metrics, checkpoints, plots and the resolved config; unset: outputs/MODEL-DATA,
+    after the names of model and data."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _recipe: str = PrivateAttr(default="")
@@ -135,18 +137,18 @@ class Config(Section):
         *,
         once: bool = False,
     ) -> Config:
-        """The validated config of one run.
+        """Return the validated config of one run.
 
         Args:
             source: a recipe's name, a TOML file, or a nested mapping; None: the recipe ``debug``.
-                Where ``model.path`` is set and no recipe named, a recipe for fine-tuning lies under
-                all other sources: ``sft`` where the data is jsonl (``data.source`` says so, or the
-                end of ``data.path``), else ``continue``.
-            recipes: those that another command has in their place.
-            overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``; of
-                a setting that comes twice the last value counts, unless ``once``.
-            once: a setting that comes twice is an error, as a person's slip would be.
+                If ``model.path`` is set and no recipe is named, a recipe for fine-tuning lies under
+                all other sources: ``sft`` for jsonl data (by ``data.source`` or the suffix of
+                ``data.path``), else ``continue``.
+            overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``. The
+                last value of a setting counts, unless ``once``.
             environ: environment to read ``MOETRAIN_*`` from; None: the process's own.
+            recipes: the recipes of another command, in place of those named above.
+            once: a setting that is given twice is an error: on a command line it is a slip.
 
         Raises:
             ConfigError: unknown or contradictory settings, wrong types, a missing file.
@@ -163,7 +165,7 @@ class Config(Section):
             layers.insert(0, read_source(recipe, settings))
         if recipes.of_path != recipes.of_chats:
             layers += _source_of_path(layers)
-        config = cls._of(*merge(layers, ALTERNATIVES))
+        config = cls._of(*merge(layers, _ALTERNATIVES))
         config._recipe = why
         config.check()
         config = config.fitting()
@@ -173,7 +175,7 @@ class Config(Section):
 
     @classmethod
     def _of(cls, values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-        """By dotted names, of the very types: no text for a number, no truth value, no 1.0."""
+        """Build a config from values by dotted name, of exactly the right types."""
         try:
             config = cls.model_validate(nest(values), strict=True)
         except ValidationError as error:
@@ -183,19 +185,19 @@ class Config(Section):
 
     @classmethod
     def _typed(cls, texts: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that are written as text in the environment and on the command line."""
+        """Convert texts from the environment or the command line to the settings' types."""
         try:
             return dict(leaves(cls.model_validate(nest(texts)).model_dump(exclude_unset=True)))
         except ValidationError as error:
             raise _as_config_error(error) from None
 
     def is_set(self, name: str) -> bool:
-        """Whether any source has set this one; where none has, its value is the default."""
+        """Return whether any source has set ``name``; else its value is the default."""
         section, _, key = name.rpartition(".")
         return key in (getattr(self, section) if section else self).model_fields_set
 
     def filled(self, values: Mapping[str, Any], origin: str) -> Config:
-        """A copy with ``values``, by dotted name, which ``origin`` decides."""
+        """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
         filled = self._of({**mine, **values}, self._origins | dict.fromkeys(values, origin))
         filled._recipe = self._recipe
@@ -204,10 +206,10 @@ class Config(Section):
     def fitting(self, facts: Mapping[str, str | None] | None = None) -> Config:
         """Return a copy in which no setting is without effect (:mod:`moetrain.config.checks`).
 
-        What only a recipe proposes goes back to its default.
+        Settings that only a recipe proposes go back to their defaults.
 
         Args:
-            facts: those that are known, each with the reason why it does not hold; None: it does.
+            facts: the facts that are known; each maps to the reason why it does not hold, or None.
 
         Raises:
             ConfigError: a setting that a user gave has no effect.
@@ -222,15 +224,15 @@ class Config(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Which source set each setting that has one, by dotted name."""
+        """The source of each setting that has one, by dotted name."""
         return dict(self._origins)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested JSON-ready values."""
+        """Return plain nested values that JSON can hold."""
         return self.model_dump(mode="json")
 
     def describe(self) -> str:
-        """The recipe and why, then a line for each non-default setting: name, value, source."""
+        """Name the recipe and why, then each non-default setting with its value and source."""
         default = dict(leaves(Config().to_dict()))
         rows = [
             f"  {key} = {json.dumps(value)}  ({self._origins.get(key, 'default')})"
@@ -252,7 +254,7 @@ class Config(Section):
             raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
-        t.micro_batches()  # on one rank at least; the world asks again for its own number
+        t.micro_batches()  # for one rank; plan_world asks again for all
         if self.data.source in ("text", "jsonl") and self.data.path is None:
             raise ConfigError(
                 "data.path", f"not set, and data.source {self.data.source!r} needs it"
@@ -275,7 +277,7 @@ class Config(Section):
 def _recipe_under(
     layers: Sequence[Layer], source: object, recipes: Recipes
 ) -> tuple[str | None, str]:
-    """The recipe that lies under ``layers``, None: no other; and which one it is, for people."""
+    """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
     if is_recipe(source):
         return None, f"  recipe {source}"
     given = {name: value for layer in layers for name, value in layer.values.items()}
@@ -296,7 +298,7 @@ def _recipe_under(
 
 
 def _source_of_path(layers: Sequence[Layer]) -> list[Layer]:
-    """``data.source``, where a user gives ``data.path`` alone to a recipe that reads no files."""
+    """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
     given = {name: value for layer in layers for name, value in layer.values.items()}
     users = {name for layer in layers if layer.is_users for name in layer.values}
     path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
@@ -306,7 +308,7 @@ def _source_of_path(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _source_by_suffix(path: object) -> str:
-    # Of other files, a guess would train on the text of their format: braces, commas, binary.
+    # To guess text for other files would train on their format: braces, commas, binary.
     kind = {".jsonl": "jsonl", ".txt": "text"}.get(PurePath(str(path)).suffix.lower())
     if kind is None:
         raise ConfigError(
@@ -320,7 +322,7 @@ def _source_by_suffix(path: object) -> str:
 
 
 def _name_of_run(config: Config) -> str:
-    """``MODEL-DATA``, of the last parts of their paths."""
+    """Return ``MODEL-DATA``, after the last parts of their paths."""
     model, data = config.model, config.data
     path = PurePath(os.path.abspath(model.path or model.preset or ""))
     if path.name == "hf":  # a run's own export, OUTPUT_DIR/hf
@@ -330,7 +332,7 @@ def _name_of_run(config: Config) -> str:
 
 
 def _settings() -> dict[str, bool]:
-    """Every dotted name, and whether it may be unset."""
+    """Return every dotted name, and whether the setting may be unset."""
     names = {}
     for name, field in Config.model_fields.items():
         section = field.default
@@ -341,7 +343,7 @@ def _settings() -> dict[str, bool]:
 
 
 def _as_config_error(error: ValidationError) -> ConfigError:
-    """The first of pydantic's complaints (a union's branches share one field) as one line."""
+    """Turn pydantic's first complaint into one line; the branches of a union share one field."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     field = next((k for k in _settings() if name == k or name.startswith(k + ".")), name)
@@ -352,7 +354,7 @@ def _as_config_error(error: ValidationError) -> ConfigError:
 
 
 def _remedy(message: str) -> str:
-    """What to give instead, from pydantic's sentence on what the input should be."""
+    """Rewrite pydantic's sentence on what the input should be as what to give instead."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
     message = message.replace("a valid boolean", "yes or no (in TOML true or false)")

@@ -1,14 +1,14 @@
-"""What each setting needs in order to have an effect: one table, and its check.
+"""A table of what each setting needs in order to have an effect, and its check.
 
-The rule: a setting that a user gives (in a file, the environment or on the command line) another
-value than its default is an error where nothing would come of it. A default asks for nothing. What
-a shipped recipe proposes goes back to the default where the user's settings leave it without use.
+A setting that a user gives another value than its default (in a file, the environment or on the
+command line) is an error if it would have no effect. Settings of a shipped recipe go back to their
+defaults instead.
 
-What settings alone show is found when they are read. What depends on the model, the device or the
-machine is a fact that is known later; its rows are looked at by a dry run, and when a run starts.
+Needs that other settings decide are checked when settings are read. Needs that depend on the model,
+the device or the machine are facts, which become known later: in a dry run, and when a run starts.
 
-Left out on purpose: how many processes or micro-batches there are. One file of settings serves one
-process and many, and what it says of sums over ranks holds where there is one rank.
+Left out on purpose: the number of processes and micro-batches. One file of settings serves one
+process and many, and what it says about sums over ranks holds for a single rank too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 CUDA, DEEPEP, EXPERTS, DRY_RUN = "a CUDA device", "DeepEP", "experts", "--dry_run"
-"""Facts: what a run may turn out to have, or not."""
+"""Facts that a run may turn out to have."""
 FACTS = (CUDA, DEEPEP, EXPERTS, DRY_RUN)
 
 
 class Other(Container[Any]):
-    """Every value but some."""
+    """Every value except some."""
 
     def __init__(self, *excluded: Any) -> None:
         self.excluded = excluded
@@ -36,21 +36,21 @@ SET = Other(None)
 SOME = Other(0)
 SEVERAL = Other(1)
 HELD = {None}
-"""Of a fact, whose value is why it does not hold."""
+"""A fact that holds; the value of one that does not is the reason."""
 
 
 class Need(NamedTuple):
-    """A setting, and what it needs."""
+    """A setting, and what it needs to have an effect."""
 
     setting: str
-    """Its dotted name; ``section.*``: all of a section."""
+    """Dotted name, or ``section.*`` for the others of a section."""
     of: Mapping[str, Container[Any]]
-    """Names of other settings or facts, and their values that will do. One of them suffices."""
+    """Other settings or facts, and the values with which they satisfy the need; one is enough."""
     when: Container[Any] = ANY
-    """The values of the setting that need it."""
+    """Values of the setting that have this need."""
 
     def covers(self, name: str) -> bool:
-        """Whether this is about the setting ``name``."""
+        """Return whether this is about the setting ``name``."""
         is_in_section = self.setting.endswith(".*") and name.startswith(self.setting[:-1])
         return self.setting == name or (is_in_section and name not in self.of)
 
@@ -82,7 +82,7 @@ NEEDS: tuple[Need, ...] = (
     Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
     Need("activation.save", {"activation.policy": {"selective"}}),
     Need("activation.offload", {"activation.policy": {"none", "selective"}}),
-    # A share that is named is copied on a CPU too; of a link to the host there is none.
+    # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
     Need("activation.offload", {CUDA: HELD}, {"auto"}),
     Need("parallel.pp_schedule", {"parallel.pp": SEVERAL}),
     Need("parallel.pp_stages", {"parallel.pp": SEVERAL}),
@@ -100,24 +100,24 @@ NEEDS: tuple[Need, ...] = (
     Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
     Need("moe.aux_loss_scope", {"moe.aux_loss_coef": SOME}),  # unset: the model's own
     Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
-    # What it promises, the bits of generation, are those of a kernel.
+    # exact promises the bits of generation, which are a kernel's.
     Need("kernels.attention", {CUDA: HELD}, {"exact"}),
-    # Rows that tensor parallel ranks cut would have other scales; adapters of experts lie between
-    # products; exact promises the bits of generation, which computes in bf16.
+    # Tensor parallel ranks would cut rows and so change their scales; adapters of experts lie
+    # between products; exact promises the bits of generation, which computes in bf16.
     Need("kernels.precision", {"parallel.tp": {1}}),
     Need("kernels.precision", {"lora.rank": {0}}),
     Need("kernels.precision", {"kernels.attention": Other("exact")}),
     Need("log.profile_after", {"log.profile": SOME}),
     Need("log.profile_as", {"log.profile": SOME}),
     Need("log.profile_as", {CUDA: HELD}, {"nvtx"}),
-    # The one at the end, and when stopped, is waited for.
+    # The checkpoints at the end and at a stop are waited for in any case.
     Need("checkpoint.asynchronous", {"checkpoint.interval": SOME, "checkpoint.minutes": SOME}),
     Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
     Need("rl.prompts", {"rl.env": {"jsonl"}}),
     Need("rl.reward", {"rl.env": {"jsonl"}}),
     Need("rl.dual_clip", {"rl.policy": {"clip"}}),
     Need("rl.dual_clip", {"rl.ratio": _RATIOS}),
-    Need("rl.clip_low", {"rl.ratio": _RATIOS}),  # the current one is 1
+    Need("rl.clip_low", {"rl.ratio": _RATIOS}),  # rl.ratio current is always 1
     Need("rl.clip_high", {"rl.ratio": _RATIOS}),
     Need("rl.importance_how", {"rl.ratio": _WEIGHTED}),
     Need("rl.importance_how", {"rl.importance": Other("none")}),
@@ -139,12 +139,12 @@ NEEDS: tuple[Need, ...] = (
 def unmet(
     values: Mapping[str, Any], defaults: Mapping[str, Any], facts: Mapping[str, str | None]
 ) -> Iterator[tuple[str, str]]:
-    """Settings with a value that is not their default and has no effect, and why.
+    """Yield settings whose value is not their default and has no effect, and why.
 
     Args:
-        values, defaults: of every setting, by dotted name.
-        facts: those that are known; None: it holds, else why it does not. Rows of others are not
-            looked at.
+        values, defaults: values of every setting, by dotted name.
+        facts: the facts that are known; each maps to the reason why it does not hold, or None.
+            Needs of other facts are not checked.
     """
     known = {**values, **facts}
     changed = [name for name, value in values.items() if value != defaults[name]]

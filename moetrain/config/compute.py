@@ -1,6 +1,6 @@
-"""Sections of how a step is computed: ranks, experts, kernels, compilation, what is kept.
+"""Sections of how a step is computed: ranks, experts, kernels, compilation, activation memory.
 
-None of them changes what is computed, but for rounding and the balancing of experts.
+They change results by rounding alone, except for how experts are balanced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class ParallelSection(Section):
     dp_replicate: int = Field(default=1, gt=0)
     """Replicas of the sharded model (HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1)
-    """Ranks that shard parameters (FSDP); -1: what is left of the world."""
+    """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
     tp: int = Field(default=1, gt=0)
     """Tensor parallel ranks."""
     pp: int = Field(default=1, gt=0)
-    """Pipeline ranks: the model's blocks are cut into stages, and each rank has some of them."""
+    """Pipeline ranks. The model's blocks are cut into stages, and each rank holds some of them."""
     pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """The order in which stages work on micro-batches. gpipe: all forwards first; 1f1b: each
     backward as soon as it can run, for less memory; interleaved_1f1b: the same with several stages
@@ -34,34 +34,35 @@ class ParallelSection(Section):
     pp_stages: Literal["auto"] | int = "auto"
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), else 1."""
     pp_split: tuple[int, ...] | None = None
-    """How many blocks each stage has, with commas between, in the model's order; unset: such that
-    the slowest rank has the least arithmetic, which for the last stage includes the head's."""
+    """Blocks of each stage in the model's order, separated by commas; unset: a split that gives the
+    slowest rank the least arithmetic, counting the head with the last stage."""
     ep: int = Field(default=1, gt=0)
-    """Expert parallel ranks, taken from those of dp_shard, cp and tp; divides their product. With 1
-    every rank gathers all experts of a block and sends no token, which was the fastest on four GPUs
-    of one machine by 4 %. With more every token travels to its experts, which takes less memory."""
+    """Expert parallel ranks, a divisor of dp_shard * cp * tp, from whose ranks they are taken. With
+    1 every rank gathers all experts of a block and sends no tokens, which was the fastest on four
+    GPUs of one machine, by 4 %. With more, tokens travel to their experts, which takes less
+    memory."""
     cp: int = Field(default=1, gt=0)
     """Context parallel ranks. Not available yet: must be 1."""
     reshard_after_forward: bool | int = False
-    """Free a block's gathered parameters after its forward and gather them again, a block ahead,
-    for its backward: less memory for one gather more. A number: so many of a rank's first blocks
-    do, and the last ones, whose backwards come first, keep theirs. activation.policy full always
-    does so, in all blocks unless here is a number."""
+    """Free a block's gathered parameters after its forward, and gather them again one block ahead
+    of its backward: less memory for one more gather. With a number, only that many of a rank's
+    first blocks do so; the last blocks, whose backwards come first, keep their parameters. With
+    activation.policy full all blocks do so, or as many as the number given here."""
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
-    """How gradients are summed over ranks. fp32_accum: sent in the compute dtype, added in fp32;
-    fp32: sent in fp32, twice the bytes; bf16: sent and rounded in the compute dtype."""
+    """How gradients are summed over ranks. fp32_accum: sent in the compute dtype and added in fp32;
+    fp32: sent in fp32, at twice the bytes; bf16: sent and added in the compute dtype."""
     reduce_at: Literal["each", "last"] = "each"
-    """With gradient accumulation, when gradients travel. each: every micro-batch's, while its
-    backward runs; last: once a step, added up before in fp32 on the rank that made them, at 4 bytes
-    for every parameter that it gathers."""
+    """When gradients travel, with gradient accumulation. each: those of every micro-batch, while
+    its backward runs; last: once a step, after the rank that made them has added them up in fp32,
+    at 4 bytes for every parameter that it gathers."""
 
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
-    """How FSDP's parameters and gradients travel. nccl: by torch's collectives (gloo's on CPUs);
-    copy: within one machine copy engines read other ranks' shards and write gradients into their
-    memory, which leaves all SMs to computing; the same bits, for 2 bytes more of each number that a
-    rank holds and a bucket of gradients. What optim.offload_fraction keeps on the host, and sums of
-    another parallel.reduce than fp32_accum, go by collectives all the same. auto: copy between GPUs
-    of one machine that reach one another's memory."""
+    """How FSDP's parameters and gradients travel. nccl: by torch's collectives (gloo on CPUs);
+    copy: within one machine, copy engines read other ranks' shards and write gradients into their
+    memory, which leaves all SMs to computation. The bits are the same; copy takes 2 more bytes for
+    each number that a rank holds, and a bucket of gradients. Parameters that optim.offload_fraction
+    keeps on the host, and sums with another parallel.reduce than fp32_accum, use collectives in any
+    case. auto: copy between GPUs of one machine that reach one another's memory."""
 
     @field_validator("pp_split", mode="before")
     @classmethod
@@ -87,34 +88,37 @@ class MoeSection(Section):
     """Routing, balancing and dispatch of MoE layers."""
 
     dispatcher: Literal["auto", "local", "alltoall", "deepep"] = "auto"
-    """How tokens reach their experts; auto: local where parallel.ep is 1, else deepep where it can
-    run, else alltoall."""
+    """How tokens reach their experts; auto: local if parallel.ep is 1, else deepep where it runs,
+    else alltoall."""
     deepep_num_sms: Literal["auto"] | int = "auto"
-    """SMs DeepEP uses: auto (what was fastest for the number of ranks), or an even number."""
+    """SMs that DeepEP uses: an even number, or auto for the fastest at the number of ranks."""
     dispatch_mode: Literal["exact", "static"] = "exact"
-    """How DeepEP sizes what a rank receives. exact: the host waits for the counts, once a layer in
-    the forward; static: for the most there can be, and nothing waits."""
+    """How DeepEP sizes the buffers of what a rank receives. exact: by the counts, for which the
+    host waits once a layer in the forward; static: by moe.static_capacity, so that nothing
+    waits."""
     static_capacity: float = Field(default=2.0, ge=1)
-    """Rows that static reserves for a rank's experts, as a multiple of an evenly loaded rank's. A
-    rank has many experts, whose loads even out: twice is rare. Less than all there can be (which is
-    parallel.ep, and reserves no more than that) may overflow; such a step is done again exactly."""
+    """Rows that static reserves for a rank's experts, as a multiple of those of an evenly loaded
+    rank. A rank has many experts, whose loads even out, so that twice as many are rare. parallel.ep
+    reserves room for all rows there can be; with less, a step that overflows runs again in mode
+    exact."""
     force_balanced: bool = False
-    """Ignore the router's choice and send every expert the same number of tokens (benchmarks)."""
+    """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
     """Weight of the load-balancing loss; unset: the model's own (router_aux_loss_coef)."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """each: every layer is balanced by itself, and the loss is the layers' mean; pooled: all layers
-    together, as Hugging Face has it, where one may be as uneven as it likes; auto: each for random
-    weights, pooled where a checkpoint's training goes on (model.path)."""
+    """How that loss treats layers. each: every layer is balanced by itself, and the loss is the
+    mean over layers; pooled: all layers are balanced together, as in Hugging Face's models, so that
+    a single one may stay uneven; auto: each for random weights, pooled with model.path."""
     aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
-    """Whose expert counts that loss uses; without gradient accumulation the two are the same.
-    micro_batch: those of one micro-batch of all ranks together, which costs nothing but is another
-    loss for another split. global_batch: the whole step's, however it is split, for one more
-    forward pass a micro-batch."""
+    """The tokens whose expert counts that loss uses; without gradient accumulation both are the
+    same. micro_batch: one micro-batch of all ranks, which costs nothing, but the loss depends on
+    how the batch is split. global_batch: the whole step, however it is split, for one more forward
+    pass of each micro-batch."""
     z_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the router z-loss (mean squared logsumexp of the router logits)."""
+    """Weight of the router z-loss, the mean squared logsumexp of the router's logits."""
     bias_update_rate: float = Field(default=0.0, ge=0)
-    """Step of the auxiliary-loss-free selection bias after every optimizer step; 0: no bias."""
+    """Step by which the selection bias of auxiliary-loss-free balancing (arXiv 2408.15664) moves
+    after each optimizer step; 0: no bias."""
 
     def pools_aux_loss(self, model_path: str | None) -> bool:
         """Resolve ``aux_loss_layers``, where auto depends on ``model.path``."""
@@ -131,23 +135,25 @@ class MoeSection(Section):
 
 
 class KernelsSection(Section):
-    """Which implementations run."""
+    """Implementations and precision of kernels."""
 
     backend: Literal["auto", "triton", "reference"] = "auto"
-    """auto: the fast kernels on CUDA, plain torch elsewhere; triton or reference: that one."""
+    """auto: Triton kernels on CUDA and plain torch elsewhere; triton; reference: plain torch."""
     attention: AttentionName = "auto"
-    """auto: in reinforcement learning exact, where it can run; elsewhere sdpa (cuDNN first) for
-    unpacked rows and on a CPU; for packed rows on CUDA, cuDNN's
-    ragged attention if nvidia-cudnn-frontend is installed and the GPU is Hopper or newer, else
-    flex. exact: on Hopper in bfloat16, a forward whose every token has the same bits whatever it is
-    computed beside, so that what generation reports is what training computes: attention with
-    cudnn's backward, and norms, rotations and SwiGLU as ops that the compiler does not fuse."""
+    """Implementation of attention. sdpa: torch's own, cuDNN first; cudnn: cuDNN's ragged attention;
+    flex: FlexAttention; reference: plain torch; exact: batch-invariant attention. auto: for
+    unpacked rows and on a CPU sdpa; for packed rows on CUDA cudnn, if nvidia-cudnn-frontend is
+    installed and the GPU is Hopper or newer, else flex; in reinforcement learning exact where it
+    runs. With exact (Hopper, bfloat16) each token's forward has the same bits whatever it is
+    computed beside, so that training computes the log-probabilities that generation reported:
+    attention has cudnn's backward, and norms, rotations and SwiGLU are ops that the compiler does
+    not fuse."""
     precision: Precision = "bf16"
-    """What products multiply. bf16: the compute dtype. fp8: routed experts and dense projections
-    multiply e4m3, with a scale for each row, forward and for the gradients of their inputs; those
-    of weights, the head, the router and attention stay. It takes a Hopper GPU (a CPU computes the
-    same numbers, slower than without), and widths that are multiples of 16. Generation computes in
-    bf16."""
+    """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
+    projections multiply e4m3 numbers with a scale for each row, in the forward and for the
+    gradients of their inputs. Gradients of weights, the head, the router and attention keep the
+    compute dtype. fp8 takes a Hopper GPU (a CPU computes the same numbers, slowly) and widths that
+    are multiples of 16; generation computes in bf16."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -155,35 +161,38 @@ class KernelsSection(Section):
 
 
 class CompileSection(Section):
-    """torch.compile, a block at a time. The whole model as one graph does not work: FSDP's gathers
-    run a block ahead as asynchronous collectives, which cannot be traced. It also compiles longer
-    with every layer (16, aot_eager on a CPU: 15 s; blocks share one graph: 1 s)."""
+    """torch.compile, one block at a time. The whole model cannot be one graph, since FSDP's gathers
+    run a block ahead as asynchronous collectives, which cannot be traced. It would also compile
+    longer with every layer (16 layers, aot_eager on a CPU: 15 s), while blocks share a graph (1 s).
+    """
 
     enabled: bool | Literal["auto"] = "auto"
-    """Compile every transformer block with fullgraph=True. auto: on CUDA. On a CPU yes needs a C++
-    compiler."""
+    """Compile every transformer block, with fullgraph=True. auto: on CUDA. On a CPU, yes needs a
+    C++ compiler."""
 
     @property
     def is_on(self) -> bool:
-        """True if blocks are compiled; ``auto`` must have been resolved (``resolve_run``)."""
+        """True if blocks are compiled; ``resolve_run`` must have resolved ``auto``."""
         assert self.enabled != "auto"
         return self.enabled
 
 
 class ActivationSection(Section):
-    """What the forward pass keeps for the backward pass."""
+    """Activations that the forward pass keeps for the backward pass."""
 
     policy: Literal["none", "selective", "full"] = "none"
-    """none: keep every activation; selective: recompute each block in the backward pass, except
-    what activation.save names; full: recompute all of it (and gather its parameters again)."""
+    """Recomputation. none: keep every activation; selective: recompute each block in the backward
+    pass, except what activation.save names; full: recompute all of each block, and gather its
+    parameters again."""
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
-    """What selective keeps, with commas between: dispatch (what expert parallel ranks exchange),
-    attention (its output), experts (grouped products' pre-activations), linear (dense products)."""
+    """What selective keeps, separated by commas: dispatch (tokens that expert parallel ranks
+    exchange), attention (its output), experts (pre-activations of the grouped products), linear
+    (results of dense products)."""
     offload: float | Literal["auto"] = 0.0
-    """Share (0 to 1) of what blocks then keep that waits in pinned host memory, as far as it is in
-    tensors of 8 MiB or more; it comes back a block ahead. auto: what the link to the host carries
-    while blocks compute, at 50 GB/s for 450 TFLOP/s, so that nothing waits; a larger share costs
-    time. Selective recomputation leaves less to be sent, and has to be compiled for it; full leaves
+    """Share, from 0 to 1, of the kept activations that waits in pinned host memory and comes back
+    one block ahead; only tensors of 8 MiB or more move. auto: as much as the link to the host
+    carries while blocks compute (50 GB/s at 450 TFLOP/s), so that nothing waits; a larger share
+    costs time. With policy selective less is left to move, and blocks must be compiled; with full
     nothing."""
 
     _split = field_validator("save", mode="before")(split_words)

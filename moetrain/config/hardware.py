@@ -1,7 +1,7 @@
-"""GPUs: what is known of each kind, and the rates that were measured on one of them.
+"""GPUs: memory and peak rate of each kind, and the rates that were measured on one of them.
 
-The one table that plans, the choice of ``parallel.ep``, the cut into stages, ``activation.offload``
-auto and MFU share. Left out on purpose: rates of kinds that nobody has measured with this code.
+Dry runs, the split into pipeline stages, ``activation.offload`` auto and MFU share this table. Left
+out on purpose: rates of kinds that nobody has measured with this code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """What is known of a kind of GPU."""
+    """Memory and peak rate of a kind of GPU."""
 
     memory_gib: float
-    """What torch sees of it (``total_memory``), which is less than its name promises."""
+    """Memory that torch sees (``total_memory``), which is less than the name promises."""
     peak_flops: float
     """Dense bf16 FLOP/s by the vendor's datasheet."""
 
@@ -30,15 +30,15 @@ GPUS: dict[GpuName, Gpu] = {
     "l40s": Gpu(44.3, 362e12),
 }
 DEFAULT_GPU: GpuName = "h100"
-"""What is planned for where GPUs are asked for, none is here and none is named."""
+"""Kind that a dry run plans for if GPUs are asked for, none is here and none is named."""
 GPUS_A_MACHINE = 8
-"""Of machines that are planned for."""
+"""GPUs of each machine that a dry run plans for."""
 
-# Measured on H200s of one machine; of other kinds, only the rates' ratios are put to use.
+# Measured on H200s of one machine. For other kinds only the ratios of the rates are used.
 PRODUCTS = 640e12
 """FLOP/s of large matrix products in bf16."""
 BLOCK = 450e12
-"""FLOP/s of a whole block of a MoE model, at most."""
+"""FLOP/s of a whole block of a MoE model at best."""
 MEMORY = 4.26e12
 """Bytes/s that a copy reads and writes."""
 HOST_LINK = 50e9
@@ -46,5 +46,5 @@ HOST_LINK = 50e9
 
 
 def kind_of(name: str) -> GpuName | None:
-    """The kind of a device that calls itself ``name`` ("NVIDIA H200"); None: it is not known."""
+    """Return the kind of a device that calls itself ``name`` ("NVIDIA H200"), or None."""
     return next((kind for kind in GPUS if kind.upper() in name), None)

@@ -1,7 +1,6 @@
 """The section ``rl``: what reinforcement learning optimises, and how its loop runs.
 
-A file of its own, as the other sections are about training of any kind. The formulas that the
-choices stand for are in :mod:`moetrain.rl.losses` and :mod:`moetrain.rl.advantages`.
+The formulas behind the choices are in :mod:`moetrain.rl.losses` and :mod:`moetrain.rl.advantages`.
 """
 
 from __future__ import annotations
@@ -16,144 +15,147 @@ PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
 AdvantageName = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
-# 1 - low and 1 + high bound the ratio. Clip: PPO's, with DAPO's higher upper one; GSPO's are of
-# means over a sequence; CISPO has no lower bound, and the upper one of ScaleRL.
-CLIP_RANGES: dict[PolicyName, tuple[float, float]] = {
+# 1 - low and 1 + high bound the ratio. clip: PPO's bounds, with DAPO's higher upper one; gspo:
+# GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one.
+_CLIP_RANGES: dict[PolicyName, tuple[float, float]] = {
     "clip": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
-    "reinforce": (1.0, 4.0),  # bounds nothing; what the clip share then counts
+    "reinforce": (1.0, 4.0),  # bounds nothing; the clip share counts by it
 }
 
 
 class RlSection(Section):
-    """Reinforcement learning: loss, advantages and loop."""
+    """Reinforcement learning: loss, advantages, environment and loop (python -m moetrain.rl)."""
 
     policy: PolicyName = "clip"
-    """The policy's loss. clip: PPO's and GRPO's clipped ratio, a token at a time; gspo: a ratio of
-    whole sequences; cispo: every token learns, with its ratio clipped as a weight; reinforce: log-
-    probability times advantage, no ratio."""
+    """Loss of the policy. clip: the clipped ratio of PPO and GRPO, for each token; gspo: a clipped
+    ratio of whole sequences; cispo: every token learns, weighted by its clipped ratio; reinforce:
+    log-probability times advantage, without a ratio."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Ratios below 1 - this are clipped; unset: 0.2 of clip, 3e-4 of gspo, 1 (none) of cispo."""
+    """Ratios below 1 - clip_low are clipped; unset: 0.2 for clip, 3e-4 for gspo, 1 (never) for
+    cispo."""
     clip_high: float | None = Field(default=None, ge=0)
-    """Ratios above 1 + this are clipped; unset: 0.28 of clip, 4e-4 of gspo, 4 of cispo."""
+    """Ratios above 1 + clip_high are clipped; unset: 0.28 for clip, 4e-4 for gspo, 4 for cispo."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """clip alone: with a negative advantage the ratio counts for no more than this; unset: no
-    bound (3 is common)."""
+    """Largest ratio that counts with a negative advantage, for clip alone; unset: no bound. 3 is
+    common."""
     ratio: Literal["current", "proximal", "rollout"] = "proximal"
-    """What probabilities are divided by. current: themselves, so the ratio is 1 (one update a
-    rollout); proximal: the trainer's own before the update (a forward pass more where generation's
-    bits differ from the trainer's); rollout: those that generation reported."""
+    """Denominator of the ratio. current: the probabilities themselves, so that the ratio is 1 (for
+    one update a rollout); proximal: the trainer's probabilities before the update, for one more
+    forward pass if generation's bits differ from the trainer's; rollout: the probabilities that
+    generation reported."""
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
-    """Weights proximal / rollout probability, where generation's differ from the trainer's. token:
-    each token's; sequence: the product over a sample; auto: token, or none with rl.ratio rollout,
-    whose ratio has them already."""
+    """Importance weights, proximal over rollout probability, which correct for generation that
+    differs from the trainer. token: one for each token; sequence: their product over a sample;
+    auto: token, or none with rl.ratio rollout, whose ratio contains them."""
     importance_how: Literal["truncate", "mask"] = "truncate"
-    """truncate: weights above rl.importance_high count as that; mask: what lies outside
-    [rl.importance_low, rl.importance_high] is not trained and leaves every denominator."""
+    """Treatment of extreme weights. truncate: weights above rl.importance_high count as that; mask:
+    tokens whose weight is outside [rl.importance_low, rl.importance_high] are not trained, nor
+    counted in any denominator."""
     importance_low: float = Field(default=0.0, ge=0)
-    """The smallest weight that mask keeps."""
+    """Smallest weight that mask keeps."""
     importance_high: float = Field(default=2.0, gt=0)
-    """The largest weight."""
+    """Largest weight, by rl.importance_how."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the reference policy (the initial weights); 0: none."""
+    """Weight of the KL divergence from the reference policy, the initial weights; 0: no KL."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Its estimator, of d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d."""
+    """Estimator of the KL, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 +
+    d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term of its own; reward: taken off each trajectory's reward, before advantages."""
+    """Where the KL counts. loss: as a term of the loss; reward: subtracted from each trajectory's
+    reward, before advantages."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy, which is then maximised too."""
+    """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """How tokens make a loss. token: mean over all of the global batch; sequence: mean over samples
-    of the mean over each one's tokens; fixed: sum over tokens / (samples x rl.max_tokens), which
-    favours no length (Dr. GRPO)."""
+    """How tokens' losses are combined. token: mean over all tokens of the global batch; sequence:
+    mean over samples of each one's mean over tokens; fixed: sum over tokens / (samples x
+    rl.max_tokens), which favours no length (Dr. GRPO)."""
     advantage: AdvantageName = "dr_grpo"
-    """A reward's advantage over its group. dr_grpo: over the mean; grpo: that over the standard
-    deviation; rloo: over the mean of the others; reinforce_pp: normalised over the global batch,
-    whatever the group; reinforce_pp_baseline: over the group's mean, and then that."""
+    """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: that, divided by
+    the group's standard deviation; rloo: reward minus the mean of the group's others; reinforce_pp:
+    normalised over the global batch, whatever the group; reinforce_pp_baseline: reward minus the
+    group's mean, then normalised over the global batch."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
-    """Trajectories that reached rl.max_tokens before their end. mask: they count for their group's
-    advantages and are not trained; drop: neither. Failed ones are always dropped."""
+    """Treatment of trajectories that rl.max_tokens cut off. keep: as any other; mask: they count
+    for their group's advantages but are not trained; drop: neither. Failed trajectories are always
+    dropped."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of sampling, and of the probabilities that are trained."""
+    """Temperature of sampling, and of the probabilities that are trained."""
     max_tokens: int = Field(default=64, gt=0)
-    """Tokens that the policy may write in one trajectory."""
+    """Most tokens that the policy writes in one trajectory."""
 
     env: str = "sort"
-    """What is learned. yes_no_maybe, sort, arithmetic, calculator: made up as they are asked for;
-    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, called with a
-    moetrain.rl.envs.Prompts and the arguments of rl.env_args: an Environment."""
+    """Environment to learn in. yes_no_maybe, sort, arithmetic, calculator: tasks made up on demand;
+    jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, a callable that takes a
+    moetrain.rl.envs.Prompts and the arguments of rl.env_args and returns an Environment."""
     env_args: str | None = None
-    """Arguments of the environment, as a JSON object: {"most": 6}."""
+    """Arguments of the environment, as a JSON object such as {"most": 6}."""
     prompts: str | None = None
-    """jsonl file of rl.env jsonl: lines with prompt or messages, and what the reward needs."""
+    """File for rl.env jsonl. Its lines have a prompt or messages, and what the reward needs."""
     reward: str | None = None
-    """Reward of rl.env jsonl. exact: equal to the line's answer; math: of the same value (by
-    math-verify); or FILE.py:FUNCTION, called with the line and the text of the answer."""
+    """Reward for rl.env jsonl. exact: 1 if the text equals the line's answer; math: 1 if it has the
+    same value (by math-verify); or FILE.py:FUNCTION, called with the line and the text."""
     chat: bool = False
-    """Give prompts as a user's turn, by the tokenizer's chat template."""
+    """Format prompts as a user's turn with the tokenizer's chat template."""
     step_timeout: float = Field(default=60.0, gt=0, le=1e6)  # a lock's wait ends somewhere
-    """Seconds in which an environment must answer; else its trajectory is dropped."""
+    """Seconds within which an environment must answer; else the trajectory is dropped."""
     max_turns: int = Field(default=8, gt=0)
-    """Turns of the policy in one trajectory."""
+    """Most turns of the policy in one trajectory."""
     group_size: int = Field(default=8, gt=0)
-    """Trajectories of one prompt. A step has train.global_batch_size trajectories for each of its
-    updates."""
+    """Trajectories of one prompt. Each update of a step takes train.global_batch_size
+    trajectories."""
     updates_per_rollout: int = Field(default=1, gt=0)
-    """Optimizer steps in one step of the run, each on a part of its groups."""
+    """Optimizer steps in one step of the run, each on a part of the step's groups."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps by which generation may run ahead. 0: every trajectory is made by the weights that it
-    trains; s: prompts are begun s steps before theirs and go on over the updates between. Training
-    and generation take turns on the same devices all the same: what this gives is that a step does
-    not wait with few sequences for its longest one, as those of later steps are generated beside
-    it."""
+    """Steps by which generation may run ahead. 0: every trajectory is generated by the weights that
+    it trains; s: prompts begin s steps early and are generated across the updates in between.
+    Training and generation take turns on the same devices in any case; running ahead keeps the
+    generator full, since a step's longest trajectory is generated beside those of later steps."""
     resample: int = Field(default=0, ge=0)
-    """Rounds in which groups that teach nothing (rewards all equal) are replaced by further prompts
-    (dynamic sampling, arXiv 2503.14476)."""
+    """Rounds in which groups whose rewards are all equal, which teach nothing, are replaced by new
+    prompts (dynamic sampling, arXiv 2503.14476)."""
     supervised_steps: int = Field(default=0, ge=0)
-    """Of train.steps, the first ones, which learn the environment's demonstrations."""
+    """How many of train.steps, the first ones, learn from the environment's demonstrations."""
     supervised_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of these; unset: optim.lr."""
+    """Peak learning rate of the supervised steps; unset: optim.lr."""
     eval_tasks: int = Field(default=64, ge=0)
-    """Tasks held out, on which the policy is evaluated every train.eval_interval steps."""
+    """Held-out tasks, on which the policy is evaluated every train.eval_interval steps."""
     eval_temperature: float = Field(default=0.0, ge=0)
-    """Of sampling in evaluations; 0: the likeliest token, always."""
+    """Temperature of sampling in evaluations; 0: always the likeliest token."""
     offload: bool = False
-    """Keep the optimizer's moments in host memory while trajectories are generated, and give the
-    memory of gradients back: 8 bytes, and with several devices 12, for every parameter of a
-    device's share, for the time that copying the moments takes."""
+    """Keep the optimizer's moments in host memory and free gradients while trajectories are
+    generated. It frees 8 bytes for each parameter of a device's share, or 12 with several devices,
+    and costs the time to copy the moments."""
     routing_replay: bool = False
     """Train with the experts that generation chose for each token (arXiv 2510.11370), weighted by
-    the router's scores as they are: for generation whose bits are not the trainer's."""
+    the router's current scores; for generation whose bits differ from the trainer's."""
     max_sequences: int = Field(default=64, gt=0)
-    """Trajectories that one rank generates at once; others wait."""
+    """Trajectories that one rank generates at once."""
     cache_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one rank's key/value cache; unset: rl.max_sequences rows of data.seq_len."""
     sleep: Literal["auto", "never", "cache", "all"] = "auto"
-    """What of generation's memory is given back while weights are updated. cache: keys and values;
-    all: its copy of the weights too; auto: the least with which the estimate fits the device. On
-    CUDA what comes back lies elsewhere, so graphs are captured again at every step."""
+    """Memory of generation that is freed while weights are updated. never: none; cache: keys and
+    values; all: its copy of the weights too; auto: the least with which the estimate fits the
+    device. On CUDA the memory returns at another address, so graphs are captured again each
+    step."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The least and the largest ratio that is not clipped."""
-        low, high = CLIP_RANGES[self.policy]
+        """The smallest and the largest ratio that is not clipped."""
+        low, high = _CLIP_RANGES[self.policy]
         low = low if self.clip_low is None else self.clip_low
         return 1 - low, 1 + (high if self.clip_high is None else self.clip_high)
 
     @property
     def importance_of(self) -> Literal["none", "token", "sequence"]:
-        """What ``importance`` means with ``ratio``."""
+        """``importance``, with auto resolved by ``ratio``."""
         if self.importance == "auto":
             return "none" if self.ratio == "rollout" else "token"
         return self.importance
 
     def check(self) -> None:
-        """What contradicts within the section.
-
-        Raises:
-            ConfigError: two settings exclude each other.
-        """
+        """Raise ConfigError if two settings of the section exclude each other."""
         if self.policy == "reinforce" and (self.clip_low, self.clip_high) != (None, None):
             name = "clip_high" if self.clip_low is None else "clip_low"
             raise ConfigError(

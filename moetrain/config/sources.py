@@ -1,9 +1,8 @@
-"""Where settings come from: recipes and TOML files, the environment, the command line.
+"""Sources of settings: recipes and TOML files, the environment, the command line; and sections.
 
-Each source becomes a flat mapping of dotted names to values; :mod:`moetrain.config` merges them and
-gives them types. Unknown names are errors here already, where the message can name the source.
-
-A launcher's variables are read here too: they are no settings, but say where this process stands.
+Each source becomes a flat mapping of dotted names to values, which :mod:`moetrain.config` merges
+and validates. Unknown names are errors here, where the message can name the source. All sections
+of settings derive from :class:`Section`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
 
 
 class ConfigError(ValueError):
-    """A setting or its data is wrong; the one line a user sees is ``<field>: <problem>``.
+    """A setting, or data that it names, is wrong; the user sees one line, ``<field>: <problem>``.
 
-    ``field`` is the dotted name of the setting, ``problem`` says what was given and the remedy.
+    ``field`` is the dotted name of the setting; ``problem`` says what was given, and the remedy.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -37,11 +36,11 @@ class ConfigError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on, for reasons outside its settings; the message is the one line of it."""
+    """A run cannot continue for reasons outside its settings; the user sees the message."""
 
 
 class Section(BaseModel):
-    """Frozen, without unknown keys, infinities, NaNs or anything else that no setting may be."""
+    """A frozen group of settings, without unknown keys, infinities or NaNs."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -50,7 +49,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _whole(cls, value: Any, info: ValidationInfo) -> Any:
-        """1e6, which Python and TOML read as a float, as an integer where one is wanted."""
+        """Read 1e6, which Python and TOML take for a float, as an integer where one is wanted."""
         kinds = get_args(kind := cls.model_fields[info.field_name or ""].annotation) or (kind,)
         if int not in kinds or float in kinds:
             return value
@@ -63,7 +62,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_used(cls, value: Any) -> Any:
-        """What no setting may be: text that no file can be called, integers that torch lacks."""
+        """Refuse text that cannot be a file's name, and numbers that torch cannot hold."""
         if isinstance(value, str) and not value.strip():
             raise ValueError("is empty; leave it out")
         if isinstance(value, str) and ("\0" in value or _has_surrogates(value)):
@@ -76,52 +75,53 @@ class Section(BaseModel):
 
 
 def _has_surrogates(text: str) -> bool:
-    """Whether ``text`` stands for bytes that are no UTF-8, or for half a character."""
+    """Return whether ``text`` holds bytes that are not UTF-8, or half a character."""
     return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def split_words(value: Any) -> Any:
-    """A list, or text with commas between, as a tuple of what is not empty."""
+    """Return the non-empty items of a list, or of text separated by commas, as a tuple."""
     words = value.split(",") if isinstance(value, str) else value
     return tuple(word for word in words if word) if isinstance(words, list) else words
 
 
 def from_home(value: str | None) -> str | None:
-    """A path that may begin with ~, which no shell replaces in a file or behind a =."""
+    """Expand ~ in a path: no shell does that in a file or after =."""
     return value and os.path.expanduser(value)
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes shipped with the package."""
+    """Return the names of the recipes shipped with the package."""
     folder = resources.files("moetrain") / "recipes"
     return sorted(f.name[: -len(".toml")] for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
 def is_recipe(source: object) -> bool:
-    """Whether ``source`` names a recipe shipped with the package."""
+    """Return whether ``source`` names a recipe shipped with the package."""
     return isinstance(source, str | os.PathLike) and os.fspath(source) in recipe_names()
 
 
 class Layer(NamedTuple):
-    """What one source says."""
+    """The settings of one source."""
 
     origin: str
-    """The source, for people."""
+    """The source, in words for people."""
     values: dict[str, Any]
-    """By dotted name."""
+    """Values by dotted name."""
     is_users: bool = True
-    """Whether a user wrote it: a shipped recipe only proposes."""
+    """Whether a user wrote them; a shipped recipe only proposes."""
 
 
 def read_source(
     source: str | os.PathLike[str] | Mapping[str, Any], settings: Mapping[str, bool]
 ) -> Layer:
-    """A recipe, a TOML file (UTF-8, with or without a byte order mark) or a nested mapping.
+    """Read a recipe, a TOML file (UTF-8, with or without a byte order mark) or a nested mapping.
 
-    ``settings``: every dotted name there is, and whether it may be unset (``none``).
+    Args:
+        settings: every dotted name there is, and whether the setting may be unset (``none``).
 
     Raises:
-        ConfigError: no such file, a file that is no TOML, or an unknown name in it.
+        ConfigError: the file does not exist, is not TOML, or has an unknown name.
     """
     origin = "mapping" if isinstance(source, Mapping) else os.fspath(source)
     try:
@@ -157,7 +157,7 @@ def _text_of(name: str) -> str:
 
 
 def _known(flat: dict[str, Any], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """``flat`` without empty sections; ConfigError where a name is no setting."""
+    """Return ``flat`` without empty sections; raises ConfigError for an unknown name."""
     sections = {name.partition(".")[0] for name in settings if "." in name}
     for name, value in flat.items():
         if name in sections and value != {}:
@@ -170,7 +170,7 @@ def _known(flat: dict[str, Any], settings: Mapping[str, bool]) -> dict[str, Any]
 
 
 def read_env(environ: Mapping[str, str], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """``MOETRAIN_A__B=v`` to ``{"a.b": "v"}``; ``settings`` as in read_source."""
+    """Turn ``MOETRAIN_A__B=v`` into ``{"a.b": "v"}``; ``settings`` as in :func:`read_source`."""
     known = {_variable(name): name for name in settings}
     values = {}
     for variable, text in environ.items():
@@ -198,11 +198,11 @@ def _check_once(name: str, values: Mapping[str, str | None], text: str, where: s
 def read_cli(
     words: Sequence[str], settings: Mapping[str, bool], *, once: bool = False
 ) -> dict[str, Any]:
-    """``--a.b v``, ``--a.b=v`` or ``a.b=v`` to ``{"a.b": "v"}``.
+    """Turn ``--a.b v``, ``--a.b=v`` or ``a.b=v`` into ``{"a.b": "v"}``.
 
     Args:
         settings: as in :func:`read_source`.
-        once: a setting may not come twice; else its last value counts.
+        once: refuse a setting that comes twice; else its last value counts.
     """
     values, rest = {}, list(words)
     while rest:
@@ -238,13 +238,13 @@ def _value(text: str, may_be_unset: bool) -> str | None:
 def merge(
     layers: Sequence[Layer], alternatives: Iterable[tuple[str, str]]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of all layers, weakest first, and where each comes from.
+    """Merge layers, weakest first; returns the values, and where each comes from.
 
     Of two alternatives one is set: the user's replaces a recipe's or a default. ``None`` means not
     set.
 
     Raises:
-        ConfigError: the user has set both.
+        ConfigError: the user has set both of two alternatives.
     """
     values, origins, is_users = {}, {}, {}
     for layer in layers:
@@ -267,7 +267,7 @@ def merge(
     return values, origins
 
 
-# What other trainers call it.
+# Names that other trainers use.
 _ELSEWHERE = {
     "learning_rate": "optim.lr",
     "warmup_ratio": "optim.warmup_fraction",
@@ -298,10 +298,10 @@ _NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one
 
 
 def hint(key: str, known: Iterable[str], spelt: Callable[[str], str] = str) -> str:
-    """The end of an "unknown setting" message: the names that may have been meant.
+    """Return the end of an "unknown setting" message: the names that may have been meant.
 
-    ``spelt`` writes a setting's name as its source does. A name is near if it is the same key in
-    another section, or the same but for separators, or differs in a letter or two.
+    A name is near if it is the same key in another section, differs only in separators, or differs
+    in a letter or two. ``spelt`` writes a name as its source does.
     """
     near = _nearest(key.lower().replace("-", "_"), list(known))
     if not near:
@@ -331,7 +331,7 @@ def _letters(name: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``repr`` for a line that a person reads."""
+    """Return ``repr(value)``, short enough for a line that a person reads."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more than 4,300 digits
@@ -346,7 +346,7 @@ def _cut(text: str, longest: int = 200) -> str:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a nested mapping; a dotted key counts as nested."""
+    """Yield dotted names and values of a nested mapping; a dotted key counts as nested."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -355,7 +355,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each setting that differs between two runs' nested values."""
+    """Yield a line for each setting that differs between two runs' nested values."""
     before = dict(leaves(then))
     for key, value in leaves(now):
         if before.get(key) != value:
@@ -363,7 +363,7 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterato
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by section: ``{"a.b": 1, "c": 2}`` to ``{"a": {"b": 1}, "c": 2}``."""
+    """Group settings by section: ``{"a.b": 1, "c": 2}`` becomes ``{"a": {"b": 1}, "c": 2}``."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         section, _, key = name.rpartition(".")
