@@ -62,10 +62,10 @@ def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.
 
     Weights are contiguous in ``x``'s dtype; ``D`` is a multiple of 8 and every N of 16.
     """
-    return product(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
+    return _product(x_RD, weights).split([w.shape[0] for w in weights], dim=1)
 
 
-def product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what :func:`linears` does as one tensor [R, sum of N]."""
     (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
     out_RN = x_RD.new_empty(R, sum(sizes))
@@ -237,7 +237,7 @@ def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> t
     """The products side by side in one tensor [T, sum of r]."""
     missing = [-a.shape[0] % _MULTIPLE for a in weights]
     padded = [F.pad(a, (0, 0, 0, n)) if n else a for a, n in zip(weights, missing, strict=True)]
-    u_TR = product(x_TD, padded)
+    u_TR = _product(x_TD, padded)
     if not any(missing):
         return u_TR
     parts = u_TR.split([a.shape[0] for a in padded], 1)

@@ -43,11 +43,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses, check_fast, scaled
+from moetrain.kernels.loss.linear_cross_entropy import SummedLoss, TokenLosses, scaled
 from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
     ChunkStats,
     LossGrads,
+    check_fast,
     loss_gradients,
     token_stats,
 )

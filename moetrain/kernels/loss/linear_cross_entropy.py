@@ -30,10 +30,9 @@ import torch
 
 from moetrain.kernels.backend import Backend, tl, triton, use_fast
 from moetrain.kernels.loss.vocabulary_chunk import (
-    ALIGNMENT_BYTES,
     CHUNK_ELEMENTS,
-    TILES,
     LossGrads,
+    check_fast,
     loss_gradients,
     token_stats,
 )
@@ -202,21 +201,6 @@ def _check(
         )
     if temperature <= 0:
         raise ValueError(f"linear_cross_entropy: temperature is {temperature}; it takes > 0")
-
-
-def check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
-    """Raise ValueError for dtypes or strides that the fast path does not take."""
-    if h_TD.dtype != w_VD.dtype or h_TD.dtype not in TILES:
-        raise ValueError(
-            f"linear_cross_entropy: h is {h_TD.dtype} and w {w_VD.dtype}; the fast path takes both "
-            "in bf16 or both in fp32"
-        )
-    aligned = h_TD.shape[1] * h_TD.element_size() % ALIGNMENT_BYTES == 0
-    if not (aligned and h_TD.is_contiguous() and w_VD.is_contiguous()):
-        raise ValueError(
-            f"linear_cross_entropy: h has strides {h_TD.stride()} and w {w_VD.stride()}; the fast "
-            f"path takes contiguous rows of a multiple of {ALIGNMENT_BYTES} bytes"
-        )
 
 
 @triton.jit

@@ -16,11 +16,10 @@ from typing import TypeVar
 import torch
 
 from moetrain.kernels.backend import Backend, use_fast
-from moetrain.kernels.loss.linear_cross_entropy import check_fast
-from moetrain.kernels.loss.vocabulary_chunk import sample_chunk
+from moetrain.kernels.loss.vocabulary_chunk import check_fast, sample_chunk
 
 MASK = 2**32 - 1
-Words = TypeVar("Words", int, torch.Tensor)
+_Words = TypeVar("_Words", int, torch.Tensor)
 
 
 def sample_tokens(
@@ -92,7 +91,7 @@ def uniform_of(bits: torch.Tensor) -> torch.Tensor:
     return ((bits >> 9).float() + 0.5) / 2**23
 
 
-def mix(x: Words) -> Words:
+def mix(x: _Words) -> _Words:
     """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK

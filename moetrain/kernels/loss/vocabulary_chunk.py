@@ -31,7 +31,7 @@ import torch
 
 from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
 
-ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
+_ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
 
 
 # Logits of a chunk: 4096 tokens of a 151,936 vocabulary, 1.24 GB in bf16.
@@ -49,7 +49,7 @@ class _VocabTile(NamedTuple):
 
 
 # bf16 on one H200: the fastest of those tried, 3.7 ms for 4096 tokens x 2048 x 151,936 (LOG.md).
-TILES = {
+_TILES = {
     torch.bfloat16: _VocabTile(256, 128, 64, num_warps=8, num_stages=3),
     # For tests: a small tile, which compiles fast.
     torch.float32: _VocabTile(64, 64, 32, num_warps=4, num_stages=2),
@@ -58,7 +58,7 @@ TILES = {
 # and each of its warps has whole rows, so that a row's sums are added up in the same order.
 _SAMPLING_TILES = {
     torch.bfloat16: _VocabTile(64, 128, 64, num_warps=4, num_stages=4),
-    torch.float32: TILES[torch.float32],
+    torch.float32: _TILES[torch.float32],
 }
 _STATS_TOKENS, _STATS_TILES = 8, 256  # what a program of the stats kernel reads at once
 _GRAD_TILES = 16  # tiles of one row that a program of the gradient kernel turns
@@ -84,6 +84,21 @@ class LossGrads(NamedTuple):
     mean_C: torch.Tensor | None = None
 
 
+def check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
+    """Raise ValueError for dtypes or strides that the fast path does not take."""
+    if h_TD.dtype != w_VD.dtype or h_TD.dtype not in _TILES:
+        raise ValueError(
+            f"linear_cross_entropy: h is {h_TD.dtype} and w {w_VD.dtype}; the fast path takes both "
+            "in bf16 or both in fp32"
+        )
+    aligned = h_TD.shape[1] * h_TD.element_size() % _ALIGNMENT_BYTES == 0
+    if not (aligned and h_TD.is_contiguous() and w_VD.is_contiguous()):
+        raise ValueError(
+            f"linear_cross_entropy: h has strides {h_TD.stride()} and w {w_VD.stride()}; the fast "
+            f"path takes contiguous rows of a multiple of {_ALIGNMENT_BYTES} bytes"
+        )
+
+
 def _chunk_stats(
     h_CD: torch.Tensor,
     w_VD: torch.Tensor,
@@ -97,7 +112,7 @@ def _chunk_stats(
     ``h`` and ``w`` are contiguous, all rows aligned to 16 bytes; ``stats.target_logit_C`` starts
     as zeros; ``targets_C`` is int64; ``scale`` is positive.
     """
-    (C, D), V, tile = h_CD.shape, w_VD.shape[0], TILES[h_CD.dtype]
+    (C, D), V, tile = h_CD.shape, w_VD.shape[0], _TILES[h_CD.dtype]
     N = triton.cdiv(V, tile.columns)
     largest_NC, total_NC, weighted_NC = h_CD.new_empty((3, N, C), dtype=torch.float32)
     store = exps_CV is not None
@@ -130,7 +145,7 @@ def _chunk_logit_grads(
     The function differentiated is the sum of
     ``grads.loss * loss + grads.lse * lse + grads.mean * mean``.
     """
-    (C, V), tile_columns = exps_CV.shape, TILES[exps_CV.dtype].columns
+    (C, V), tile_columns = exps_CV.shape, _TILES[exps_CV.dtype].columns
     _logit_grad_kernel[(C, triton.cdiv(V, tile_columns * _GRAD_TILES))](
         exps_CV, largest_NC, targets_C, stats.lse_C, stats.mean_C, *grads,
         C, V, exps_CV.stride(0), scale, BV=tile_columns, BN=_GRAD_TILES,
@@ -187,7 +202,7 @@ def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice
 
     Each token counts for ``columns`` logits.
     """
-    T, multiple = h_TD.shape[0], TILES[h_TD.dtype].tokens
+    T, multiple = h_TD.shape[0], _TILES[h_TD.dtype].tokens
     num_chunks = max(1, triton.cdiv(T * columns, chunk_elements))
     step = max(1, triton.cdiv(T, num_chunks * multiple)) * multiple
     return [slice(i, min(i + step, T)) for i in range(0, T, step)]
@@ -235,7 +250,7 @@ def loss_gradients(
     if is_trained:
         grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
     rows = max((c.stop - c.start for c in chunks), default=0)
-    multiple = ALIGNMENT_BYTES // h_TD.element_size()
+    multiple = _ALIGNMENT_BYTES // h_TD.element_size()
     buffer_CV = h_TD.new_empty((rows, triton.cdiv(V, multiple) * multiple))[:, :V]
     for c in chunks:
         chunk_CV = buffer_CV[: c.stop - c.start]
