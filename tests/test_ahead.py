@@ -1,4 +1,4 @@
-"""A rehearsal launches what a step launches, and what it launches is compiled before."""
+"""A fake step launches what a step launches, and what it launches is compiled before."""
 
 import inspect
 import sys
@@ -12,8 +12,8 @@ from test_engine import DENSE, make_batches, make_engine, objective_of
 from moetrain.kernels import ahead
 from moetrain.kernels.backend import TensorDescriptor, triton
 from moetrain.kernels.norm.rms_norm import rms_norm
-from moetrain.models.rehearsal import rehearse
-from moetrain.train.engine import rehearsal_place
+from moetrain.models.fake_step import run_fake_step
+from moetrain.train.engine import step_layout
 
 CASES = {
     "moe": [],
@@ -74,9 +74,9 @@ def as_on_a_gpu(monkeypatch):
         )
 
 
-def rehearsed(engine):
-    place = rehearsal_place(engine.config, engine.arch, engine.world)
-    launches = ahead.launches_of(lambda: rehearse(engine.config, engine.arch, place))
+def launches_of_fake_step(engine):
+    layout = step_layout(engine.config, engine.arch, engine.world)
+    launches = ahead.launches_of(lambda: run_fake_step(engine.config, engine.arch, layout))
     return {signature(kernel, *one) for kernel, all in launches.items() for one in all}
 
 
@@ -87,12 +87,12 @@ def step(engine):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rehearsal_launches_what_a_step_does(case, monkeypatch):
+def test_a_fake_step_launches_what_a_step_does(case, monkeypatch):
     as_on_a_gpu(monkeypatch)
     base = {"base": DENSE} if case == "dense" else {}
     engine = make_engine(*ONE_LAYER, *CASES[case], "train.global_batch_size=1", micro=1, **base)
     before, random = {name: x.clone() for name, x in engine.weights()}, torch.get_rng_state()
-    found = rehearsed(engine)
+    found = launches_of_fake_step(engine)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(x, before[name]) for name, x in engine.weights())
     assert found
@@ -111,15 +111,15 @@ INDICES = {"_count_kernel", "_rank_kernel"}
 
 
 def steps_on_ranks(cases):
-    """Of each case, what was rehearsed and what two micro-batches and an update launched."""
+    """Of each case, what a fake step launched and what two micro-batches and an update launched."""
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch)
-        return {name: rehearsed_and_launched(words) for name, words in cases.items()}
+        return {name: faked_and_launched(words) for name, words in cases.items()}
 
 
-def rehearsed_and_launched(words):
+def faked_and_launched(words):
     engine = make_engine(*ONE_LAYER, "train.global_batch_size=4", *words, micro=1)
-    found = rehearsed(engine)
+    found = launches_of_fake_step(engine)
     batches = make_batches(0, 1)[:2]
     objective = objective_of(engine)
 
@@ -130,7 +130,7 @@ def rehearsed_and_launched(words):
     return found, launched_in(run)
 
 
-def test_a_rehearsal_launches_what_ranks_do():
+def test_a_fake_step_launches_what_ranks_do():
     """But for dispatch's indices, which are compiled for a number of experts, or of ranks."""
     for answers in spawn(2, steps_on_ranks, MESHES, timeout=100):
         for name, (found, launched) in answers.items():
@@ -147,17 +147,17 @@ def test_what_has_memory_is_launched_meanwhile():
     assert not found
 
 
-def test_a_rehearsal_executes_no_plan_of_a_library():
+def test_a_fake_step_executes_no_plan_of_a_library():
     found = []
 
-    def rehearsal():
+    def fake_step():
         q, k = (torch.empty(32, heads, 64, device="cuda").bfloat16() for heads in (4, 2))
         ends = torch.empty(3, device="cuda", dtype=torch.int32)
         out, lse = torch.ops.moetrain.attention_packed(q, k, k, ends, 16, None, True)
         saved = (out, q, k, k, out, lse, ends)
         found.extend(torch.ops.moetrain.attention_packed_backward(*saved, 16, None, False))
 
-    launched = ahead.launches_of(rehearsal)
+    launched = ahead.launches_of(fake_step)
     assert [kernel.fn.__name__ for kernel in launched] == ["_attend_kernel"]
     assert [tuple(x.shape) for x in found] == [(32, 4, 64), (32, 2, 64), (32, 2, 64)]
 
@@ -202,9 +202,9 @@ def test_processes_of_a_machine_share_the_work(size, monkeypatch):
         assert set(numbers[: len(own)]) == set(own)
 
 
-def test_a_rehearsal_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
+def test_a_fake_step_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
     monkeypatch.setattr("moetrain.train.engine.can_compile_ahead", lambda device: True)
-    monkeypatch.setattr("moetrain.train.engine.rehearse", lambda *args: 1 / 0)
+    monkeypatch.setattr("moetrain.train.engine.run_fake_step", lambda *args: 1 / 0)
     step(make_engine())
     assert "kernels will be compiled as they are launched: division by zero" in caplog.text
 
@@ -227,11 +227,11 @@ def test_the_compiler_is_there_when_ranks_have_met(monkeypatch, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_a_rehearsal_launches_what_a_step_on_a_gpu_does(case):
+def test_a_fake_step_launches_what_a_step_on_a_gpu_does(case):
     words = ["train.device=cuda", "model.hidden_size=128", "model.head_dim=32", *CASES[case]]
     base = {"base": DENSE} if case == "dense" else {"words": ["model.moe_intermediate_size=64"]}
     words += base.pop("words", [])
     engine = make_engine(*words, "compile.enabled=no", "train.global_batch_size=8", **base)
-    found = rehearsed(engine)
+    found = launches_of_fake_step(engine)
     launched = launched_in(lambda: step(engine))
     assert {one for one in launched if one[0] != "_layout_kernel"} <= found  # attention's library

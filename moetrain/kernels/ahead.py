@@ -2,11 +2,11 @@
 
 A process that launches thirty kernels for the first time compiles them one after the other: some
 half a second each, most of it in compilers that other threads could run. Which kernels, with which
-constants, is known before: a rehearsal of the step on tensors without memory launches all of them,
+constants, is known before: a fake step, on tensors without memory, launches all of them,
 and threads compile what it would launch, while the model is being built. A part of compiling is
 Python, which one thread at a time runs: the processes of a machine share the work.
 
-A kernel that no rehearsal launched, or that is not compiled yet, is compiled at its launch.
+A kernel that no fake step launched, or that is not compiled yet, is compiled at its launch.
 
 Kernels that torch's compiler writes are compiled by its own processes. To import it and to start
 them takes seconds each: :func:`compiler_started` does both while something else waits.
@@ -51,7 +51,7 @@ _LIBRARY_OPS = (
     "moetrain::grouped_outer",
 )
 """Ops that call a library, which would write to tensors without memory. The forward of packed
-attention is not among them: rehearsals run it as ``exact`` alone, which is a kernel of ours."""
+attention is not among them: fake steps run it as ``exact`` alone, which is a kernel of ours."""
 
 _Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
@@ -59,8 +59,8 @@ _Launches = dict[Any, list[_Launch]]
 """All launches, by kernel."""
 
 
-def launches_of(rehearsal: Callable[[], object]) -> _Launches:
-    """Run ``rehearsal`` on tensors without memory (a FakeTensorMode) and return its launches."""
+def launches_of(fake_step: Callable[[], object]) -> _Launches:
+    """Run ``fake_step`` on tensors without memory (a FakeTensorMode) and return its launches."""
     found: _Launches = {}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -68,7 +68,7 @@ def launches_of(rehearsal: Callable[[], object]) -> _Launches:
         _Opened(),
         torch.autograd.set_multithreading_enabled(False),  # modes are one thread's
     ):
-        rehearsal()
+        fake_step()
     return found
 
 

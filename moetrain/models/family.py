@@ -29,7 +29,8 @@ from moetrain.models.attention import GroupedQueryAttention
 from moetrain.models.layers import SwiGLU
 from moetrain.models.rules import COLWISE, EMBEDDING, NORM, PartStyle, Rule, ShardingPlan
 
-Place = tuple[int | slice, ...]
+Index = tuple[int | slice, ...]
+"""An index into a parameter; empty: all of it."""
 
 
 class Piece(NamedTuple):
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 
     hf_name: str
     parameter: str
-    place: Place
+    place: Index
 
 
 class Operation(Protocol):

@@ -35,7 +35,7 @@ from moetrain.config import ConfigError, ModelSection
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture, Part
 from moetrain.models.families import FAMILIES, PRESETS, find_family
-from moetrain.models.family import HFConfig, Piece, Place, all_pieces, config_error, find_scope
+from moetrain.models.family import HFConfig, Index, Piece, all_pieces, config_error, find_scope
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
     CONFIG,
@@ -55,7 +55,7 @@ from moetrain.models.hf.files import (
 from moetrain.models.transformer import Transformer, build_model
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_WritePiece = Callable[[str, Place, Any], None]
+_WritePiece = Callable[[str, Index, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _COMPARED_ROWS = 1 << 12
 _FOLLOWS_FROM_CONFIG = re.compile(r".*rotary_emb\.inv_freq")
@@ -130,7 +130,7 @@ def load_weights(
     source, stored, pieces = check_checkpoint(folder, model.arch)
     parameters = dict(model.named_parameters())
 
-    def write_whole(name: str, place: Place, tensor: Any) -> None:
+    def write_whole(name: str, place: Index, tensor: Any) -> None:
         parameters[name][place].copy_(tensor[...])  # converts dtype and device
 
     write = write or write_whole

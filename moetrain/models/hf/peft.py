@@ -35,7 +35,7 @@ from moetrain.config import ConfigError, LoraSection
 from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import find_family
-from moetrain.models.family import HFFamily, Place, all_pieces
+from moetrain.models.family import HFFamily, Index, all_pieces
 from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_json
 from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
@@ -84,8 +84,8 @@ class _Site(NamedTuple):
     """A module of PEFT, and the part of an adapter that it holds."""
 
     module: str
-    a: Place
-    b: Place
+    a: Index
+    b: Index
     key: str
     """The name that the settings' patterns match."""
     experts: int | None = None
@@ -287,8 +287,8 @@ class _AdapterFiles:
     def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32."""
         *stack, out_dim, in_dim = shape
-        rows: dict[Place, list[torch.Tensor]] = defaultdict(list)
-        columns: list[tuple[Place, int, torch.Tensor]] = []
+        rows: dict[Index, list[torch.Tensor]] = defaultdict(list)
+        columns: list[tuple[Index, int, torch.Tensor]] = []
         for site in sites:
             own_a, own_b = self._read_site(site, shape)
             first = 0

@@ -22,7 +22,7 @@ from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs, Transformer
 
 
-class Place(NamedTuple):
+class StepLayout(NamedTuple):
     """Where a step will run."""
 
     device: torch.device
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     """How many micro-batches a step has."""
 
 
-def rehearse(config: Config, arch: Architecture, place: Place) -> None:
+def run_fake_step(config: Config, arch: Architecture, layout: StepLayout) -> None:
     """Run a micro-batch, forward and backward, through one block of each kind and the loss; update.
 
     Call it within a FakeTensorMode.
@@ -47,19 +47,19 @@ def rehearse(config: Config, arch: Architecture, place: Place) -> None:
     if config.kernels.attention != "exact":  # a library's, or the compiler's
         kernels = config.kernels.model_copy(update={"attention": "reference"})
         config = config.model_copy(update={"kernels": kernels})
-    model, rules = plan_model(config, arch, place.dtype)
-    _rehearse_micro_batch(config, model, rules, place)
-    for dtype in {rule.gather or place.dtype for rule in rules.values() if rule.trainable}:
-        _rehearse_update(config, dtype, place)
-    for dtype in {rule.gather or place.dtype for rule in rules.values() if rule.is_narrow}:
-        codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=place.device)
-        scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=place.device)
-        out_N = torch.empty(SCALED * BLOCK, dtype=dtype, device=place.device)
+    model, rules = plan_model(config, arch, layout.dtype)
+    _run_micro_batch(config, model, rules, layout)
+    for dtype in {rule.gather or layout.dtype for rule in rules.values() if rule.trainable}:
+        _run_update(config, dtype, layout)
+    for dtype in {rule.gather or layout.dtype for rule in rules.values() if rule.is_narrow}:
+        codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=layout.device)
+        scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=layout.device)
+        out_N = torch.empty(SCALED * BLOCK, dtype=dtype, device=layout.device)
         widen_groups(codes_WN, scales_WG, out_N, 0, len(out_N))
 
 
-def _rehearse_micro_batch(
-    config: Config, model: Transformer, rules: Mapping[str, Rule], place: Place
+def _run_micro_batch(
+    config: Config, model: Transformer, rules: Mapping[str, Rule], layout: StepLayout
 ) -> None:
     kinds = {part: i for i, part in reversed(list(enumerate(model.arch.layers())))}
     seen = tuple(f"layers.{i}." for i in kinds.values())
@@ -67,14 +67,14 @@ def _rehearse_micro_batch(
         if name.startswith("layers.") and not name.startswith(seen):
             continue
         parent, _, last = name.rpartition(".")
-        dtype = rules[name].gather or place.dtype
-        whole = torch.empty(parameter.shape, dtype=dtype, device=place.device)
+        dtype = rules[name].gather or layout.dtype
+        whole = torch.empty(parameter.shape, dtype=dtype, device=layout.device)
         made = torch.nn.Parameter(whole, requires_grad=rules[name].trainable)
         setattr(model.get_submodule(parent), last, made)
-    _move_buffers(model, place.device)
-    model.compute_dtype = place.dtype
+    _move_buffers(model, layout.device)
+    model.compute_dtype = layout.dtype
     shape = (config.train.micro_batch_size, config.data.seq_len)
-    tokens_BS = torch.empty(shape, dtype=torch.int64, device=place.device)
+    tokens_BS = torch.empty(shape, dtype=torch.int64, device=layout.device)
     x_BSD, rows = model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS))
     losses: list[torch.Tensor] = []
     for i in kinds.values():
@@ -94,17 +94,17 @@ def _move_buffers(model: Transformer, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
+def _run_update(config: Config, dtype: torch.dtype, layout: StepLayout) -> None:
     """Run the cast, the sums of ranks' gradients and AdamW, for a shard gathered in ``dtype``."""
     optim, size = config.optim, 16 * BLOCK
-    empty = partial(torch.empty, device=place.device)
+    empty = partial(torch.empty, device=layout.device)
     master_N, cast_N = empty(size), None
     if dtype != master_N.dtype:
         cast_N = empty(size, dtype=dtype)
         sum_chunks(master_N[None], out_N=cast_N)
     gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
-    for ranks, rank in place.groups:
-        _rehearse_sums(config, gradient_N, dtype, ranks, rank, place)
+    for ranks, rank in layout.groups:
+        _run_sums(config, gradient_N, dtype, ranks, rank, layout)
     avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
     decays_B = empty(size // BLOCK, dtype=torch.uint8)
     is_narrow = optim.state_dtype == "bfloat16"
@@ -112,28 +112,28 @@ def _rehearse_update(config: Config, dtype: torch.dtype, place: Place) -> None:
     settings = Settings(optim.beta1, optim.beta2, optim.eps, config.train.seed)
     tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
     adamw(*tensors, decays_B, settings, origins_B, cast_N)
-    if cast_N is not None and place.takes_turns:
+    if cast_N is not None and layout.takes_turns:
         adamw(*tensors, decays_B, settings, origins_B, None)
 
 
-def _rehearse_sums(
+def _run_sums(
     config: Config,
     gradient_N: torch.Tensor,
     dtype: torch.dtype,
     ranks: int,
     rank: int,
-    place: Place,
+    layout: StepLayout,
 ) -> None:
     """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
-    size, device, mode = len(gradient_N), place.device, config.parallel.reduce
+    size, device, mode = len(gradient_N), layout.device, config.parallel.reduce
     is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
-    accumulates = place.micro_batches > 1 and not is_kept_back
+    accumulates = layout.micro_batches > 1 and not is_kept_back
     if mode != "fp32_accum":
         dtype = torch.float32 if mode == "fp32" and ranks > 1 else dtype
         ranks = 1  # a library has added them up
     chunks_RN = torch.empty(ranks, size, dtype=dtype, device=device)
     ways: list[dict[str, Any]] = []
-    if place.copies and ranks > 1:
+    if layout.copies and ranks > 1:
         ways.append({"own_N": chunks_RN[rank], "own": rank})
     if not ways or config.optim.offload_fraction:  # what the host keeps travels by collectives
         ways.append({})
