@@ -1,8 +1,8 @@
-"""What a client may ask of its job: bodies of JSON, checked whole before anything is queued.
+"""The requests that a client may send to its job: bodies of JSON, checked before they are queued.
 
-A request that is taken up has been found possible: token ids that the model has, rows that fit,
-numbers that are finite. What is wrong with one is said in one line (:class:`BadRequest`). A key
-that nobody knows is an error, since who sends it expects it to do something.
+A request that is taken up can be served: the model has its token ids, its rows fit, its numbers are
+finite. Otherwise one line says what is wrong (:class:`BadRequest`). An unknown key is an error,
+since the client expects it to do something.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moetrain.rollout.protocol import FIRST, JsonBody, complaint
 from moetrain.rollout.request import Request, SamplingParams
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-"""Of a save: the name of a folder, which leads nowhere else."""
-FP32_LARGEST = float(np.finfo(np.float32).max)
-LOSS_SETTINGS = (
+"""Pattern of a save's name, which names a folder and leads nowhere else."""
+_FP32_LARGEST = float(np.finfo(np.float32).max)
+_LOSS_SETTINGS = (
     "clip_low",
     "clip_high",
     "dual_clip",
@@ -35,17 +35,14 @@ LOSS_SETTINGS = (
     "temperature",
     "max_tokens",
 )
-"""Those of ``rl`` that make sense of one request: it brings advantages, and no reference."""
-
-
-MOST_TEXTS = 65_536
-"""Of one request: each takes some hundred times the bytes of a short one's JSON."""
-
+"""Settings of ``rl`` that a request may have: it brings advantages, and no reference."""
+_MOST_TEXTS = 65_536
+"""Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
 
 B = TypeVar("B", bound=JsonBody)
-Ints = Annotated[list[int], FIRST]
-Floats = Annotated[list[float], FIRST]
-Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
+_Ints = Annotated[list[int], FIRST]
+_Floats = Annotated[list[float], FIRST]
+_Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
 
 
 class BadRequest(ValueError):
@@ -58,41 +55,41 @@ class Full(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a service can serve."""
+    """The largest requests that a service can serve."""
 
     vocab_size: int
     longest_row: int
-    """Tokens of one sample of training, ..."""
+    """Tokens of one training sample."""
     longest_text: int
-    """... and of one of generation, prompt and completion."""
+    """Tokens of one generated sample, prompt and completion."""
     max_completions: int
     max_logprobs: int
-    """Likeliest tokens in one answer."""
+    """Log-probabilities of likeliest tokens in one answer."""
 
 
 class JobBody(JsonBody):
     """The body of a request."""
 
     changes: ClassVar[bool] = False
-    """Whether it changes what a job has learned, and so is done again where that was lost."""
+    """Whether it changes the job's state, and so is computed again where that was lost."""
 
     def check(self, limits: Limits) -> None:
-        """Raise BadRequest for what can never be served."""
+        """Raise BadRequest if the request can never be served."""
 
 
 class Datum(JsonBody):
-    """One text to learn from, or to look at."""
+    """One text to train on, or to score."""
 
-    tokens: Ints
-    mask: Flags | None = None
-    """1: this token is learned; None: all but the first, which nothing predicts."""
-    logprobs: Floats | None = None
-    """Of each token when it was sampled; of those that are not learned any number."""
-    advantages: float | Floats | None = None
-    """Of all tokens, or of each."""
+    tokens: _Ints
+    mask: _Flags | None = None
+    """1: this token is trained; None: all but the first, which nothing predicts."""
+    logprobs: _Floats | None = None
+    """Log-probability of each token when it was sampled; ignored where the mask is 0."""
+    advantages: float | _Floats | None = None
+    """One for all tokens, or one for each."""
 
     def sample(self, number: int) -> Sample:
-        """As :mod:`moetrain.rl` has it; ValueError as that raises it."""
+        """Return the text as :mod:`moetrain.rl` packs it; ValueError as there."""
         n = len(self.tokens)
         mask = [0] + [1] * (n - 1) if self.mask is None else self.mask
         advantage = 0.0 if self.advantages is None else self.advantages
@@ -107,12 +104,12 @@ class Datum(JsonBody):
 
 
 class Texts(JobBody):
-    """What a forward pass takes."""
+    """A request for a forward pass over texts."""
 
-    data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=MOST_TEXTS)
+    data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=_MOST_TEXTS)
 
     def samples(self) -> list[Sample]:
-        """Of :attr:`data`."""
+        """Return :attr:`data` as samples."""
         return [datum.sample(number) for number, datum in enumerate(self.data)]
 
     def check(self, limits: Limits) -> None:
@@ -124,7 +121,7 @@ class Texts(JobBody):
                     f"{limits.longest_row} takes {limits.longest_row + 1}; shorten it"
                 )
             for value in _floats(datum):
-                if abs(value) > FP32_LARGEST:
+                if abs(value) > _FP32_LARGEST:
                     raise BadRequest(f"data[{i}]: {value} is infinite in fp32")
         try:
             samples = self.samples()
@@ -135,21 +132,21 @@ class Texts(JobBody):
 
 
 class ForwardBackward(Texts):
-    """Add the gradients of a loss to those of the step."""
+    """A request to add the gradients of a loss to those of the step."""
 
     changes: ClassVar[bool] = True
     loss: Literal["cross_entropy"] | PolicyName = "cross_entropy"
     loss_settings: dict[str, Any] = Field(default={})
-    """Of a policy's loss: some of ``rl``'s settings, by their names."""
+    """Settings of a policy's loss, by their names in ``rl``."""
 
     def policy(self) -> RlSection | None:
-        """The settings of the policy's loss; None: cross-entropy.
+        """Return the settings of the policy's loss; None: the loss is cross-entropy.
 
         Raises:
-            BadRequest: they are no settings, or contradict each other.
+            BadRequest: a setting is unknown or invalid, or two contradict each other.
         """
-        if odd := sorted(set(self.loss_settings) - set(LOSS_SETTINGS)):
-            known = ", ".join(LOSS_SETTINGS)
+        if odd := sorted(set(self.loss_settings) - set(_LOSS_SETTINGS)):
+            known = ", ".join(_LOSS_SETTINGS)
             raise BadRequest(f"loss_settings: {shortened(odd[0])} is not one of {known}")
         if self.loss == "cross_entropy":
             if self.loss_settings:
@@ -186,37 +183,37 @@ class ForwardBackward(Texts):
 
 
 class Forward(Texts):
-    """The log-probability of every token that would be learned; of others 0."""
+    """A request for the log-probability of every trained token; other tokens get 0."""
 
     temperature: float = Field(default=1.0, gt=0)
 
 
 class OptimStep(JobBody):
-    """Update the adapter by the step's gradients."""
+    """A request to update the adapter with the step's gradients."""
 
     changes: ClassVar[bool] = True
     lr: float = Field(gt=0, le=1e6)
 
 
 class Sampling(JobBody):
-    """Continue prompts with the adapter as it is."""
+    """A request to continue prompts with the adapter as it is."""
 
-    prompts: Annotated[list[Ints], FIRST] = Field(min_length=1)
+    prompts: Annotated[list[_Ints], FIRST] = Field(min_length=1)
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    """Of the first prompt, each further one has the next; None: the job's seed and the request's
-    number decide."""
+    """Seed of the first prompt, and each further prompt has the next; None: it follows from the
+    job's seed and the request's number."""
     n: int = 1
-    stop_ids: Ints = Field(default=[])
+    stop_ids: _Ints = Field(default=[])
     logprobs: int = 0
     tempered: bool = False
 
     def requests(self, seed: int) -> list[Request]:
-        """A generator's, one a prompt; ``seed``: where none was given. Each has its own."""
+        """Return the generator's requests, one a prompt; ``seed`` is used if none was given."""
         own = {"seed", "prompts", "stop_ids"}
         given = {k: v for k, v in self.model_dump().items() if k not in own}
         first = seed if self.seed is None else self.seed
@@ -259,28 +256,28 @@ class Sampling(JobBody):
 
 
 class Save(JobBody):
-    """Keep the job as it is now, adapter and moments, under a name."""
+    """A request to keep the job's state, adapter and moments, under a name."""
 
     name: str = Field(pattern=f"^{NAME}$")
 
 
 class Load(JobBody):
-    """Go back to what was saved under a name."""
+    """A request to go back to a save."""
 
     changes: ClassVar[bool] = True
     name: str = Field(pattern=f"^{NAME}$")
 
 
 class NewJob(JsonBody):
-    """What a new job is made of."""
+    """The body that makes a new job."""
 
     id: str | None = None
-    """None: the service chooses one."""
+    """None: the service draws one."""
     seed: int = 0
 
 
 class Nothing(JsonBody):
-    """The body of a request that is all in its path."""
+    """The empty body of a request that is described by its path."""
 
 
 KINDS: Mapping[str, type[JobBody]] = {
@@ -294,7 +291,7 @@ KINDS: Mapping[str, type[JobBody]] = {
 
 
 def parse(kind: str, body: object, limits: Limits) -> JobBody:
-    """The request ``kind`` with the JSON value ``body``; raises BadRequest."""
+    """Parse and check the JSON value ``body`` of a request ``kind``; raises BadRequest."""
     if kind not in KINDS:
         raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
     request = validated(KINDS[kind], body)
@@ -303,7 +300,7 @@ def parse(kind: str, body: object, limits: Limits) -> JobBody:
 
 
 def validated(model: type[B], body: object) -> B:
-    """``body`` as ``model`` has it; raises BadRequest."""
+    """Parse ``body`` as ``model``; raises BadRequest."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -324,5 +321,5 @@ def _floats(datum: Datum) -> Iterator[float]:
 
 
 def finite(value: float) -> float | None:
-    """``value`` for JSON, which has no infinities and no NaN."""
+    """Return ``value``, or None if it is infinite or NaN, which JSON cannot hold."""
     return value if math.isfinite(value) else None

@@ -6,8 +6,8 @@
     job.optim_step(lr=1e-4)
     job.sample(prompts=[[5, 6]], max_tokens=20)["completions"]
 
-Requests are numbered, so that one whose answer got lost is sent again and done once: who sets
-``patience`` does not notice that the service was killed and started again.
+Requests are numbered, so that one whose answer got lost can be sent again and is done once: with
+``patience`` set, a client does not notice that the service was killed and started again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RETRY_SECONDS = 0.1
 
 
 class RequestFailed(RuntimeError):
-    """The service has answered with an error; the message is its line."""
+    """The service answered with an error; the message is its line."""
 
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
@@ -35,24 +35,24 @@ class RequestFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Client:
-    """Where a service is, and how long to wait for one that does not answer (seconds)."""
+    """The address of a service, and how many seconds to wait while it does not answer."""
 
     url: str
     token: str | None = None
     patience: float = 0.0
 
     def create(self, seed: int = 0, name: str | None = None) -> RemoteJob:
-        """A new job; or that of ``name``, to go on with."""
+        """Make a new job, or go on with the job of id ``name``."""
         name = secrets.token_hex(16) if name is None else name
         known = self.call("POST", "/v1/jobs", {"id": name, "seed": seed})
         return RemoteJob(self, name, known["next_number"])
 
     def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        """The reply, of JSON; sent again while nobody answers, for :attr:`patience` seconds.
+        """Send a request and return the JSON reply; retries for :attr:`patience` seconds.
 
         Raises:
-            RequestFailed: the service refuses it.
-            OSError: nobody answers.
+            RequestFailed: the service answered with an error.
+            OSError: there was no answer.
         """
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {"content-type": "application/json"}
@@ -82,44 +82,44 @@ def _problem(error: urllib.error.HTTPError) -> str:
 
 @dataclass
 class RemoteJob:
-    """One job of a service, asked by one thread at a time."""
+    """One job of a service, for use by one thread at a time."""
 
     client: Client
     id: str
     next_number: int
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """The result of a request; raises as :meth:`Client.call`."""
+        """Return the result of a request; raises as :meth:`Client.call`."""
         number, here = self.next_number, f"/v1/jobs/{self.id}"
         path = f"{here}/requests/{kind}?number={number}"
         try:
             reply = self.client.call("POST", path, body)
             self.next_number = number + 1
         except RequestFailed as failure:
-            self.next_number += failure.status == 422  # it was taken up, and has failed
+            self.next_number += failure.status == 422  # it was taken up, and failed
             raise
         while "result" not in reply:
             reply = self.client.call("GET", f"{here}/answers/{number}")
         return reply["result"]
 
     def forward_backward(self, data: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
-        """Add the gradients of ``data`` to the step's; the loss and its terms."""
+        """Add the gradients of ``data`` to the step's; returns the loss and its terms."""
         return self.ask("forward_backward", data=data, **body)
 
     def forward(self, data: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
-        """The log-probabilities of every text's tokens."""
+        """Return the log-probabilities of every text's tokens."""
         return self.ask("forward", data=data, **body)
 
     def optim_step(self, lr: float) -> dict[str, Any]:
-        """Update the adapter."""
+        """Update the adapter with the step's gradients."""
         return self.ask("optim_step", lr=lr)
 
     def sample(self, prompts: list[list[int]], max_tokens: int, **body: Any) -> dict[str, Any]:
-        """Completions of every prompt."""
+        """Sample completions of every prompt."""
         return self.ask("sample", prompts=prompts, max_tokens=max_tokens, **body)
 
     def save(self, name: str) -> dict[str, Any]:
-        """Keep the job as it is, under a name."""
+        """Save the job's state under a name."""
         return self.ask("save", name=name)
 
     def load(self, name: str) -> dict[str, Any]:
@@ -127,17 +127,17 @@ class RemoteJob:
         return self.ask("load", name=name)
 
     def describe(self) -> dict[str, Any]:
-        """How it is doing."""
+        """Return the job's status."""
         return self.client.call("GET", f"/v1/jobs/{self.id}")
 
     def cancel(self) -> dict[str, Any]:
-        """Give up what it has waiting; it takes up nothing more."""
+        """Cancel waiting requests; the job takes up no more."""
         return self.client.call("POST", f"/v1/jobs/{self.id}/cancel", {})
 
     def delete(self) -> None:
-        """Remove it, and all that it has."""
+        """Remove the job and its files."""
         try:
             self.client.call("DELETE", f"/v1/jobs/{self.id}")
         except RequestFailed as failure:
-            if failure.status != 404:  # it is gone: a reply got lost, and this was sent again
+            if failure.status != 404:  # the job is gone: the reply to the first attempt got lost
                 raise

@@ -1,17 +1,17 @@
-"""The service behind HTTP: JSON alone. :mod:`moetrain.rollout.access` says who is served.
+"""The service as an HTTP server of JSON. :mod:`moetrain.rollout.access` authenticates clients.
 
     POST   /v1/jobs                       {"id", "seed"}: a new job
-    GET    /v1/jobs/ID                    how it is doing
-    POST   /v1/jobs/ID/cancel             give up what it has waiting
-    DELETE /v1/jobs/ID                    remove it, and all that it has
+    GET    /v1/jobs/ID                    its status
+    POST   /v1/jobs/ID/cancel             cancel its waiting requests
+    DELETE /v1/jobs/ID                    remove it and its files
     POST   /v1/jobs/ID/requests/KIND      a request of :mod:`moetrain.jobs.api`
-    GET    /v1/jobs/ID/answers/NUMBER     what came of it
+    GET    /v1/jobs/ID/answers/NUMBER     the answer to a request
     GET    /v1/jobs/ID/saves/NAME/FILE    a save's adapter, in PEFT's format
 
 A request is answered when it is done, with its ``number`` and ``result``; or, after
-``?wait=SECONDS`` (60), with its number alone and status 202: its answer can be asked for. With
-``?number=N`` it is the job's request N, which can be sent again and is done once. What is refused
-or has failed has an ``error``, one line.
+``?wait=SECONDS`` (60), with its number alone and status 202: its answer can be asked for later.
+With ``?number=N`` it is the job's request N, which can be sent again and is done once. A request
+that is refused or fails is answered with an ``error`` of one line.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from moetrain.jobs.api import NAME, BadRequest, Full, NewJob, Nothing, validated
 from moetrain.jobs.scheduler import STOPPED, Service, Unknown
 from moetrain.rollout.http_json import Bodies, Meaning, json_app, reply
 
-LONGEST_WAIT = 600.0
-"""Seconds in which an answer may be waited for at once."""
-REFUSALS: Mapping[type[Exception], Meaning] = {
+_LONGEST_WAIT = 600.0
+"""Seconds that one HTTP request may wait for an answer."""
+_REFUSALS: Mapping[type[Exception], Meaning] = {
     Unknown: lambda error: (404, "there is no such thing"),
     BadRequest: lambda error: (400, str(error)),
     Full: lambda error: (429, str(error)),
     OSError: lambda error: (507, f"it was not taken up: it cannot be kept: {error.strerror}"),
 }
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def make_app(service: Service) -> Starlette:
-    """The server of ``service``; who may ask it: :mod:`moetrain.rollout.access`."""
-    return _Door(service).app
+    """Make the HTTP application of ``service``; it does not authenticate clients."""
+    return _Server(service).app
 
 
 def error_body(status: int, problem: str) -> dict[str, str]:
-    """What a client is told, as JSON."""
+    """Return the JSON of an error."""
     return {"error": problem}
 
 
-class _Door:
+class _Server:
     def __init__(self, service: Service) -> None:
         self.service = service
         most_bytes = service.config.jobs.max_request_mib << 20
@@ -71,7 +71,7 @@ class _Door:
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
         routes = [Route(path, handler, methods=[method]) for path, method, handler in table]
-        self.app = json_app(routes, error_body, REFUSALS)
+        self.app = json_app(routes, error_body, _REFUSALS)
 
     # ---- routes --------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class _Door:
     async def _answer(self, name: str, number: int, wait: float) -> Response:
         future: Future[dict[str, Any]]
         future = await asyncio.to_thread(self.service.answer, name, number)
-        # Others may wait for the same: giving up must not end it.
+        # Others may wait for the same future: a timeout here must not cancel it.
         waiting = asyncio.shield(asyncio.wrap_future(future))
         try:
             answer = await asyncio.wait_for(waiting, wait)
@@ -123,7 +123,7 @@ class _Door:
 
     async def saved(self, request: HTTPRequest) -> Response:
         name, save, file = (request.path_params[key] for key in ("job", "name", "file"))
-        if file not in FILES or not re.fullmatch(NAME, save):
+        if file not in _FILES or not re.fullmatch(NAME, save):
             raise Unknown(file)
         return FileResponse(await asyncio.to_thread(self.service.saved_file, name, save, file))
 
@@ -140,6 +140,6 @@ def _wait_of(request: HTTPRequest) -> float:
         wait = float(text)
     except ValueError:
         wait = -1.0
-    if not 0 <= wait <= LONGEST_WAIT:
-        raise BadRequest(f"wait {shortened(text)} is not 0 to {LONGEST_WAIT:.0f} seconds")
+    if not 0 <= wait <= _LONGEST_WAIT:
+        raise BadRequest(f"wait {shortened(text)} is not 0 to {_LONGEST_WAIT:.0f} seconds")
     return wait

@@ -1,15 +1,15 @@
 """An engine and a generator that serve one job at a time.
 
-What a job has learned, its adapter, moments and the gradients of a step that is not over, is copied
-into the very tensors that the engine was built with, and out of them when another sits down: one
-optimizer, one set of compiled blocks, one generator for all jobs there ever are, over one copy of
-the base model, which the generator shares.
+A job's state (its adapter, moments, and the gradients of an unfinished step) is copied into the
+very tensors that the engine was built with, and out of them when it is another job's turn. So one
+optimizer, one set of compiled blocks and one generator serve all jobs, over one copy of the base
+model, which the generator shares.
 
-Every job's random numbers follow from its seed and a request's number, so what comes of it depends
-on nobody else. A request that fails costs its job the gradients of its step, and nothing more.
+Random numbers follow from a job's seed and the request's number, so a result depends on no other
+job. A request that fails costs its job the gradients of its step, and nothing more.
 
-Of several ranks each has a session, and does what the main one does (:mod:`moetrain.jobs.shared`).
-Left out on purpose: who is next, and why (:mod:`moetrain.jobs.scheduler`).
+With several ranks, each has a session and does what the main one does (``shared``).
+Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`).
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ from moetrain.train.run_folder import CHECKPOINTS, check_shared
 from moetrain.train.setup import Session
 from moetrain.train.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
-LOGPROB_BYTES = 32
-"""That one of the likeliest tokens takes in an answer, as JSON."""
-ROW_MULTIPLE = 64
-"""Of which rows are, where nothing is compiled for one length: pads are computed too."""
-
-ASIDE = "aside"
-"""Folder of what jobs have in the middle of a step and memory has no room for."""
+_LOGPROB_BYTES = 32
+"""JSON bytes of one likeliest token and its log-probability in an answer."""
+_ROW_MULTIPLE = 64
+"""Multiple that row lengths are rounded to where nothing is compiled for one length: the pads
+behind it are computed too."""
+_ASIDE = "aside"
+"""Folder for jobs that are in the middle of a step and have no room in memory."""
 
 
 class Cancelled(Exception):
-    """A request was given up while it was served."""
+    """A request was cancelled while it was served."""
 
 
 class JobSession:
-    """Where jobs are worked at. One thread makes all calls.
+    """The engine and generator of all jobs. One thread makes all calls.
 
     Attributes:
-        config, limits: the settings as they are resolved; what can be served.
-        job, progress, saved: who sits here (None: nobody), and how far it has come.
+        config, limits: the resolved settings, and the largest requests that can be served.
+        job, progress, saved: the job whose state is loaded (None: none), and how far it has come.
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
-        """Build all there is. ``config``: as :func:`moetrain.train.setup.resolve_run` gives it.
+        """Build everything. ``config``: as :func:`moetrain.train.setup.resolve_run` gives it.
 
         Raises:
             ConfigError: settings that do not fit the model or the device.
@@ -90,9 +90,9 @@ class JobSession:
         config = self.config
         check_shared(Path(config.output_dir), self.world)
         self.is_told = False
-        """Whether what runs now is run by every rank."""
+        """Whether every rank runs the method that is running now."""
         self.is_given_up: Callable[[], bool] = lambda: False
-        """Of the main rank: asked while text is generated."""
+        """Called on the main rank while text is generated: whether to cancel the request."""
         self.engine = SharedEngine(config, arch, self.world)
         self.snapshots = Snapshots(self.engine)
         model, experts = replica(self.engine)
@@ -104,21 +104,21 @@ class JobSession:
             config.data.seq_len,
             self.generator.longest,
             config.jobs.max_completions,
-            (config.jobs.max_request_mib << 20) // LOGPROB_BYTES,
+            (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
         )
-        # An adapter from files is where every job begins; else each one's is drawn.
+        # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
         is_drawn = is_adapter if config.lora.path is None else lambda _: False
         parts = self.engine.state()["model"]
         self._first = copies_of({k: part for k, part in parts.items() if not is_drawn(k)})
-        """What every job begins with."""
+        """The state that every job begins with, without what is drawn."""
         self._held: OrderedDict[str, Held] = OrderedDict()
-        """Those that sat here last, the latest at the end."""
-        self._aside = Path(config.output_dir) / ASIDE
-        if self.world.is_main:  # whatever was killed left is of no use
+        """The states of jobs that were served last, the latest at the end."""
+        self._aside = Path(config.output_dir) / _ASIDE
+        if self.world.is_main:  # files of a killed process are of no use
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
         self._objectives: dict[RlSection | None, Objective[Any]]
-        # Kept, as pipelines tell ranks of each new one, and it has to be new on all of them.
+        # Kept: pipelines announce each new objective, which must be new on all ranks at once.
         self._objectives = {None: Pretraining.of(config, arch)}
         self.fingerprint = self.engine.fingerprint
         self._nobody()
@@ -132,12 +132,11 @@ class JobSession:
 
     @together
     def sit(self, job: str, seed: int, folder: str) -> None:
-        """Let ``job`` have the engine, as it was when it left; as its newest checkpoint has it, or
-        as its seed begins it, if that is not known any more.
+        """Load the state of ``job``: as held, else from its newest checkpoint, else from its seed.
 
         Raises:
             ConfigError: its checkpoints are damaged.
-            RunFailed: the host has no memory, or the disk no room, for who sat here before.
+            RunFailed: there is no host memory, or no room on the disk, for the job before it.
         """
         if self.job == job:
             return
@@ -159,7 +158,7 @@ class JobSession:
         self.job, self.seed, self.folder = job, seed, Path(folder)
 
     def _leave(self) -> None:
-        """Let nobody sit here; whoever did is held in host memory, if there is room."""
+        """Unload the current job and hold its state in host memory, if there is room."""
         if self.job is None:
             return
         pending = self.engine.set_aside()
@@ -174,7 +173,7 @@ class JobSession:
                 self._put_aside(job)
 
     def _put_away(self, job: str) -> None:
-        """Save ``job``, unless a step of it is not over, and hold it no longer."""
+        """Save ``job``, unless it is in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
         held.drop()
         if held.pending is None and held.saved != held.progress.seen:
@@ -184,7 +183,7 @@ class JobSession:
             self._nobody()
 
     def _put_aside(self, job: str) -> None:
-        """Hold ``job``, a step of which is not over, on the disk."""
+        """Hold ``job``, which is in the middle of a step, on the disk."""
         self._aside.mkdir(exist_ok=True)
         file = self._aside / f"{job}-{self.world.rank}.safetensors"
         if problem := self.world.any(self._held[job].put_down(file)):
@@ -192,14 +191,14 @@ class JobSession:
 
     @together
     def put_all_away(self) -> None:
-        """Save everybody, unless a step of theirs is not over, and hold nobody."""
+        """Save all jobs, except those in the middle of a step, and hold none."""
         self._leave()
         for job in list(self._held):
             self._put_away(job)
 
     @together
     def forget(self, job: str) -> None:
-        """Have nothing of ``job`` in memory: it is over, or what is here may not be whole."""
+        """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
         if (held := self._held.pop(job, None)) is not None:
             held.drop()
         if self.job == job:
@@ -207,7 +206,7 @@ class JobSession:
             self._nobody()
 
     def probe(self) -> None:
-        """Raise RunFailed if the device does nothing any more, as after an error of a kernel."""
+        """Raise RunFailed if the device no longer works, as after an error in a kernel."""
         try:
             torch.ones(1, device=self.world.device).sum().item()
         except RuntimeError as error:
@@ -216,7 +215,7 @@ class JobSession:
 
     @torch.no_grad()
     def _begin(self, seed: int) -> None:
-        """Have the state of a job that has not begun."""
+        """Set the state of a job that has not begun."""
         for name, part in self.engine.state()["model"].items():
             if name in self._first:
                 part.tensor.copy_(self._first[name].tensor)
@@ -225,7 +224,7 @@ class JobSession:
         self.engine.optimizer.begin()
 
     def _copies(self) -> dict[str, torch.Tensor]:
-        """The engine's state, in host memory; RunFailed: there is not enough."""
+        """Copy the engine's state to host memory; RunFailed: there is not enough."""
         try:
             copies = {name: to_host(tensor) for name, tensor in self._tensors()}
         except RuntimeError as error:
@@ -237,19 +236,19 @@ class JobSession:
 
     @torch.no_grad()
     def _take(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`_copies`: into the tensors that there are."""
+        """Copy ``state``, as :meth:`_copies` returned it, into the engine's tensors."""
         for name, tensor in self._tensors():
             tensor.copy_(state[name], non_blocking=True)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine has of a job."""
+        """Yield the engine's tensors that belong to a job, by name."""
         for group, parts in self.engine.state().items():
             for name, part in parts.items():
                 yield f"{group}/{name}", part.tensor
 
     def _restore(self, found: Checkpoint) -> None:
-        """Take the state in ``found``, and how far it had come."""
-        for group in ENGINE_GROUPS:  # one after the other: each takes host memory
+        """Load state and progress from the checkpoint ``found``."""
+        for group in ENGINE_GROUPS:  # one at a time: each takes host memory
             self.engine.load_state({group: found.group(group)})
         state = found.state
         self.progress = Progress(state["step"], state["steps"], state["tokens"])
@@ -258,7 +257,7 @@ class JobSession:
 
     @together
     def save(self) -> None:
-        """Write a checkpoint of who sits here, between two steps, to go on from.
+        """Write a checkpoint of the current job, between two steps.
 
         Raises:
             RunFailed: it cannot be written.
@@ -275,7 +274,7 @@ class JobSession:
 
     @property
     def oldest_saved(self) -> int:
-        """Requests that every checkpoint of who sits here has seen."""
+        """Number of requests that every checkpoint of the current job has seen."""
         kept = list_checkpoints(self.folder / CHECKPOINTS)
         return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
@@ -283,12 +282,12 @@ class JobSession:
 
     @together
     def serve(self, number: int, name: str) -> dict[str, Any]:
-        """What comes of request ``number``, the file ``name`` of the job that sits here, as JSON.
+        """Serve request ``number``, the file ``name`` of the current job, and return the result.
 
         Raises:
-            BadRequest: it cannot be done as the job is, which stays so.
-            Damaged: the file is.
-            Exception: any other; the job is to be forgotten before it goes on.
+            BadRequest: the job's state does not allow it, and is unchanged.
+            DamagedJob: the file is damaged.
+            Exception: any other; call :meth:`forget` before the job goes on.
         """
         entry = read(self.folder, name, kind=str, body=dict)
         request = parse(entry["kind"], entry["body"], self.limits)
@@ -311,7 +310,7 @@ class JobSession:
 
     @contextmanager
     def _request(self, number: int) -> Iterator[int]:
-        """Meanwhile request ``number`` is served; gives what seeds its random numbers."""
+        """Serve request ``number`` inside; yields the seed of its random numbers."""
         seed = zlib.crc32(f"{self.seed}.{number}".encode())
         torch.manual_seed(seed)  # dropout's
         yield seed
@@ -324,7 +323,7 @@ class JobSession:
 
     @together
     def pass_over(self, number: int) -> None:
-        """Request ``number`` is one that the state has seen now."""
+        """Count request ``number`` as seen by the state."""
         self.progress = self.progress._replace(seen=number + 1)
 
     def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
@@ -335,19 +334,13 @@ class JobSession:
         objective = self._objectives[policy]
         samples = request.samples()
         tokens = sum(len(sample.tokens) - 1 for sample in samples)
-        return self._learn(self._packed(samples), objective, tokens)
-
-    def _learn(
-        self, batches: Sequence[Any], objective: Objective[Any], tokens: int
-    ) -> dict[str, Any]:
-        """Add the gradients of ``objective`` over ``batches``, this rank's; its terms."""
-        totals = self.engine.forward_backward(batches, objective)
+        totals = self.engine.forward_backward(self._packed(samples), objective)
         self.progress = self.progress._replace(tokens=self.progress.tokens + tokens)
         terms = {name: finite(value.item()) for name, value in totals.terms.items()}
         return {"loss": finite(totals.total.item()), "terms": terms}
 
     def _step(self, lr: float) -> dict[str, Any]:
-        """Update by the gradients there are, unless they are not finite."""
+        """Update with the step's gradients; the step is skipped if they are not finite."""
         if self.engine.is_between_steps:
             raise BadRequest("there was no forward_backward since the last step")
         outcome = self.engine.step(lr)
@@ -357,14 +350,14 @@ class JobSession:
         return {"grad_norm": finite(outcome.grad_norm.item()), "skipped": skipped, "steps": steps}
 
     def _mine(self, number: int) -> list[int]:
-        """Which of so many samples are this rank's."""
+        """Return the indices of this rank's samples, of ``number`` in all."""
         return list(range(number))[self.world.data_rank :: self.world.dims.data_ranks]
 
     def _packed(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
-        """This rank's of ``samples``, in as many micro-batches as every rank has."""
+        """Pack this rank's share of ``samples``."""
         config, ranks = self.config, self.world.dims.data_ranks
         longest = max(len(sample.tokens) for sample in samples) - 1
-        length = min(config.data.seq_len, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
+        length = min(config.data.seq_len, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
         rows = min(config.train.micro_batch_size, -(-len(samples) // ranks))
         if config.compile.is_on:
             length, rows = config.data.seq_len, config.train.micro_batch_size
@@ -380,9 +373,9 @@ class JobSession:
         return {"logprobs": [[finite(x) for x in logprobs] for logprobs in found]}
 
     def _sample(self, request: Sampling, seed: int) -> dict[str, Any]:
-        self.update_weights()  # which forgets the cache, so that it never depends on who was here
+        self.update_weights()  # empties the cache, so that nothing depends on the job before
         generator, requests = self.generator, request.requests(seed)
-        generator.wipe()  # a job whose weights have blown up leaves NaN there
+        generator.wipe()  # diverged weights of a job before may have left NaN there
         generator.version = self.progress.steps
         done: dict[tuple[int, int], dict[str, Any]] = {}
         mine = requests[self.world.rank :: self.world.size]
@@ -436,7 +429,7 @@ class JobSession:
 
 
 def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
-    """For its client."""
+    """Describe a completion to its client."""
     row: dict[str, Any] = {
         "tokens": completion.tokens,
         "logprobs": [finite(x) for x in completion.logprobs],

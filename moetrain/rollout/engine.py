@@ -1,17 +1,18 @@
 """The generator: a model that serves requests, a step at a time.
 
     generator = Generator(model)
-    completions = generator.generate([Request("a", (1, 2, 3))])    # or, of many at once:
+    completions = generator.generate([Request("a", (1, 2, 3))])    # or a step at a time:
     generator.submit(request); generator.step(); ...
 
-It is the trainer's own model: the same stages, with attention over a paged cache
-(:mod:`moetrain.rollout.cache`) put in place of its core. The log-probability that is reported for a
+It runs the trainer's own model: the same stages, with attention over a paged cache
+(:mod:`moetrain.rollout.pages`) put in place of its core. The log-probability that is reported for a
 token is computed by the function that the loss is made of.
 
-On Hopper in bf16 it has training's bits, where that runs with ``kernels.attention = "exact"``.
+On Hopper in bf16 it computes the bits of training, where that runs with ``kernels.attention =
+"exact"``.
 Elsewhere (a CPU, other GPUs), and where projections have biases, the two agree to rounding.
 
-Left out so far: tensor parallelism.
+Not there yet: tensor parallelism.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Generator:
 
     Attributes:
         version: how often the weights have been updated.
-        paused: while it is set, :meth:`step` does nothing; requests stay as they are. Of ranks that
-            share experts all or none.
-        pages, scheduler: who has which part of the cache, and who is next.
+        paused: while it is set, :meth:`step` does nothing and requests stay as they are. Ranks that
+            share experts must set it together.
+        pages, scheduler: the pages of the cache, and the order of requests.
     """
 
     def __init__(
@@ -57,22 +58,22 @@ class Generator:
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
     ) -> None:
-        """Takes ``model``, on one device and with weights, for generation alone.
+        """Take over ``model``, on one device and with weights; it serves only generation then.
 
         Args:
-            tokenizer: for stop texts; requests that have none need none. Token ids that it does
-                not have are never chosen.
-            num_pages, page_size: of the cache; all sequences that run share num_pages * page_size
-                tokens, and a single one cannot be longer than that. On CUDA pages are a multiple of
-                64 tokens. None: most of the device's free memory; on a CPU 16,384 tokens.
-            max_sequences: that run at once; others wait.
-            max_tokens: that one step reads; longer prompts are read in chunks.
-            experts: which ranks share the experts of ``model``. All of them take every step, each
-                with requests of its own or none; None: this rank has all experts.
+            tokenizer: needed for stop texts alone. Token ids that it does not have are never
+                chosen.
+            num_pages, page_size: the size of the cache; all running sequences share
+                num_pages * page_size tokens, and one alone cannot be longer. On CUDA pages are a
+                multiple of 64 tokens. None: most of the device's free memory; on a CPU 16,384
+                tokens.
+            max_sequences: sequences that run at once; others wait.
+            max_tokens: tokens that one step reads; longer prompts are read in chunks.
+            experts: the ranks that share the experts of ``model``. All of them take every step,
+                each with its own requests or none; None: this rank has all experts.
 
         Raises:
-            ValueError: an attention of another kind than that which has a cache; a number that is
-                not positive.
+            ValueError: the attention has no paged form, or a number is not positive.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
@@ -89,23 +90,23 @@ class Generator:
         self.scheduler = Scheduler(self.pages, max_sequences, max_tokens)
         self.version, self.paused, self.is_asleep = 0, False, False
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        """Storages of parameters whose memory was freed, and their bytes."""
         self.borrowed: set[str] = set()
-        """Parameters whose memory is somebody else's, who keeps their values as they are."""
-        """The parameters' memory while it is given back, and its bytes."""
+        """Names of parameters that share memory with the trainer's frozen ones."""
         self._live: dict[str, list[Running]] = {}
-        """Every request's completions, until all of them are finished."""
+        """The completions of every request that is not finished, by its id."""
 
     def warm_up(self) -> None:
-        """Do now what the first steps would otherwise wait for: on CUDA, kernels and graphs."""
+        """Compile kernels and capture graphs now (on CUDA), so that the first steps do not wait."""
         self.steps.warm_up(self.scheduler.max_sequences)
 
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Let ``request`` be served by the next steps.
+        """Take up ``request``; the next steps serve it.
 
         Raises:
-            RequestError: it can never be served, or one of its id is being served.
+            RequestError: it can never be served, or another of its id is being served.
         """
         self._check(request)
         self._live[request.id] = [
@@ -116,7 +117,7 @@ class Generator:
             self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> list[Completion]:
-        """End a request now; its completions, as far as they have come (none: nobody serves it)."""
+        """End a request now and return its completions so far; none if it is not being served."""
         sequences = self._live.get(request_id, [])
         for sequence in sequences:
             if sequence.completion.finish_reason is None:
@@ -130,16 +131,16 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Read some tokens of every sequence that is its turn; the completions that went on.
+        """Run the model once, and return the completions that have one more token.
 
-        Such a completion has one token more. Of a finished one ``finish_reason`` says why.
-        Collective over the ranks that share experts: who has nothing to read helps the others.
+        A finished completion has a ``finish_reason``. Collective over the ranks that share experts:
+        a rank with nothing to read still computes its experts for the others.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
         if self.paused:
             return []
-        # Those that read one token first.
+        # Sequences that read one token come first.
         planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
         wants_routes = any(sequence.request.params.routes for sequence, _ in planned)
         step = self.steps.run(planned, routes=wants_routes)
@@ -155,18 +156,18 @@ class Generator:
         return [sequence.completion for _, sequence in due]
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Serve ``requests`` and what is being served besides; each completion as it goes on."""
+        """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
         for request in requests:
             self.submit(request)
         while self.goes_on(self.is_busy and not self.paused):
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Every request's completions, finished; others that are being served go on meanwhile.
+        """Return the finished completions of every request; others under way go on meanwhile.
 
         Raises:
-            RequestError: as :meth:`submit`; then none of ``requests`` is served.
-            RuntimeError: the generator is paused or asleep; none is served either.
+            RequestError: as for :meth:`submit`; none of ``requests`` is served then.
+            RuntimeError: the generator is paused or asleep; none is served then.
         """
         if self.paused or self.is_asleep:
             raise RuntimeError("the generator is paused or asleep: generate() would never end")
@@ -184,7 +185,7 @@ class Generator:
         return [[sequence.completion for sequence in sequences] for sequences in mine]
 
     def goes_on(self, is_busy: bool) -> bool:
-        """Whether another step must be taken, for this rank or for one that shares experts."""
+        """Whether this rank, or one that shares experts with it, needs another step."""
         if self.experts is None:
             return is_busy
         return self.experts.agree(0, is_busy, self.model.embed.weight.device)[1]
@@ -220,16 +221,14 @@ class Generator:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take other weights, in place: every parameter and buffer, whole, by its name.
+        """Copy new weights into the model: every parameter and buffer, whole, by name, any dtype.
 
-        They may be of any dtype.
-
-        What the cache holds is forgotten. Completions under way go on from where they are: what
-        they have is read anew, and ``Completion.versions`` says which weights chose what.
+        The cache is emptied. Completions under way go on: their tokens are read again, and
+        ``Completion.versions`` says which weights chose which token.
 
         Raises:
-            ValueError: a name or shape that the model does not have, or some left out. What came
-                before has been taken then.
+            ValueError: the model lacks a name or shape, or one of its own is not given. The weights
+                before it have been copied then.
         """
         parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         missing = set(parameters)
@@ -242,29 +241,32 @@ class Generator:
                     raise ValueError(f"update_weights: the model has no {name!r} {shape}")
                 parameters[name].copy_(weight)
                 missing.discard(name)
-        finally:  # some may have changed where this fails
+        finally:  # some may have changed even if this fails
             self.weights_changed()
         if missing:
             raise ValueError(f"update_weights: not given: {', '.join(sorted(missing)[:3])}")
 
     def weights_changed(self) -> None:
-        """What :meth:`update_weights` does beside copying; for who has copied them in place."""
+        """Empty the cache and count a new version, after weights were changed in place."""
         self.scheduler.preempt_all()
         self.pages.forget()
         self.version += 1
 
     def wipe(self) -> None:
-        """Let the cache hold zeros again, while nothing is served: pages are read as a whole, and
-        what weights that have blown up left in them, NaN, would be no better for a weight of 0."""
+        """Fill the cache with zeros, while nothing is served.
+
+        Pages are read as a whole, and NaN that diverged weights have left in them stays NaN when
+        it is multiplied by a weight of 0.
+        """
         assert not self.is_busy
         for cache in self.steps.caches:
             cache.wipe()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Give the cache's memory back; completions under way go on after :meth:`wake`.
+        """Free the cache's memory; completions under way go on after :meth:`wake`.
 
         Args:
-            weights: give that of the parameters back too, of its own; their values are lost.
+            weights: free the memory of the generator's own parameters too; their values are lost.
         """
         self.scheduler.preempt_all()
         self.pages.forget()
@@ -275,13 +277,13 @@ class Generator:
                 storage = parameter.untyped_storage()
                 self._asleep.append((storage, storage.nbytes()))
                 storage.resize_(0)
-        self.steps.free()  # and the graphs, which know addresses
+        self.steps.free()  # and the graphs, which hold addresses
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Serve again; the cache has memory from the next step on.
+        """Allocate freed parameters again, which need new values before the next step.
 
-        Parameters that were given back have memory, and need values before that.
+        The cache gets its memory at the next step.
         """
         for storage, num_bytes in self._asleep:
             storage.resize_(num_bytes)
@@ -291,7 +293,7 @@ class Generator:
     # ---- a step --------------------------------------------------------------------------------
 
     def _note_routes(self, planned: Planned, step: Step) -> None:
-        """What the routers chose, for sequences that ask for it. Waits for the device."""
+        """Keep the routers' choices for sequences that ask for them. Waits for the device."""
         routes_TLK = torch.stack(step.routes, 1).cpu()
         parts = routes_TLK.split([number for _, number in planned])
         for (sequence, _), part in zip(planned, parts, strict=True):
@@ -299,9 +301,9 @@ class Generator:
                 sequence.routes.append(part)
 
     def _continue(self, due: Sequence[tuple[int, Running]], step: Step) -> None:
-        """Take the next token of each sequence that is due, at its place in the step."""
+        """Append the next token of each sequence that is due, by its place in the step."""
         at, sequences = [i for i, _ in due], [sequence for _, sequence in due]
-        # The host waits here, once a step: what is read next are these tokens.
+        # The host waits here, once a step: the next step reads these tokens.
         tokens, logprobs = step.chosen_2N.cpu()[:, at].tolist()
         special = [
             i
@@ -313,7 +315,7 @@ class Generator:
             found = self._consider_all([sequences[i] for i in special], hidden_ND)
             for i, (token, logprob, top) in zip(special, found, strict=True):
                 params = sequences[i].request.params
-                if params.has_filters:  # whoever only looks at logits, has what it would have had
+                if params.has_filters:  # else the step's own choice stands
                     tokens[i], logprobs[i] = token, logprob
                 if params.logprobs:
                     sequences[i].completion.top_logprobs.append(top)
@@ -329,7 +331,7 @@ class Generator:
     def _consider_all(
         self, sequences: Sequence[Running], hidden_ND: torch.Tensor
     ) -> list[tuple[int, float, dict[int, float]]]:
-        """Of each sequence that needs all logits: token, log-probability, the likeliest ones'."""
+        """Choose from all logits: token, log-probability and likeliest tokens of each sequence."""
         model, params = self.model, [sequence.request.params for sequence in sequences]
         logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
         device, known = logits_NV.device, self.steps.known
@@ -339,7 +341,7 @@ class Generator:
         chosen_N = choose_filtered(logits_NV[:, :known], params, keys_N)
         losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
         most = min(max(p.logprobs for p in params), known)
-        # Stable: which of equals topk takes depends on how many others ask for.
+        # A stable sort: which of two equals topk takes depends on its k, which is the batch's.
         scales_N = torch.tensor([sequence.scale for sequence in sequences], device=device)
         scaled_NV = logits_NV * scales_N[:, None]
         top = scaled_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -356,8 +358,8 @@ class Generator:
         if tokens[-1] in params.stop_ids:
             return "stop"
         if params.stop:
-            assert self.tokenizer is not None  # _check has seen to it
-            # A character takes four tokens at most, and one may be begun before.
+            assert self.tokenizer is not None  # checked by _check
+            # A character takes four tokens at most, and the first may have begun before.
             longest = 4 * max(map(len, params.stop)) + 4
             text = self.tokenizer.decode(tokens[-longest:])
             if any(stop in text for stop in params.stop):
@@ -376,10 +378,10 @@ class Generator:
 
 
 def _pages_that_fit(model: Transformer, page_size: int) -> int:
-    """Pages for a share of the free memory, and no more than the model's longest text times 1024.
+    """Return the pages that fit most of the free memory, at most 1024 texts of full length.
 
     Raises:
-        ValueError: there is no room for one.
+        ValueError: there is no room for one page.
     """
     weight = model.embed.weight
     if weight.device.type != "cuda":

@@ -1,7 +1,7 @@
-"""Generation over ranks that share the experts; attention and everything else is each rank's own.
+"""Generation over ranks that share the experts; each rank has everything else for itself.
 
-Every rank serves requests of its own over a cache of its own. Tokens travel to their experts as in
-training, so every rank takes every step, with nothing to read as well: :class:`ExpertParallel` says
+Every rank serves its own requests over its own cache. Tokens travel to their experts as in
+training, so every rank takes every step, even with nothing to read; :class:`ExpertParallel` tells
 when all of them are done.
 
 Legend: W ranks, E experts.
@@ -26,7 +26,7 @@ from moetrain.parallel.layout import chunk_of
 
 
 class ExpertParallel:
-    """What a :class:`~moetrain.rollout.engine.Generator` must know of its part of the experts."""
+    """This rank's part of the experts of a :class:`~moetrain.rollout.engine.Generator`'s model."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class ExpertParallel:
         backend: Backend,
         transport: Transport | None = None,
     ) -> None:
-        """Keeps of ``model``, which has all experts, those of this rank of ``group`` alone.
+        """Keep only this rank's experts of ``model``, which has all of them.
 
-        A model on meta has all of them at no cost: :func:`moetrain.rollout.weights.replica`.
+        On the meta device all experts cost no memory: :func:`moetrain.rollout.weights.replica`.
 
         Args:
-            transport: brings tokens to the ranks of ``group``; None: the all-to-all.
+            transport: sends tokens to the ranks of ``group``; None: the all-to-all.
 
         Raises:
             ValueError: the ranks cannot share the experts equally.
@@ -64,19 +64,19 @@ class ExpertParallel:
                 self._rows[name] = rows
 
     def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """What this rank has of ``weight``, the whole parameter ``name``."""
+        """Return this rank's part of ``weight``, the whole parameter ``name``."""
         return weight[self._rows[name]] if name in self._rows else weight
 
     @property
     def can_fix_sizes(self) -> bool:
-        """Whether :meth:`fixed_sizes` does anything; without it a step cannot be captured."""
+        """Whether :meth:`fixed_sizes` has an effect; otherwise a step cannot be captured."""
         return isinstance(self._transport, DeepEP)
 
     def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
-        """Meanwhile no size depends on the routing: there is room for all that can arrive.
+        """Fix all sizes inside, with room for all tokens that can arrive.
 
         Args:
-            most: tokens that a rank reads, the same on all of them.
+            most: tokens that a rank reads, the same on all ranks.
         """
         transport = self._transport
         if not isinstance(transport, DeepEP):
@@ -85,9 +85,9 @@ class ExpertParallel:
         return transport.sized(StaticSizes(most, transport.num_ranks * most * per_token))
 
     def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
-        """The largest size, and whether any flag is set, of all ranks.
+        """Return all ranks' largest size, and whether any of them has set its flag.
 
-        Collective; waits for the device: what a rank runs next must be what the others run.
+        Collective; waits for the device, since all ranks must run the same step next.
         """
         numbers = torch.tensor([size, int(flag)], device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)

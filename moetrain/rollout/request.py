@@ -1,4 +1,4 @@
-"""What is asked of generation, and what comes back: token ids in, token ids out."""
+"""Requests to generate and their completions: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestError(ValueError):
-    """A request that can never be served; the message says what to change."""
+    """A request can never be served; the message says what to change."""
 
     def __init__(self, request_id: str, problem: str) -> None:
         super().__init__(f"request {request_id!r}: {problem}")
@@ -23,38 +23,38 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen.
+    """How one request's tokens are sampled.
 
-    Impossible values are a ValueError that names them, numbers that are not whole a TypeError: a
-    step would fail over them, and with it all that is served beside them.
+    Impossible values raise a ValueError that names them, numbers that are not integers a TypeError:
+    in a step they would fail every request that is served beside them.
 
     The filters act one after the other on the probabilities at ``temperature``: ``top_k``, then
-    ``top_p`` (the fewest tokens that have so much together, arXiv 1904.09751), then ``min_p`` (what
-    has at least this share of the likeliest's, arXiv 2407.01082).
+    ``top_p`` (the fewest tokens that have so much together, arXiv 1904.09751), then ``min_p`` (at
+    least this share of the likeliest token's probability, arXiv 2407.01082).
     """
 
     max_tokens: int = 256
     temperature: float = 1.0
-    """0: the likeliest token, always."""
+    """0: always the likeliest token."""
     top_k: int = 0
-    """0: all."""
+    """0: all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """With the same seed a request has the same tokens, whatever is generated beside it."""
+    """The same seed gives the same tokens, whatever is generated beside the request."""
     n: int = 1
-    """Completions."""
+    """Number of completions."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, and belong to it."""
+    """Tokens that end a completion, and are part of it."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion with the token that completes one."""
+    """Texts that end a completion, with the token that completes one."""
     logprobs: int = 0
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False
     """Whether to report which experts each token was sent to."""
     tempered: bool = False
-    """Report log-probabilities at ``temperature``, which is what training at it takes; else, and at
-    temperature 0, those at 1. Filters are no part of them, so there must be none."""
+    """Report log-probabilities at ``temperature``, as training at it needs; otherwise, and at
+    temperature 0, they are those at 1. They ignore filters, so there must be none."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed", "n", "logprobs"):
@@ -62,7 +62,7 @@ class SamplingParams:
                 raise TypeError(f"{name} {shortened(getattr(self, name))} is no whole number")
         good = {
             "max_tokens": self.max_tokens >= 1,
-            # Whole numbers may be larger than any float.
+            # Integers may be larger than any float.
             "temperature": 0 <= self.temperature <= sys.float_info.max,
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
@@ -70,7 +70,7 @@ class SamplingParams:
             "seed": 0 <= self.seed < 2**63,
             "n": self.n >= 1,
             "stop_ids": all(isinstance(token, int) for token in self.stop_ids),
-            # A text alone would be taken for its characters.
+            # A lone string would be taken for its characters.
             "stop": not isinstance(self.stop, str)
             and all(text and isinstance(text, str) for text in self.stop),
             "logprobs": self.logprobs >= 0,
@@ -82,13 +82,13 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether some tokens are ruled out, which takes all logits."""
+        """Whether filters rule out tokens, which takes all logits."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids to be continued."""
+    """Token ids to continue."""
 
     id: str
     tokens: tuple[int, ...]
@@ -97,22 +97,22 @@ class Request:
 
 @dataclass
 class Completion:
-    """One continuation of a request, as far as it has come."""
+    """One continuation of a request so far."""
 
     request_id: str
     index: int
-    """Of the request's ``n``, from 0."""
+    """Number of the completion, from 0 to ``n`` - 1."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each token under the model: before filters, and at temperature 1 unless ``tempered``; in
-    nats."""
+    """Log-probability of each token, nats: before filters, and at temperature 1 unless
+    ``tempered``."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """The likeliest tokens at each place and their log-probabilities; empty: not asked for."""
+    """The likeliest tokens at each position and their log-probabilities; empty: not asked for."""
     versions: list[int] = field(default_factory=list)
-    """Which weights chose each token: how often they had been updated."""
+    """Version of the weights that chose each token: how often they had been updated."""
     routes: torch.Tensor | None = None
-    """int32 [tokens that were read, MoE layers, K]: the experts of every token of the prompt and of
-    the completion but its last, which nothing has read; None: not asked for, or not finished. What
-    was read again (after a preemption or an update of the weights) has those of the last time."""
+    """int32 [tokens that were read, MoE layers, K]: the experts of every token of prompt and
+    completion except the last, which was never read; None: not asked for, or not finished. Tokens
+    that were read again (after preemption or an update) have the experts of the last time."""
     finish_reason: FinishReason | None = None
-    """None: it goes on. stop: by a stop token or text; length: by ``max_tokens``; abort."""
+    """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""

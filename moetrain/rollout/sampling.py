@@ -1,8 +1,8 @@
-"""Each request's own way to choose tokens, whatever is in the batch beside it.
+"""Samples tokens by each request's own parameters, whatever else is in the batch.
 
-The noise of a choice (:mod:`moetrain.kernels.loss.sampling`) hashes seed, completion, position and
-token id, and nothing else, so that neither the batch, nor what was preempted, nor how often a
-request came before changes a request's tokens.
+The noise (:mod:`moetrain.kernels.loss.sampling`) is a hash of seed, completion, position and token
+id, and of nothing else, so that neither the batch, nor preemption, nor earlier requests change a
+request's tokens.
 
 Legend: N sequences, V vocabulary.
 """
@@ -21,7 +21,7 @@ _SALT = 0x9E3779B9
 
 
 def stream_of(params: SamplingParams, completion: int) -> int:
-    """32 bits, as a signed number, of all that a completion's noise depends on but the position."""
+    """Hash what a completion's noise depends on, except the position, to a signed 32-bit number."""
     stream = 0
     for word in (params.seed & MASK, params.seed >> 32, completion):
         stream = mix(stream ^ mix((word + _SALT) & MASK))
@@ -29,24 +29,24 @@ def stream_of(params: SamplingParams, completion: int) -> int:
 
 
 def inverse_temperature(params: SamplingParams) -> float:
-    """0 for the likeliest token. Clamped: times logits it is finite in fp32."""
+    """Return 1 / temperature, 0 for greedy choice; clamped so that products stay finite in fp32."""
     return min(max(1 / params.temperature, 1e-30), 1e30) if params.temperature > 0 else 0.0
 
 
 def keys_of(streams_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-    """The key, int32, of each token at ``positions_N`` (in its sequence, prompt included)."""
+    """Return the noise key, int32, of each position (in its sequence, prompt included)."""
     return mix((streams_N.long() & MASK) ^ mix((positions_N.long() + _SALT) & MASK)).int()
 
 
 def scale_of(params: SamplingParams) -> float:
-    """What logits are multiplied by in the log-probabilities that are reported."""
+    """Return the factor of the logits in reported log-probabilities."""
     return (params.tempered and inverse_temperature(params)) or 1.0
 
 
 def choose_filtered(
     logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
 ) -> torch.Tensor:
-    """The token of each sequence among what its filters leave: int64 [N], from fp32 logits."""
+    """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
     device, vocabulary = logits_NV.device, logits_NV.shape[1]
     inverse_N = torch.tensor([inverse_temperature(p) for p in params], device=device)
     kept_NV = _kept(logits_NV * torch.where(inverse_N > 0, inverse_N, 1.0)[:, None], params)
@@ -55,7 +55,7 @@ def choose_filtered(
 
 
 def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """bool [N, V]: what ``params`` do not rule out; the likeliest token always stays."""
+    """Return the tokens that ``params`` keep, bool [N, V]; the likeliest always stays."""
     vocabulary = scores_NV.shape[1]
 
     def column(values: Sequence[float]) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
     kept_NV = rank_V < column([min(p.top_k or vocabulary, vocabulary) for p in params])
     shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
     before_NV = shares_NV.cumsum(-1) - shares_NV
-    # A sum of shares is rounded, maybe to 1: no filter is one that keeps everything.
+    # A sum of shares may round to 1 before the last token, so top_p 1 must not be compared.
     kept_NV &= before_NV < column([p.top_p if p.top_p < 1 else math.inf for p in params])
     kept_NV &= shares_NV >= column([p.min_p for p in params]) * shares_NV[:, :1]
     kept_NV[:, 0] = True

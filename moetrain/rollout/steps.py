@@ -1,8 +1,8 @@
-"""One step of the model over pages: the tokens of some sequences in, the next token of each out.
+"""Runs the model over pages: a step reads tokens of some sequences and samples each one's next.
 
-Where every sequence reads one token (most steps, once prompts are read) shapes are fixed: on CUDA
-such a step is a graph, captured at the first use of its size, with the sequences in lanes of which
-some may be empty. All that a lane must be told is one row of numbers. Other steps run eagerly.
+When every sequence reads one token (most steps, once prompts are read), shapes are fixed: on CUDA
+such a step is a graph, captured at the first use of its size, with the sequences in lanes, some of
+which may be empty. One row of numbers describes a lane. Other steps run eagerly.
 
 Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 5 + M numbers
 of a lane, D model width, K experts a token.
@@ -32,20 +32,20 @@ from moetrain.rollout.scheduler import Running
 Planned = Sequence[tuple[Running, int]]
 """Sequences of one step and how many tokens of each it reads, those that read one first."""
 
-SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
-"""Lanes of a graph."""
-_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # the columns of a lane
+_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
+"""Numbers of lanes that graphs are captured for."""
+_TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # columns of a lane
 
 
 class Step(NamedTuple):
-    """What came of one step; on the device, and valid until the next."""
+    """The result of one step; on the device, and valid until the next."""
 
     hidden_ND: torch.Tensor
-    """Of each sequence's last token that was read, after the final norm."""
+    """Hidden states of each sequence's last token that was read, after the final norm."""
     chosen_2N: torch.Tensor
     """fp64: the next token of each and its log-probability. Filters have not been applied."""
     routes: list[torch.Tensor]
-    """The experts [T, K] of every token, by MoE layer; where it was asked for."""
+    """The experts of every token [T, K], one tensor a MoE layer; empty if not asked for."""
 
 
 class _CapturedStep(NamedTuple):
@@ -55,7 +55,7 @@ class _CapturedStep(NamedTuple):
 
 
 class Steps:
-    """``model`` with a paged cache in place of what its attention would see."""
+    """Runs ``model`` with paged attention in place of its own."""
 
     def __init__(
         self, model: Transformer, pages: Pages, known: int, experts: ExpertParallel | None
@@ -75,7 +75,7 @@ class Steps:
             attention.core = PagedAttention(pages.num_pages, pages.page_size, window)
             self.caches.append(attention.core)
         for module in model.modules():
-            if hasattr(module, "precision"):  # a step of few rows waits for weights, not products
+            if hasattr(module, "precision"):  # with few rows, reading weights takes the time
                 setattr(module, "precision", "bf16")  # noqa: B010
             if hasattr(module, "batch_invariant") and self.device.type == "cuda":
                 setattr(module, "batch_invariant", True)  # noqa: B010
@@ -89,7 +89,7 @@ class Steps:
         return self.model.embed.weight.device
 
     def free(self) -> None:
-        """Give the cache's memory back, and that of what knew its addresses."""
+        """Free the cache's memory, and the graphs that hold its addresses."""
         self._graphs.clear()
         for cache in self.caches:
             cache.free()
@@ -99,15 +99,15 @@ class Steps:
 
     @torch.no_grad()
     def warm_up(self, most: int) -> None:
-        """Capture now what up to ``most`` sequences need. Collective over ranks of experts."""
+        """Capture the graphs for up to ``most`` sequences. Collective over ranks of experts."""
         if self.device.type == "cuda" and (self.experts is None or self.experts.can_fix_sizes):
-            for size in reversed(SIZES[: bisect_left(SIZES, most) + 1]):  # later ones fit into it
+            for size in reversed(_SIZES[: bisect_left(_SIZES, most) + 1]):  # later ones fit into it
                 if size not in self._graphs:
                     self._capture(size)
 
     @torch.no_grad()
     def run(self, planned: Planned, *, routes: bool) -> Step | None:
-        """The next step; None: there was nothing to do, on any rank that shares experts.
+        """Take a step; None: no rank that shares experts had anything to read.
 
         Collective over those ranks.
         """
@@ -118,13 +118,13 @@ class Steps:
             return None
         if is_mixed:
             return self._read_chunks(planned, routes)
-        if self.device.type != "cuda" or size > SIZES[-1]:
+        if self.device.type != "cuda" or size > _SIZES[-1]:
             return self._decode(self._fill(planned, len(planned)).to(self.device), routes)
-        size = SIZES[bisect_left(SIZES, size)]
+        size = _SIZES[bisect_left(_SIZES, size)]
         if self.experts is not None and not self.experts.can_fix_sizes:
             return _of(self._decode(self._fill(planned, size).to(self.device), routes), planned)
         graph = self._graphs.get(size) or self._capture(size)
-        graph.lanes_LC.copy_(self._fill(planned, size))  # waits: the next step fills it anew
+        graph.lanes_LC.copy_(self._fill(planned, size))  # synchronous: the next step overwrites it
         graph.graph.replay()
         return _of(graph.step, planned)
 
@@ -174,7 +174,7 @@ class Steps:
         rows: PagedRows,
         is_pad_T: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [T, D], keys and values of the tokens being stored on the way."""
+        """Return hidden states [T, D]; stores keys and values of the tokens."""
         model, rotation = self.model, self.model.rope(positions_T[None])
         is_pad_BS = None if is_pad_T is None else is_pad_T[None]
         context = Context(rotation, rows, is_pad_BS=is_pad_BS)  # pyright: ignore[reportArgumentType]
@@ -198,7 +198,7 @@ class Steps:
 
     @contextmanager
     def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """The routers' choices meanwhile, if they are wanted."""
+        """Collect the routers' choices inside, if ``wanted``."""
         chosen: list[torch.Tensor] = []
         hooks = [
             router.register_forward_hook(lambda module, args, routed: chosen.append(routed.ids_TK))
@@ -213,7 +213,7 @@ class Steps:
     # ---- one token of each sequence ------------------------------------------------------------
 
     def _fill(self, planned: Planned, size: int) -> torch.Tensor:
-        """The lanes [size, C] of ``planned``, in host memory; those behind are empty."""
+        """Write ``planned`` to lanes [size, C] in host memory; lanes behind it are empty."""
         if self._lanes_LC.shape[0] < size:
             shape = (size, self._lanes_LC.shape[1])
             pinned = self.device.type == "cuda"
@@ -232,7 +232,7 @@ class Steps:
         return self._lanes_LC[:size]
 
     def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> Step:
-        """The step of a token a lane; nothing depends on what ``lanes_LC`` holds but values."""
+        """Read one token a lane. Shapes do not depend on the content of ``lanes_LC``."""
         tokens_L, positions_L, streams_L = lanes_LC[:, :_INVERSE].unbind(1)
         how_2L = lanes_LC[:, _INVERSE:_PAGES].T.contiguous().view(torch.float32)
         is_empty_L, size = positions_L < 0, self.pages.page_size
@@ -248,7 +248,7 @@ class Steps:
         return self._choose(hidden_LD, streams_L, positions_L, how_2L, chosen)
 
     def _capture(self, size: int) -> _CapturedStep:
-        """The graph of ``size`` lanes. Collective: the warm-up sends tokens, as all steps do."""
+        """Capture the graph of ``size`` lanes. Collective: the warm-up sends tokens as steps do."""
         shape = (size, _PAGES + self.pages_per_sequence)
         lanes_LC = torch.zeros(shape, dtype=torch.int32, device=self.device)
         lanes_LC[:, _POSITION] = -1
@@ -267,7 +267,7 @@ class Steps:
 
 
 def _of(step: Step, planned: Planned) -> Step:
-    """The part of ``step`` that is no empty lane's."""
+    """Return ``step`` without its empty lanes."""
     used = len(planned)
     return Step(
         step.hidden_ND[:used], step.chosen_2N[:, :used], [ids[:used] for ids in step.routes]

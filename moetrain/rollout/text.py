@@ -1,4 +1,4 @@
-"""The edge of generation: a checkpoint's model, text to tokens, tokens to text."""
+"""Text in and out of generation: loads a checkpoint, encodes prompts, decodes streams."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from moetrain.models.transformer import Transformer
 logger = logging.getLogger("moetrain")
 
 _KEPT = 32
-"""Tokens: many characters, where any of them may take four; few enough to be read at each one."""
+"""Tokens in the window of a stream: many characters, yet few enough to decode at each token."""
 
 
 def load_model(
     path: str, device: str, dtype: str, adapter: str | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """The model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
+    """Load the model and the tokenizer of ``path``, a Hugging Face folder or a hub id.
 
     Args:
         adapter: folder of adapters in PEFT's format, used beside the weights.
         device: auto, cpu or cuda.
-        dtype: of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
+        dtype: dtype of weights and arithmetic; auto: bfloat16 on CUDA, float32 on a CPU.
 
     Raises:
-        ConfigError: what cannot be loaded, or there is no such device.
+        ConfigError: the checkpoint cannot be loaded, or there is no such device.
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
@@ -62,14 +62,14 @@ def load_model(
 
 
 def end_ids(model: Transformer, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a text: the tokenizer's, and those of the checkpoint's settings."""
+    """Return the tokens that end a text: the tokenizer's, and the checkpoint's."""
     named = None if model.source is None else (model.source.generation or {}).get("eos_token_id")
     ids = {tokenizer.eos_id, *(named if isinstance(named, list) else [named])}
     return tuple(sorted(ids - {None}))
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The tokens that continue ``text``; ConfigError if there are none."""
+    """Return the tokens of ``text`` as a prompt; ConfigError if there are none."""
     try:
         return tuple(tokenizer.encode_prompt(text))
     except ValueError as error:
@@ -79,14 +79,14 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 def chat_ids(
     tokenizer: Tokenizer, messages: object, record: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[int, ...]:
-    """The tokens that an assistant's answer to ``messages`` continues.
+    """Return the tokens that an assistant's answer to ``messages`` continues.
 
     Args:
-        record: what came with them, of which the template gets its variables
-            (:func:`~moetrain.data.chat.template_variables`): tools and documents, say.
+        record: further variables of the template, such as tools and documents
+            (:func:`~moetrain.data.chat.template_variables`).
 
     Raises:
-        ConfigError: ``messages`` are no conversation, or the template refuses them.
+        ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """
     try:
         text = chat_template(None, tokenizer).prompt(messages, template_variables(record))
@@ -96,14 +96,14 @@ def chat_ids(
 
 
 class TextStream:
-    """The text of a completion as far as it is sure: whole characters, and no part of a stop text.
+    """Decodes a completion as it grows: whole characters, up to a stop text.
 
-    A stop text and what follows it are no part of the text.
+    A stop text and what follows it are not part of the text.
 
-    What a token reads depends on its neighbours: half a character, a space that only the first
-    token lacks. So the last tokens are read again with each new one, and not fewer than it takes
-    for what comes to read as it would behind all of them: a window of :data:`_KEPT` to twice as
-    many, and longer ones where stop texts are long, or while tokens give no text or no valid UTF-8.
+    The text of a token depends on its neighbours: it may be half a character, or lack a space that
+    only the first token lacks. So the last tokens are decoded again with each new one, enough of
+    them that new text reads as it would behind all tokens: a window of :data:`_KEPT` to twice as
+    many, and more where stop texts are long, or while tokens give no text or no valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -111,13 +111,13 @@ class TextStream:
         self._held_back = max((len(text) - 1 for text in stop), default=0)
         self._kept = _KEPT + 4 * self._held_back  # a character takes four tokens at most
         self._tokens: list[int] = []
-        """The window; of its text the first ``_given`` characters were given."""
+        """The window; the first ``_given`` characters of its text were returned already."""
         self._given = 0
         self._false = 0
-        """Characters at its start that the whole text does not have so."""
+        """Characters at the window's start that differ from the whole text."""
 
     def push(self, token: int, is_last: bool = False) -> str:
-        """What ``token`` adds to the text; ``is_last``: and all that was held back."""
+        """Return the text that ``token`` adds; ``is_last``: with all that was held back."""
         self._tokens.append(token)
         text = whole = self._tokenizer.decode(self._tokens)
         starts = [text.find(stop, self._false) for stop in self._stop]
@@ -133,7 +133,7 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """What was held back, after the last token."""
+        """Return the text that was held back, after the last token."""
         return self._new(self._tokenizer.decode(self._tokens))
 
     def _new(self, text: str) -> str:
@@ -141,10 +141,10 @@ class TextStream:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Forget the start of the window, which reads ``text``, if what comes reads the same then.
+        """Drop the start of the window, whose text is ``text``, if later text reads the same then.
 
-        The last tokens must read as they do in ``text``, from what was given on; and begin with one
-        that has a text (what comes is not first then) and ends a run of bytes before it.
+        The last tokens must read as they do in ``text``, from what was returned on. Their first
+        must have a text, so that later tokens are not first, and must end a run of byte tokens.
         """
         last = self._tokens[-self._kept :]
         if last[0] in self._tokenizer.byte_ids or not self._tokenizer.decode(last[:1]):

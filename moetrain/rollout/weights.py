@@ -1,19 +1,18 @@
-"""A generator beside a trainer: its model in the compute dtype, and how new weights come to it.
+"""A generator beside a trainer: builds its model, and brings the trainer's weights into it.
 
     model, experts = replica(engine)
     generator = Generator(model, tokenizer, experts=experts)
     update = WeightUpdate(engine, generator)
     update()  # collective; again whenever the engine has stepped
 
-Every rank serves requests with all weights but the experts', of which it has those that it has in
-training: with efsdp 1 they are cast where they lie and nothing of them travels. Of the rest each
-FSDP unit is one all-gather, in the dtype that the trainer uses it in, over all ranks that cut it,
-be it for FSDP or for tensor parallelism: every rank's bytes say where in the whole they belong
-(:meth:`Layout.box_of`). No weight goes through fp32 or the host, and parameters keep their
-addresses, which graphs hold on to.
+Every rank serves requests with all weights except other ranks' experts; it has the experts that it
+trains. With efsdp 1 experts are cast where they lie, and none of them travels. Every other FSDP
+unit is one all-gather, in the dtype that the trainer computes in, over all ranks that shard it, for
+FSDP or for tensor parallelism (:meth:`Layout.box_of` says which part of the whole each rank has).
+No weight goes through fp32 or the host, and parameters keep their addresses, which graphs hold.
 
-Pipeline ranks then share what each of them has gathered of its own stages: ranks at the same place
-of their stages have the same experts, so what one has is what the others need, one broadcast each.
+Pipeline ranks then broadcast what each has gathered for its own stages: ranks at the same place of
+their stages have the same experts, so one's parameters are those that the others need.
 
 Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
 are one tensor parallel group, 2 and 3 the other::
@@ -21,8 +20,8 @@ are one tensor parallel group, 2 and 3 the other::
     rank 0 sends  a[0:1], b[0:1]       rank 1 sends  a[2:3], b[1:2]
     rank 2 sends  a[1:2], nothing      rank 3 sends  a[3:4], nothing
 
-Left out on purpose: a generator with another expert parallelism than the trainer's or none; sending
-what has changed alone.
+Left out on purpose: a generator with another degree of expert parallelism than the trainer's or
+none; sending only what has changed.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from moetrain.train.engine import Engine
 
 
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
-    """A model for a generator on this rank, without values, and how it shares the experts.
+    """Build a model for a generator on this rank, without values, and its part of the experts.
 
-    What the engine does not train and has here as generation uses it is the engine's own tensor. It
-    takes :func:`replica_bytes`, no more at any time. Its tokens go to their experts as the
-    engine's do, in exact sizes. None: this rank has all experts. Collective.
+    Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
+    The rest takes :func:`replica_bytes`, and no more at any time. Tokens travel to experts as the
+    engine's do, in counted sizes. None: this rank has all experts. Collective.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
@@ -83,7 +82,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
 
 
 def replica_bytes(engine: Engine) -> int:
-    """Of memory that :func:`replica` takes on this rank."""
+    """Return the bytes that :func:`replica` allocates on this rank."""
     total = 0
     for name, rule in engine.stages.rules.items():
         if _frozen_here(engine, name) is not None:
@@ -94,8 +93,8 @@ def replica_bytes(engine: Engine) -> int:
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
-    """The engine's own tensor of the parameter ``name``, if a replica can use that: it never
-    changes, is not cut but by experts, and lies in the dtype in which it is used."""
+    """Return the engine's own tensor of parameter ``name`` if a replica can use it: it is frozen,
+    not sharded except by experts, and has the dtype in which it is used."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
     if member is None or rule.trainable or member.local.dtype != _dtype(engine, rule):
         return None
@@ -105,26 +104,28 @@ def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
 
 
 def _dtype(engine: Engine, rule: Rule) -> torch.dtype:
-    """What a parameter is used in, in training and in generation."""
+    """Return the dtype in which training and generation compute with a parameter."""
     dtype = rule.gather or engine.model.compute_dtype
     assert dtype is not None  # place_model has set it
     return dtype
 
 
 class WeightUpdate:
-    """Brings an engine's weights into a generator's model, as often as it is called.
+    """Copies an engine's weights into a generator's model each time it is called.
 
     Attributes:
-        num_collectives: of one call.
-        num_bytes, num_bytes_received: that one call writes into the generator's parameters on this
-            rank, and that come from other ranks for it.
+        num_collectives: collectives of one call.
+        num_bytes, num_bytes_received: bytes that one call writes into the generator's parameters on
+            this rank, and bytes that come from other ranks.
     """
 
     def __init__(self, engine: Engine, generator: Generator) -> None:
-        """``generator``'s model: a :func:`replica`, or one that has all experts, of any dtype.
+        """
+        Args:
+            generator: its model is a :func:`replica`, or has all experts, in any dtype.
 
         Raises:
-            ValueError: a model of other parameters.
+            ValueError: the models have different parameters.
         """
         self.engine, self.generator = engine, generator
         targets = dict(generator.model.named_parameters())
@@ -132,7 +133,7 @@ class WeightUpdate:
             raise ValueError(f"WeightUpdate: models of other parameters: {sorted(odd)[:3]}")
         names = {id(member): name for name, member in engine.fsdp.members.items()}
         self._here: list[_Pair] = []
-        """What this rank holds all of, and the generator has a copy of."""
+        """Parameters that this rank holds whole, and that the generator has a copy of."""
         self._gathers: list[_Gather] = []
         for unit in engine.fsdp.units:
             pairs = [_Pair(m, targets[names[id(m)]].detach()) for m in unit.members]
@@ -163,7 +164,7 @@ class WeightUpdate:
                 )
             if shape == layout.local_shape:
                 self._here.append(pair)
-            elif is_expert:  # large: alone it needs no copy
+            elif is_expert:  # large, and gathered alone it needs no second copy
                 group = everyone.get_group("fsdp") if is_whole else layout.group
                 self._gathers.append(_Gather([pair], group))
             else:
@@ -173,14 +174,14 @@ class WeightUpdate:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Copy; what the generator has under way goes on with the new weights. Collective."""
+        """Update the weights; requests under way go on with the new ones. Collective."""
         self.engine.fsdp.settle()
         for pair in self._here:
             pair.target.copy_(pair.member.read())
         under_way: _Gather | None = None
         for gather in self._gathers:
             gather.start()
-            if under_way is not None:  # it has travelled while this one was packed
+            if under_way is not None:  # it travelled while this one was packed
                 under_way.finish()
             under_way = gather
         if under_way is not None:
@@ -193,7 +194,7 @@ class WeightUpdate:
         self.generator.weights_changed()
 
     def _share_stages(self) -> None:
-        """What pipeline ranks have by now, each of its own stages, to all of them."""
+        """Broadcast to all pipeline ranks what each has gathered for its own stages."""
         group = self.engine.stages.group
         works = [
             # As bytes: gloo does not know every dtype.
@@ -207,18 +208,18 @@ class WeightUpdate:
 
 @dataclass
 class _Pair:
-    """A trainer's parameter and the generator's, which have one name."""
+    """A trainer's parameter and the generator's of the same name."""
 
     member: Member
     target: torch.Tensor
 
     @property
     def is_one(self) -> bool:
-        """Whether the two are the same tensor: :func:`replica` has seen to that."""
+        """Whether the two are the same tensor, as :func:`replica` makes them where it can."""
         return self.target.data_ptr() == self.member.local.data_ptr() and self.target.numel() > 0
 
     def places(self, ranks: Sequence[int]) -> list[Box]:
-        """Where in the target each of ``ranks``' pieces belongs."""
+        """Return the slice of the target that each of ``ranks`` has."""
         layout = self.member.layout
         offset = 0 if self.target.shape == layout.shape else layout.gathered_box[0].start
         boxes = [layout.box_of(rank) for rank in ranks]
@@ -226,17 +227,17 @@ class _Pair:
 
 
 class _Gather:
-    """Parameters whose pieces travel by one all-gather, as bytes: they may differ in dtype.
+    """Parameters that travel in one all-gather, as bytes, since they may differ in dtype.
 
-    One alone whose pieces lie in rank order in the whole is gathered where it belongs. Else every
-    piece has a slot, as large as the largest rank's, and is copied out of it.
+    A single one whose pieces lie in rank order is gathered into its place. Otherwise every piece
+    has a slot, as large as the largest rank's, and is copied out of it.
     """
 
     def __init__(self, pairs: Sequence[_Pair], group: dist.ProcessGroup) -> None:
         self.pairs, self.group = pairs, group
         ranks = dist.get_process_group_ranks(group)
         self._copies: list[tuple[torch.Tensor, int, int]] = []
-        """A part of a target, the rank that sends it, and its first byte in what that one sends."""
+        """A part of a target, the rank that sends it, and its first byte in that rank's message."""
         self._starts: list[int] = []
         size, self._is_direct = 0, False
         for pair in pairs:
@@ -251,7 +252,7 @@ class _Gather:
         self._work: dist.Work | None = None
 
     def start(self) -> None:
-        """Pack what this rank sends, and send it."""
+        """Pack this rank's pieces and begin to send them."""
         if self._is_direct:
             (pair,) = self.pairs
             # As bytes here too: gloo does not know every dtype.
@@ -267,7 +268,7 @@ class _Gather:
         _, self._work = all_gather_start(bytes_N, self.group, bytes_WN)
 
     def finish(self) -> None:
-        """Wait, and copy what arrived to where it belongs."""
+        """Wait, and copy the pieces into place."""
         assert self._work is not None  # started
         self._work.wait()
         if not self._is_direct:
@@ -278,13 +279,13 @@ class _Gather:
 
 
 def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor that begins at byte ``start``."""
+    """Return the tensor that begins at byte ``start``."""
     stop = start + shape.numel() * dtype.itemsize
     return bytes_N[start:stop].view(dtype).view(shape)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory, [bytes]."""
+    """View a contiguous tensor as bytes, uint8."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -293,7 +294,7 @@ def _numel(box: Box) -> int:
 
 
 def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
-    """Whether ``places`` are as many rows of ``target`` each, in order."""
+    """Whether ``places`` are equal numbers of rows of ``target``, in order."""
     rows, *rest = target.shape
     each, left = divmod(rows, len(places))
     whole = tuple(slice(0, size) for size in rest)
