@@ -75,10 +75,8 @@ class SavePlan:
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
         intact = [path for path in list_checkpoints(self.root) if is_intact(path)]
-        return [path for path in intact[: -self.keep] if not self._is_milestone(path)]
-
-    def _is_milestone(self, path: Path) -> bool:
-        return bool(self.keep_every) and (step_of(path) or 0) % self.keep_every == 0
+        older = intact[: -self.keep]
+        return [p for p in older if not self.keep_every or (step_of(p) or 0) % self.keep_every]
 
 
 class Saved(NamedTuple):
@@ -146,7 +144,7 @@ class Saver:
         return None if self.is_writing else self.wait()
 
     def wait(self) -> Saved | None:
-        """:meth:`finished`, however long it takes."""
+        """Wait until the save is complete; otherwise like :meth:`finished`."""
         future, self._under_way = self._under_way, None
         return None if future is None else future.result()
 

@@ -71,7 +71,9 @@ def _run_micro_batch(
         whole = torch.empty(parameter.shape, dtype=dtype, device=layout.device)
         made = torch.nn.Parameter(whole, requires_grad=rules[name].trainable)
         setattr(model.get_submodule(parent), last, made)
-    _move_buffers(model, layout.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=layout.device))
     model.compute_dtype = layout.dtype
     shape = (config.train.micro_batch_size, config.data.seq_len)
     tokens_BS = torch.empty(shape, dtype=torch.int64, device=layout.device)
@@ -86,12 +88,6 @@ def _run_micro_batch(
     weights_T = torch.ones_like(targets_T, dtype=torch.float32)
     losses.append(model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0])
     torch.autograd.backward(losses)
-
-
-def _move_buffers(model: Transformer, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _run_update(config: Config, dtype: torch.dtype, layout: StepLayout) -> None:

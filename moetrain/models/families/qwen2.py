@@ -20,7 +20,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def read_windows(config: HFConfig) -> dict[str, Any]:
-    """``layer_types``, else full attention below ``max_window_layers``."""
+    """Read windows from ``layer_types``, else use full attention below ``max_window_layers``."""
     window = config["sliding_window"] if config["use_sliding_window"] else None
     types = config["layer_types"]
     if types is None:
@@ -36,7 +36,7 @@ def read_windows(config: HFConfig) -> dict[str, Any]:
 
 
 def write_windows(arch: Architecture) -> dict[str, Any]:
-    """The inverse."""
+    """Invert :func:`read_windows`."""
     windows = [arch.window(i) for i in range(arch.num_layers)]
     window = next((w for w in windows if w is not None), None)
     return {

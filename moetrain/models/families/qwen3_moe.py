@@ -30,7 +30,7 @@ class Qwen3Moe(Architecture):
 
 
 def _read_layers(config: HFConfig) -> dict[str, Any]:
-    """One window for all layers; MoE every ``decoder_sparse_step`` layers, some excepted."""
+    """Read one window for all layers, and which layers are MoE."""
     layers, step = range(config["num_hidden_layers"]), config["decoder_sparse_step"]
     dense = config["mlp_only_layers"] or []
     if step < 1:
