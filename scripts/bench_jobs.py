@@ -52,7 +52,8 @@ class Bench:
         session = self.session
         samples = ForwardBackward.model_validate(self.body).samples()
         batches = session._packed(samples)
-        session._learn(batches, Pretraining.of(session.config, session.engine.arch), self.tokens)
+        objective = Pretraining.of(session.config, session.engine.arch)
+        session.engine.forward_backward(batches, objective).total.item()  # waits, as a job does
         session._step(1e-5)
 
     def by_jobs(self, jobs: list[str]) -> None:

@@ -1,15 +1,15 @@
-"""Trajectories from a generator and an environment: many at once, each at its own pace.
+"""Collects trajectories from a generator and an environment, many at once.
 
-    collector.start(group, task, size, seed)    # puts them under way
-    collector.finish(groups)                    # until these are over; others go on meanwhile
+    collector.start(group, task, size, seed)    # begins them
+    collector.finish(groups)                    # runs until these are over; others go on meanwhile
 
-A trajectory is either being continued by the generator or waits for its environment. What fails
-(an environment that raises, takes too long or answers nonsense) ends its own trajectory, with a
-word for why. Weights may change between two calls: trajectories go on with the new ones, and every
-token keeps the version that chose it.
+A trajectory is either being continued by the generator or waits for its environment. An environment
+that raises, takes too long or answers nonsense ends its own trajectory alone, which keeps a word
+for why. Weights may change between two calls: trajectories go on with the new ones, and every token
+keeps the version that chose it.
 
-With experts shared between ranks, :meth:`Collector.finish` is collective: ranks that are done step
-along.
+With experts shared between ranks, :meth:`Collector.finish` is collective: ranks that are done take
+steps too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from moetrain.rollout.request import Completion, Request, SamplingParams
 
 logger = logging.getLogger("moetrain")
 
-PATIENCE = 0.01
-"""Seconds between looks, where nothing is left to generate and environments are at work."""
+_PATIENCE = 0.01
+"""Seconds to wait at once for environments, while there is nothing to generate."""
 
 
 @dataclass
@@ -41,19 +41,19 @@ class _Active:
 
     trajectory: Trajectory
     episode: Episode | None = None
-    """None: it is being made."""
+    """None: the environment is making it."""
     is_speaking: bool = False
-    """Whether it is with the generator; else its environment has been asked."""
+    """Whether the generator continues it; otherwise its environment was asked."""
     completion: Completion | None = None
-    """What the generator has made of this turn; None: nothing yet."""
+    """The generator's completion of this turn; None: it has no token yet."""
 
 
 class Collector:
     """All trajectories under way on this rank.
 
     Attributes:
-        generated: tokens that were generated since :meth:`reset_counts`.
-        seconds: what that took, and what was waited for environments meanwhile.
+        generated: tokens generated since :meth:`reset_counts`.
+        seconds: time spent on generation, and on waiting for environments.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Collector:
     ) -> None:
         """
         Args:
-            stop_ids: tokens that end a turn of the policy's.
-            longest: tokens of a trajectory, all told.
+            stop_ids: tokens that end a turn of the policy.
+            longest: tokens of a trajectory at most.
         """
         self.generator, self.environment, self.settings = generator, environment, settings
         self.stop_ids, self.longest = stop_ids, longest
         self.groups: dict[int, list[Trajectory]] = {}
-        """Begun and not yet taken by :meth:`finish`."""
+        """Trajectories that were begun and not yet returned by :meth:`finish`, by group."""
         self._active: dict[str, _Active] = {}
         self._calls: Calls[str] = Calls(settings.step_timeout)
         self._said: set[str] = set()
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Count from here on."""
+        """Set all counts to zero."""
         self.generated = 0
         self.seconds = {"generate": 0.0, "environment": 0.0}
 
@@ -89,10 +89,10 @@ class Collector:
     def start(
         self, group: int, task: int, size: int, seed: int, temperature: float | None = None
     ) -> None:
-        """Put ``size`` attempts at ``task`` under way, as ``group``.
+        """Begin ``size`` attempts at ``task``, as ``group``.
 
         Args:
-            seed: with the group's number, of what they sample.
+            seed: seed of their sampling, together with the group's number.
             temperature: None: ``rl.temperature``.
         """
         warm = self.settings.temperature if temperature is None else temperature
@@ -101,7 +101,7 @@ class Collector:
             self.resume(Trajectory(group, member, task, own, warm))
 
     def resume(self, trajectory: Trajectory) -> None:
-        """Take ``trajectory`` up where it is: from its task, from a checkpoint, or over."""
+        """Go on with ``trajectory``, be it new, from a checkpoint, or over."""
         self.groups.setdefault(trajectory.group, []).append(trajectory)
         if trajectory.is_over:
             return
@@ -110,7 +110,7 @@ class Collector:
         self._calls.start(name, self._enter, trajectory)
 
     def finish(self, groups: Iterable[int]) -> list[list[Trajectory]]:
-        """The trajectories of ``groups``, over; they are no longer kept here."""
+        """Run until the trajectories of ``groups`` are over, and hand them out."""
         groups = list(groups)
         waited = [t for group in groups for t in self.groups[group]]
         self._hear()
@@ -124,10 +124,10 @@ class Collector:
         return [self.groups.pop(group) for group in groups]
 
     def under_way(self) -> list[Trajectory]:
-        """All that was begun and not taken, as it is now, in an order to take it up in.
+        """Return all trajectories not handed out, as they are now, in the order to resume them in.
 
-        Here as well it goes on as it would after :meth:`resume`: nothing that was read is kept, and
-        the order is this one.
+        They go on here as they would after :meth:`resume`: the cache is emptied, and requests are
+        submitted again in this order.
         """
         speaking = {name: part for name, part in self._active.items() if part.is_speaking}
         for name, part in speaking.items():
@@ -142,7 +142,7 @@ class Collector:
     # ---- the environment's side ----------------------------------------------------------------
 
     def _enter(self, trajectory: Trajectory) -> Any:
-        """Episode and answer of a trajectory that begins; or one to which all is said again."""
+        """Return a new episode and its answer, after all actions of a resumed trajectory."""
         episode = self.environment.episode(trajectory.task)
         actions = [trajectory.tokens[start:stop] for start, stop in trajectory.actions]
         if actions:
@@ -151,11 +151,11 @@ class Collector:
         return _both(episode, answer) if isinstance(answer, Awaitable) else (episode, answer)
 
     def _hear(self) -> None:
-        """Take in what environments have answered, until the plain ones have nothing to say."""
+        """Handle the answers of environments, until no plain call is under way."""
         started = time.perf_counter()
         while True:
-            # Only then is there nothing better to do than to wait.
-            patience = 0.0 if self.generator.is_busy else PATIENCE
+            # Wait only if there is nothing to generate.
+            patience = 0.0 if self.generator.is_busy else _PATIENCE
             heard = self._calls.finished(patience)
             if not heard:
                 break
@@ -168,7 +168,7 @@ class Collector:
         trajectory = part.trajectory
         if part.episode is None and not isinstance(answer, Failed):
             part.episode, answer = answer
-            if trajectory.answers > len(trajectory.actions):  # taken up in the policy's turn
+            if trajectory.answers > len(trajectory.actions):  # resumed in the policy's turn
                 return self._speak(name, part)
         answer = self._checked(trajectory, answer)
         if isinstance(answer, Failed):
@@ -210,7 +210,7 @@ class Collector:
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed
         trajectory.fault, trajectory.detail = reason, detail
-        if reason not in self._said:  # each kind once: a bad environment has one at every call
+        if reason not in self._said:  # once a reason: a bad environment fails at every call
             self._said.add(reason)
             logger.warning(
                 "a trajectory of task %d is dropped (%s): %s; it is counted, and so will others be",
@@ -226,14 +226,14 @@ class Collector:
     # ---- the policy's side ---------------------------------------------------------------------
 
     def _room(self, trajectory: Trajectory, unread: int = 0) -> int:
-        """Tokens that the policy may still write, once it has read ``unread`` more."""
+        """Return how many tokens the policy may still write once it has read ``unread`` more."""
         return min(
             self.settings.max_tokens - trajectory.num_written,
             self.longest - len(trajectory.tokens) - unread,
         )
 
     def _speak(self, name: str, part: _Active) -> None:
-        """Let the policy go on."""
+        """Submit the policy's next turn to the generator."""
         trajectory = part.trajectory
         params = SamplingParams(
             max_tokens=self._room(trajectory),
@@ -247,7 +247,7 @@ class Collector:
         part.is_speaking = True
 
     def _follow(self, completion: Completion) -> None:
-        """A completion has gone on; at its end the environment hears of it."""
+        """Keep a completion that has one more token; pass a finished one to the environment."""
         part = self._active[completion.request_id]
         part.completion = completion
         if completion.finish_reason is None:
@@ -255,7 +255,7 @@ class Collector:
         self._take_in(part)
         part.is_speaking = False
         trajectory = part.trajectory
-        # Of all that was read so far, earlier turns too: the newest are those that count.
+        # They cover all tokens that were read so far, earlier turns included.
         trajectory.routes = None if completion.routes is None else completion.routes.numpy()
         trajectory.is_overlong = completion.finish_reason == "length"
         start = trajectory.turn_start
@@ -265,14 +265,14 @@ class Collector:
         self._calls.start(completion.request_id, _step, part.episode, action)
 
     def _take_in(self, part: _Active) -> None:
-        """Note what the generator has chosen so far."""
+        """Append the generator's tokens so far to the trajectory."""
         completion, part.completion = part.completion, None
         if completion is not None:
             part.trajectory.write(completion.tokens, completion.logprobs, completion.versions)
 
 
 def _step(episode: Episode, action: list[int]) -> Turn | Awaitable[Turn]:
-    return episode.step(action)  # where an episode that has none costs itself alone
+    return episode.step(action)  # in the call: an episode without step fails alone
 
 
 async def _both(episode: Episode, answer: Awaitable[Turn]) -> tuple[Episode, Turn]:
@@ -280,7 +280,7 @@ async def _both(episode: Episode, answer: Awaitable[Turn]) -> tuple[Episode, Tur
 
 
 async def _told_again(episode: Episode, actions: Sequence[Sequence[int]]) -> Any:
-    """What ``episode`` answers last, when all is said to it that the one before it was told."""
+    """Repeat ``actions`` to a new ``episode`` and return its last answer."""
     answer = episode.reset()
     for action in actions:
         if isinstance(answer, Awaitable):

@@ -3,10 +3,10 @@
     step:  weights into the generator, in place -> trajectories of the next prompts -> advantages
            -> packed rows -> the trainer's own log-probabilities -> one update or several
 
-The first ``rl.supervised_steps`` learn demonstrations instead. Every rank has prompts of its own;
-what came of them is known to all, so that groups, rows and what is left out do not depend on the
-mesh. A checkpoint lies between steps: with the window of prompts, what is under way and the
-engine's state it holds all there is, and a resumed run goes on with the same bits.
+The first ``rl.supervised_steps`` learn demonstrations instead. Every rank generates for its own
+prompts; all ranks know the trajectories, so that groups, rows and what is left out do not depend on
+the mesh. A checkpoint is written between steps: it holds the window of prompts, trajectories under
+way and the engine's state, and a resumed run goes on with the same bits.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from moetrain.train.setup import Session
 
 logger = logging.getLogger("moetrain")
 
-EVAL_SEED = 0
-"""A constant, as tasks that are held out are: evaluations compare over a run, and over runs."""
-CURVES = (
+_EVAL_SEED = 0
+"""Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
+_CURVES = (
     ("reward", "training", ""),
     ("eval_reward", "held out", "o"),
     ("eval_solved", "solved", "."),
@@ -56,29 +56,29 @@ CURVES = (
 
 
 class Rollout(NamedTuple):
-    """The trajectories of one step, of all ranks, and what they are worth."""
+    """The trajectories of one step, of all ranks, with their advantages."""
 
     trajectories: list[Trajectory]
     values: list[float | None]
-    """Their advantages; None: not trained."""
+    """Advantages of the trajectories; None: not trained."""
     row: dict[str, float]
-    """Figures for the metrics."""
+    """Metrics of the step."""
 
     def samples(self) -> list[Sample]:
-        """What is trained."""
+        """Return the samples to train on."""
         pairs = zip(self.trajectories, self.values, strict=True)
         return [t.sample(value) for t, value in pairs if value is not None]
 
 
 class RlTrainer(Run[Learned]):
-    """One run of reinforcement learning. ``RlTrainer(config).fit()`` is all there is to call."""
+    """One run of reinforcement learning: ``RlTrainer(config).fit()``."""
 
     def start(self, config: Config, arch: Architecture) -> Session:
         """Join the processes, and check that they have room for a generator too."""
         return Session(config, arch, sleep=config.rl.sleep)
 
     def build(self, arch: Architecture) -> None:
-        """Tasks, engine, and a generator beside it."""
+        """Open the tasks, and build the engine and a generator beside it."""
         config = self.config
         self.setup = set_up(config, arch, self.device.type)
         self.total_steps = self.setup.total_steps
@@ -90,12 +90,12 @@ class RlTrainer(Run[Learned]):
         self._build_generator()
         self.window = Window(config.rl.max_staleness * self.setup.num_groups)
         self.weights_at = -1
-        """The step whose weights the generator has."""
+        """The step whose weights the generator holds."""
         self.lr = 0.0
         self.time = TimeSplit(self.device)
         self.began_at = self.logged_at = self.step
         self.generated = self.trained = 0
-        """Tokens, of all ranks, since the run began or went on."""
+        """Tokens of all ranks since the run began or was resumed."""
         self.failing = Failing()
         self.rollout_row: dict[str, float] = {}
 
@@ -129,15 +129,15 @@ class RlTrainer(Run[Learned]):
         return f"{rl.env}: {self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
 
     def run(self) -> None:
-        self.time = TimeSplit(self.device)  # not of what lies between building and running
+        self.time = TimeSplit(self.device)  # time between building and running does not count
         super().run()
 
     # ---- one step ------------------------------------------------------------------------------
 
     def train_step(self) -> Learned:
-        """Learn demonstrations, or generate and learn."""
+        """Train on demonstrations, or generate and train."""
         rl, optim = self.config.rl, self.config.optim
-        self.clock.stop()  # it is for learning alone
+        self.clock.stop()  # it counts training alone
         if self.step < rl.supervised_steps:
             peak = optim.lr if rl.supervised_lr is None else rl.supervised_lr
             warm = optim.model_copy(update={"lr": peak, "schedule": "constant"})
@@ -156,21 +156,21 @@ class RlTrainer(Run[Learned]):
         return learned
 
     def _give_up(self) -> None:
-        """End a run whose environment answers nobody."""
+        """Save, and end a run in which every trajectory fails."""
         checkpoint = self.config.checkpoint
         saves = checkpoint.interval or checkpoint.minutes or checkpoint.at_end
         saved = f"; saved to {self.save()}" if saves else ""
         raise RunFailed(f"rl.env {shortened(self.config.rl.env)}: {self.failing.describe()}{saved}")
 
     def _begin(self) -> None:
-        """What comes before the first trajectory: where the policy starts from."""
+        """Evaluate the policy before the first trajectory, and keep it as the reference."""
         if self.config.train.eval_interval:
             self.evaluate()
         if self.config.rl.kl_coef and not self.learner.reference:
             self.learner.keep_reference()
 
     def _imitate(self) -> Learned:
-        """One update on demonstrations."""
+        """Make one update on demonstrations."""
         assert isinstance(self.environment, Demonstrates)  # set_up has seen to that
         size, limit = self.config.train.global_batch_size, self.config.rl.step_timeout
         numbers = range(self.step * size, (self.step + 1) * size)
@@ -188,11 +188,11 @@ class RlTrainer(Run[Learned]):
         return learned
 
     def _reinforce(self) -> Learned:
-        """Trajectories, and updates on them."""
+        """Generate trajectories, and make updates on them."""
         with self.time.part("offload"), self._offloaded(), self.time.part("generate"):
             rollout = self.roll_out()
         self.rollout_row, samples = rollout.row, rollout.samples()
-        if not samples:  # nothing to learn: neither momentum nor decay moves the weights
+        if not samples:  # no update, so neither momentum nor decay moves the weights
             skipped = torch.zeros((), dtype=torch.bool, device=self.device)
             return Learned(skipped, None, {"loss": 0.0, "grad_norm": 0.0})
         with self._learning(samples):
@@ -205,7 +205,7 @@ class RlTrainer(Run[Learned]):
 
     @contextmanager
     def _offloaded(self) -> Iterator[None]:
-        """Meanwhile only the engine's weights are on the device, if ``rl.offload`` says so."""
+        """Keep only the engine's weights on the device inside, if ``rl.offload`` is set."""
         if not self.config.rl.offload:
             yield
             return
@@ -216,7 +216,7 @@ class RlTrainer(Run[Learned]):
             self.engine.reload()
 
     def sync_weights(self) -> None:
-        """The generator's weights are the engine's from here on. Collective."""
+        """Copy the engine's weights to the generator, if they have changed. Collective."""
         if self.generator.is_asleep:
             with self.time.part("offload"):
                 self.generator.wake()
@@ -230,7 +230,7 @@ class RlTrainer(Run[Learned]):
     # ---- trajectories --------------------------------------------------------------------------
 
     def roll_out(self) -> Rollout:
-        """The trajectories that are due, of all ranks, in the same order on each."""
+        """Return the trajectories that are due, of all ranks, in the same order on each."""
         rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
         found = self._next_groups(self.setup.num_groups)
@@ -261,7 +261,7 @@ class RlTrainer(Run[Learned]):
         return Rollout(found, worth.values, row)
 
     def _next_groups(self, number: int) -> list[Trajectory]:
-        """The trajectories of the next ``number`` prompts, of all ranks."""
+        """Return the trajectories of the next ``number`` prompts, of all ranks."""
         begun, due = self.window.advance(number)
         for prompt in self._mine(begun):
             task = self.tasks.trained(prompt)
@@ -283,11 +283,11 @@ class RlTrainer(Run[Learned]):
         ]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
-        """Of ``numbers`` those that this rank generates."""
+        """Return those of ``numbers`` that this rank generates."""
         return [number for number in numbers if number % self.world.size == self.world.rank]
 
     def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:
-        """The trajectories of these groups and of the other ranks', once they are over."""
+        """Finish this rank's groups ``mine``, and return the trajectories of all ranks."""
         groups = self.collector.finish(mine)
         parts = gather(self.world, [t for group in groups for t in group])
         return sorted((t for part in parts for t in part), key=lambda t: (t.group, t.member))
@@ -295,7 +295,7 @@ class RlTrainer(Run[Learned]):
     # ---- evaluation and reports ----------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Log the reward on ``rl.eval_tasks`` held-out tasks, and write what was said."""
+        """Log the reward on ``rl.eval_tasks`` held-out tasks, and write their completions."""
         if not self.config.rl.eval_tasks or self.evaluated_at == self.step:
             return
         self.sync_weights()
@@ -305,9 +305,9 @@ class RlTrainer(Run[Learned]):
     def _evaluate(self) -> None:
         rl = self.config.rl
         mine = self._mine(range(rl.eval_tasks))
-        for index in mine:  # numbers below 0, which no prompt of training has
+        for index in mine:  # groups below 0, which no training prompt has
             task = self.tasks.held_out(index)
-            self.collector.start(-1 - index, task, 1, EVAL_SEED, rl.eval_temperature)
+            self.collector.start(-1 - index, task, 1, _EVAL_SEED, rl.eval_temperature)
         found = self._all_of([-1 - index for index in mine])[::-1]
         self.evaluated_at = self.step
         self.log.log(self.step, figures(found, "eval_"))
@@ -316,7 +316,7 @@ class RlTrainer(Run[Learned]):
             write_completions(found, self.tokenizer, file)
 
     def log_step(self, result: Learned) -> None:
-        """Log the step just done."""
+        """Log the step that has just ended."""
         steps, self.logged_at = max(1, self.step - self.logged_at), self.step
         seconds = {name: taken / steps for name, taken in self.time.take().items()}
         row: dict[str, float | None] = {
@@ -339,16 +339,16 @@ class RlTrainer(Run[Learned]):
         self.log.say(line_of(seconds))
 
     def finish(self) -> None:
-        """What a run leaves behind beside its checkpoint: an evaluation, a plot, weights."""
+        """Evaluate, export the weights, plot the curves, and log where the time went."""
         self.evaluate()
         self.export(self.tokenizer, self.tokenizer.chat_template)
         if self.world.is_main:
-            plot_curves(self.log.path, self.folder / "reward.png", CURVES, "reward")
+            plot_curves(self.log.path, self.folder / "reward.png", _CURVES, "reward")
         for line in self._summary():
             self.log.say(line)
 
     def _summary(self) -> list[str]:
-        """Where the time has gone since the run began or went on, and what came of it."""
+        """Summarise time and rates since the run began or was resumed, a line each."""
         self.time.take()
         total, size = self.time.total, self.world.size
         whole = sum(total.values())
@@ -369,7 +369,7 @@ class RlTrainer(Run[Learned]):
 
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
-        """Meanwhile ``samples`` are learned, and the clock runs."""
+        """Run the clock, with the generator asleep if it must be, while ``samples`` are trained."""
         if self.session.sleep != "never" and not self.generator.is_asleep:
             with self.time.part("offload"):
                 self.generator.sleep(weights=self.session.sleep == "all")
@@ -436,13 +436,13 @@ class RlTrainer(Run[Learned]):
 
 
 def worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
-    """How many groups have a trajectory that is trained."""
+    """Count the groups with a trajectory that is trained."""
     pairs = zip(trajectories, worth.values, strict=True)
     return len({t.group for t, value in pairs if value is not None})
 
 
 def _shown(number: int, marked: Demonstration) -> Sample:
-    """A demonstration, as what is learned of it."""
+    """Make a demonstration a sample to train on."""
     n = len(marked.tokens)
     return Sample(
         torch.tensor(marked.tokens).numpy(),

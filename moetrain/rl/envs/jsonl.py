@@ -1,8 +1,8 @@
-"""Prompts from a jsonl file, and answers scored by a function: the user's, or one of ours.
+"""Prompts from a jsonl file, and answers scored by a function, of the user or of ours.
 
 A line holds ``prompt`` (text) or ``messages`` (a conversation, by the chat template, with the
 ``tools``, ``documents`` and ``chat_template_kwargs`` of the line), and whatever the reward function
-wants to know: ``answer``, for those that are shipped.
+needs: ``answer``, for ours.
 
     def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
     rl.reward = "file.py:reward"
@@ -31,7 +31,7 @@ Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
 
 
 class Jsonl(TextEnvironment):
-    """The lines of ``path``, each a problem, scored by what ``reward`` names."""
+    """The lines of ``path`` as problems, scored by the function that ``reward`` names."""
 
     def __init__(self, prompts: Prompts, path: str, reward: str) -> None:
         super().__init__(prompts)
@@ -46,17 +46,17 @@ class Jsonl(TextEnvironment):
 
     def problem(self, task: int) -> Problem:
         line = self.lines[task]
-        prompt = line.get("prompt")  # null, in files that were tables, where the other is there
+        prompt = line.get("prompt")  # null in files made of tables, where messages has a value
         if prompt is None:
             return Problem(line["messages"], facts=line, record=line)
         return Problem(prompt, facts=line)
 
     def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
-        return self.reward(copy.deepcopy(problem.facts), answer)  # theirs to change
+        return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
 
 
 def find_reward(name: str) -> Reward:
-    """The function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``.
+    """Return the function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``.
 
     Raises:
         ConfigError: there is none, it cannot be called with a line and an answer, or the package
@@ -67,7 +67,7 @@ def find_reward(name: str) -> Reward:
     reward = load_function(name, "rl.reward", ", ".join(_SHIPPED))
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # a function in C need not have one
+    except (TypeError, ValueError):  # a function in C may have no signature
         return reward
     try:
         signature.bind({}, "")
@@ -82,7 +82,7 @@ def _exact() -> Reward:
 
 
 def _math() -> Reward:
-    """By math-verify, which understands LaTeX and numbers written in different ways."""
+    """Score with math-verify, which understands LaTeX and different ways to write a number."""
     if importlib.util.find_spec("math_verify") is None:
         problem = "'math' needs math-verify, which is not installed; pip install 'moetrain[rl]'"
         raise ConfigError("rl.reward", problem)
@@ -101,8 +101,8 @@ _SHIPPED: dict[str, Callable[[], Reward]] = {"exact": _exact, "math": _math}
 
 
 class _AsItIsNow(importlib.machinery.SourceFileLoader):
-    """Compiles what the file holds; Python's own takes what it compiled before for a file that was
-    edited within the same second and is as long as it was."""
+    """Compiles the file anew; Python's own loader takes its cached byte code for a file that was
+    edited within the same second and kept its length."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -110,10 +110,10 @@ class _AsItIsNow(importlib.machinery.SourceFileLoader):
 
 
 def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
-    """The function (or class) ``file.py:name``; importing runs the file.
+    """Import the function or class ``file.py:name``, which runs the file.
 
     Raises:
-        ConfigError: no such file or name; ``field`` and the ``others`` it may be are in the line.
+        ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
     """
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
@@ -121,12 +121,12 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
         raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
     if path.suffix != ".py":
         raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
-    module_name = f"moetrain_user_{path.stem.replace('.', '_')}"  # a dot: it is in a package
+    module_name = f"moetrain_user_{path.stem.replace('.', '_')}"  # a dot would mean a package
     loader = _AsItIsNow(module_name, str(path))
     spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # where dataclasses, and pickle, look for it
+    sys.modules[module_name] = module  # dataclasses and pickle look it up
     try:
         loader.exec_module(module)
         found = getattr(module, key)
@@ -140,7 +140,7 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        texts = path.read_text("utf-8").split("\n")  # text may hold other line ends
+        texts = path.read_text("utf-8").split("\n")  # JSON text may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("rl.prompts", f"cannot read {str(path)!r}: {error}") from None
     lines = []
