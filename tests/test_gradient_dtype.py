@@ -81,8 +81,8 @@ def completed(bucket, gradient_N):
     wide_N = gradient_N.float()
     if bucket.replicas is not None:
         dist.all_reduce(wide_N, group=bucket.replicas)
-    if bucket.twin is not None:
-        wide_N = wide_N + bucket.twin.exchange(wide_N)
+    if bucket.tied is not None:
+        wide_N = wide_N + bucket.tied.exchange(wide_N)
     return wide_N.bfloat16()
 
 

@@ -311,10 +311,10 @@ def hosted(engine):
 def check_share(engine, fraction):
     """As near as whole buckets allow, but for what another stage has too."""
     sizes = {id(b): b.shard_N.numel() for b in engine.fsdp.buckets if b.is_trained}
-    twins = sum(b.shard_N.numel() for b in engine.fsdp.buckets if b.twin is not None)
+    tied = sum(b.shard_N.numel() for b in engine.fsdp.buckets if b.tied is not None)
     taken = sum(sizes[id(bucket)] for bucket in hosted(engine))
-    assert 0 < taken <= sum(sizes.values()) - twins
-    assert abs(taken - fraction * sum(sizes.values())) <= max(sizes.values()) / 2 + twins
+    assert 0 < taken <= sum(sizes.values()) - tied
+    assert abs(taken - fraction * sum(sizes.values())) <= max(sizes.values()) / 2 + tied
 
 
 def train_with(fraction, words, micro=MICRO, steps=4, **kwargs):

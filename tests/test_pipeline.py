@@ -207,8 +207,8 @@ def check(name, answers, expected):
     gradients, biases = {}, {}
     for numbers, mine, buffers in answers:
         for parameter, gradient in mine.items():
-            twin = gradients.setdefault(parameter, gradient)
-            assert torch.equal(twin, gradient), f"{name}: copies of {parameter} differ"
+            copy = gradients.setdefault(parameter, gradient)
+            assert torch.equal(copy, gradient), f"{name}: copies of {parameter} differ"
         biases |= buffers
         compare({name: (numbers, expected[1], {})}, expected, TOLERANCE)
     assert biases.keys() == expected[2].keys()

@@ -30,7 +30,7 @@ from moetrain.models.rules import ADAPTER, PartStyle, part_styles
 from moetrain.models.transformer import Transformer, compile_blocks, set_recomputation
 from moetrain.parallel.expert.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Transport
-from moetrain.parallel.fsdp.bucket import Twin
+from moetrain.parallel.fsdp.bucket import TiedCopy
 from moetrain.parallel.fsdp.copy_engines import connect
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.shard import draw_values, shard_model
@@ -69,14 +69,14 @@ def parallelize(
         reshard=resharded_blocks(config, meshes.dims.world_size, len(units)),
         reduce_last=parallel.reduce_at == "last",
     )
-    shared = None if stages.twin is None else model.embed
+    shared = None if stages.tied_rank is None else model.embed
     state: dict[str, Any] = {"gradient_dtype": getattr(torch, config.optim.gradient_dtype)}
     state |= {"host_share": config.optim.offload_fraction, "shared": shared}
     shard_model(model, stages.rules, units, meshes, fsdp, dtype, **state)
-    if stages.twin is not None:
-        twin = Twin(stages.group, stages.twin)
+    if stages.tied_rank is not None:
+        tied = TiedCopy(stages.group, stages.tied_rank)
         (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
-        bucket.twin = twin
+        bucket.tied = tied
     connect(fsdp.engines, fsdp.buckets, parallel, meshes.everyone)
     model.sharding = fsdp
     if meshes.dims.tp > 1:

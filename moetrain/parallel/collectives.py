@@ -1,4 +1,4 @@
-"""Collectives: torch's, under names every supported version has, and the two that FSDP is made of.
+"""Collectives: torch's under names that every supported version has, and FSDP's own two.
 
 Gradients are reduced in one of three modes:
 
@@ -8,10 +8,12 @@ Gradients are reduced in one of three modes:
     fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
     bf16        rows are reduce-scattered in their own dtype.
 
-Both return while they are under way, and write into buffers that may be given.
+Both return while they are under way, and write into buffers that may be given. Inside blocks
+tokens are exchanged by :func:`all_gather_rows` and :func:`sum_scatter_rows`, functional collectives
+that the compiler sees.
 
-Left out on purpose: padding (every rank gives rows of one length), cutting long tensors into
-buckets (any length is one call), and anything that the compiler could trace.
+Left out on purpose: padding (every rank gives rows of one length), and cutting long tensors into
+buckets (any length is one call).
 
 Legend: W ranks of the group, N elements of one rank's row.
 """
@@ -43,19 +45,19 @@ else:
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group whose ``group_name`` is ``name``."""
+    """Give the process group whose ``group_name`` is ``name``."""
     # torch has no public way back from a name; 2.13 gives names a type of their own.
     return distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
 def all_gather_rows(x_ND: torch.Tensor, group: str) -> torch.Tensor:
-    """Every rank's rows, in rank order; a functional collective, which the compiler sees."""
+    """Gather every rank's rows, in rank order."""
     return functional.wait_tensor(_all_gather(x_ND, 0, group))
 
 
 def sum_scatter_rows(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """This rank's T / W rows of the sum of every rank's ``y_TD``: summed in fp32 in rank order, and
-    rounded once. A functional all-to-all, and the op that adds up."""
+    """Give this rank's T / W rows of the sum of every rank's ``y_TD``, made in fp32 in rank order
+    and rounded once."""
     arriving_TD = functional.wait_tensor(functional.all_to_all_single(y_TD, None, None, group))
     out_N = y_TD.new_empty(y_TD.numel() // ranks)
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, y_TD.shape[1])
@@ -64,7 +66,7 @@ def sum_scatter_rows(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor
 def all_gather_start(
     x_N: torch.Tensor, group: dist.ProcessGroup, out_WN: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """``x_WN`` (every rank's ``x_N``, in rank order; ``out_WN``) and the work that fills it."""
+    """Begin to gather every rank's ``x_N`` in rank order; gives ``x_WN`` and the work."""
     x_WN = x_N.new_empty(group.size(), x_N.shape[0]) if out_WN is None else out_WN
     # Flat, because gloo does not stack.
     return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)
@@ -74,7 +76,7 @@ class PendingReduce(NamedTuple):
     """A reduce-scatter under way."""
 
     work: dist.Work | None
-    """None: there is nothing to wait for."""
+    """The collective, if there is one to wait for."""
     arriving: torch.Tensor
     """[W or 1, N]: rows that add up to the result, once ``work`` is done."""
     out_N: torch.Tensor
@@ -82,7 +84,7 @@ class PendingReduce(NamedTuple):
     squares_B: torch.Tensor | None
 
     def finish(self) -> torch.Tensor:
-        """Waits, and adds up in fp32 into ``out_N``, which it returns."""
+        """Wait, and add up in fp32 into ``out_N``, which it returns."""
         if self.work is not None:
             self.work.wait()
         return sum_chunks(
@@ -102,7 +104,7 @@ def reduce_scatter_start(
     mode: ReduceMode,
     squares_B: torch.Tensor | None = None,
 ) -> PendingReduce:
-    """Begins to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
+    """Begin to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
 
     Args:
         chunks_WN: bf16, fp16 or fp32, contiguous, one row for each rank in order. It must not

@@ -1,4 +1,4 @@
-"""Where a parameter lies: its global shape, and the piece of it that a rank holds, on any mesh.
+"""A parameter's layout: its global shape, and the piece of it that a rank holds, on any mesh.
 
 A parameter is cut twice: over tensor (or expert) parallel ranks by its rule's style, then its first
 dim over FSDP ranks; each time in equal pieces, the last ones shorter or empty (``torch.chunk``'s
@@ -37,15 +37,15 @@ Box = tuple[slice, ...]
 
 
 class Sliced(Protocol):
-    """A tensor, or one that lies in a file, of which parts can be had."""
+    """A tensor in memory or in a file, whose parts are read by slicing."""
 
     def __getitem__(self, box: Any, /) -> torch.Tensor:
-        """The part in ``box``."""
+        """Give the part in ``box``; for ``()``, all of it."""
         ...
 
 
-class Sliceable(Protocol):
-    """A whole tensor of which any part can be had: a tensor, or one that lies in files."""
+class Sliceable(Sliced, Protocol):
+    """A whole tensor, of known shape and dtype, whose parts are read by slicing."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -53,35 +53,32 @@ class Sliceable(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def __getitem__(self, box: Any, /) -> torch.Tensor:
-        """The part in ``box``; of ``()``, all of it."""
-        ...
-
 
 class TensorSlice(NamedTuple):
-    """What a rank holds of a whole tensor: ``whole[box]``."""
+    """A rank's part of a whole tensor: ``whole[box]``."""
 
     tensor: torch.Tensor
     shape: Sequence[int]
-    """Of the whole."""
+    """The shape of the whole."""
     box: Box
     copy: int = 0
-    """This rank's number among those that hold this very part, ..."""
+    """This rank's number among those that hold this very part."""
     copies: int = 1
-    """... and how many they are."""
+    """How many ranks hold this very part."""
 
     @classmethod
     def all_of(cls, tensor: torch.Tensor) -> TensorSlice:
-        """Of a tensor that this rank alone has."""
+        """Wrap a whole tensor that this rank alone has."""
         return cls(tensor, tensor.shape, full_box(tensor.shape))
 
     def is_written_here(self, name: str) -> bool:
-        """Whether this rank writes it for all that hold it: each a like share of the names."""
+        """Tell whether this rank writes the part ``name`` for all that hold it; each writes a like
+        share of the names."""
         return zlib.crc32(name.encode()) % self.copies == self.copy
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Give the box of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
@@ -95,7 +92,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: torch.Size, style: ParameterStyle, meshes: Meshes) -> Layout:
-        """How ``style`` lays out a parameter of ``shape`` over the ranks of ``meshes``."""
+        """Lay out a parameter of ``shape`` over the ranks of ``meshes`` as ``style`` says."""
         if style == "expert":
             return cls(shape, style, meshes.expert_parameters)
         is_split = isinstance(STYLES[style], Shard)
@@ -109,21 +106,21 @@ class Layout:
 
     @cached_property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this very piece; None: this one alone."""
+        """The ranks that hold this very piece, or None if this one alone does."""
         return self.mesh.get_group(0) if self.mesh.size(0) > 1 else None
 
     @cached_property
     def gathered_box(self) -> Box:
-        """What the FSDP ranks of this one hold together."""
+        """The part that the FSDP ranks of this one hold together."""
         return self._gathered_box(self.mesh.get_local_rank(1))
 
     @cached_property
     def box(self) -> Box:
-        """What this rank holds."""
+        """The part that this rank holds."""
         return self._part(self.gathered_box, self.mesh.get_local_rank(2))
 
     def box_of(self, rank: int) -> Box:
-        """What ``rank`` of the world holds, which must be one of the mesh's."""
+        """Give the part that ``rank`` of the world holds, which must be one of the mesh's."""
         _, part, shard = (self.mesh.mesh == rank).nonzero()[0].tolist()
         return self._part(self._gathered_box(part), shard)
 
@@ -140,41 +137,41 @@ class Layout:
         return slice(rows.start + mine.start, rows.start + mine.stop), *rest
 
     def part(self, local: torch.Tensor) -> TensorSlice:
-        """``local``, which this rank holds of the whole."""
-        return TensorSlice(local, self.shape, self.box, self._place[0], self.mesh.size(0))
+        """Wrap ``local``, this rank's piece, as a part of the whole."""
+        return TensorSlice(local, self.shape, self.box, self._coordinate[0], self.mesh.size(0))
 
     def common(self, tensor: torch.Tensor) -> TensorSlice:
-        """``tensor``, which every rank of the mesh has whole."""
+        """Wrap ``tensor``, which every rank of the mesh has whole."""
         number = 0
-        for axis, index in enumerate(self._place):
+        for axis, index in enumerate(self._coordinate):
             number = number * self.mesh.size(axis) + index
         return TensorSlice.all_of(tensor)._replace(copy=number, copies=self.mesh.size())
 
     @property
-    def _place(self) -> Sequence[int]:
-        """This rank's, along the axes of the mesh."""
+    def _coordinate(self) -> Sequence[int]:
+        """This rank's coordinate on the mesh."""
         place = self.mesh.get_coordinate()
         assert place is not None  # a rank has layouts on its own meshes alone
         return place
 
     @property
     def local_shape(self) -> torch.Size:
-        """Of :attr:`box`."""
+        """The shape of :attr:`box`."""
         return _shape(self.box)
 
     @property
     def gathered_shape(self) -> torch.Size:
-        """Of :attr:`gathered_box`."""
+        """The shape of :attr:`gathered_box`."""
         return _shape(self.gathered_box)
 
     @property
     def padded_numel(self) -> int:
-        """Numbers of the largest rank's piece: what each gives to a gather."""
+        """How many numbers the largest rank's piece has, which each gives to a gather."""
         rows, *rest = self.gathered_shape
         return math.ceil(rows / self.mesh.size(2)) * math.prod(rest)
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """This rank's ``local`` as the whole's DTensor."""
+        """Make the whole's DTensor from this rank's ``local``."""
         return DTensor.from_local(
             local,
             self.mesh,
@@ -185,7 +182,7 @@ class Layout:
         )
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole, of which every rank has its ``local``. Collective."""
+        """Gather the whole from every rank's ``local``. Collective."""
         # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
         whole = _gather_rows(local, self.gathered_shape[0], self.group)
         placement = STYLES[self.style]
@@ -197,8 +194,8 @@ class Layout:
     def overlap(
         self, place: tuple[int | slice, ...]
     ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
-        """Of ``whole[place]`` what lies here: where in this rank's piece, and where in what was
-        asked for; None: nothing does."""
+        """Find what this rank holds of ``whole[place]``: the place in its piece and the place in
+        what was asked for, or None if it holds nothing of it."""
         target: list[int | slice] = []
         source: list[slice] = []
         for dim, mine in enumerate(self.box):
@@ -218,7 +215,7 @@ class Layout:
 
 
 def chunk_of(size: int, ranks: int, rank: int) -> slice:
-    """Which of ``size`` rows are ``rank``'s, by ``torch.chunk``'s rule."""
+    """Give ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
     rows = math.ceil(size / ranks)
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
 
@@ -228,7 +225,7 @@ def _shape(box: Sequence[slice]) -> torch.Size:
 
 
 def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The ``rows`` rows that the ranks of ``group`` hold by :func:`chunk_of`, in order."""
+    """Gather the ``rows`` rows that the ranks of ``group`` hold by :func:`chunk_of`."""
     if group.size() == 1:
         return local.contiguous()
     padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])

@@ -1,4 +1,4 @@
-"""Parameters that travel together: one flat shard a rank, its gradient, and where it is gathered.
+"""A bucket of parameters that travel together: a flat shard a rank, its gradient, its gathering.
 
 A :class:`Bucket` is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.peers`):
 its members lie end to end in one flat shard, each padded to the same length on every rank. A
@@ -32,7 +32,7 @@ from moetrain.parallel.offload.arena import Arena, aligned
 
 Gathering = dist.Work | Copied
 Reducing = PendingReduce | Copied
-"""What is under way: :meth:`wait` and :meth:`finish` let the current stream go on afterwards."""
+"""Work under way; :meth:`wait` and :meth:`finish` let the current stream go on when it is done."""
 
 
 class GatherBuffer:
@@ -42,18 +42,18 @@ class GatherBuffer:
         self.device = device
         self.size = 0
         self.owner: object | None = None
-        """What is unsharded there now."""
-        self.tenant: object | None = None
-        """Whose values lie there, in use or not; None: nobody's."""
+        """The unit that is unsharded there now."""
+        self.content_of: object | None = None
+        """The unit whose values lie there, in use or not."""
         self._memory: torch.Tensor | None = None
 
     def reserve(self, size: int) -> None:
-        """Be large enough for ``size`` bytes, before the first use."""
+        """Make room for ``size`` bytes, before the first use."""
         self.size = max(self.size, size)
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it, as bytes; allocated at the first use."""
+        """The whole buffer as bytes; allocated at the first use."""
         if self._memory is None:
             self._memory = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         elif not self.memory_in_use():
@@ -61,12 +61,12 @@ class GatherBuffer:
         return self._memory
 
     def memory_in_use(self) -> int:
-        """Bytes that are allocated now."""
+        """Count the bytes that are allocated now."""
         return 0 if self._memory is None else self._memory.untyped_storage().size()
 
     def free(self) -> None:
         """Give the memory back until the next use; tensors in it stay, and have no values."""
-        self.tenant = None
+        self.content_of = None
         if self._memory is not None:
             self._memory.untyped_storage().resize_(0)
 
@@ -77,7 +77,7 @@ class Member:
 
     module: nn.Module
     name: str
-    """Under which ``module`` holds it."""
+    """The name under which ``module`` holds it."""
     parameter: nn.Parameter
     """The DTensor that ``named_parameters`` shows."""
     local: torch.Tensor
@@ -86,23 +86,24 @@ class Member:
     layout: Layout
     rule: Rule
     start: int
-    """Where its padded shard lies in the bucket, in numbers; ``layout.padded_numel`` long."""
+    """The place of its padded shard in the bucket, in numbers; ``layout.padded_numel`` long."""
     share: float
-    """Of the value, what a rank uses: 1, or 1/tp where tensor parallel ranks' uses are added up."""
+    """The part of the value that a rank uses: 1, or 1/tp where tensor parallel ranks' uses are
+    added up."""
     float8: Float8Shard | None = None
-    """Of which :attr:`local` is codes; None: it is the values."""
+    """The storage whose codes :attr:`local` is; None where that is the values."""
 
     def piece_of(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """Of what is as long as the bucket's shard, what lies where this member's piece does."""
+        """Cut out of ``flat_N``, as long as the bucket's shard, the part at this member's place."""
         shape = self.layout.local_shape
         return flat_N[self.start :][: shape.numel()].view(shape)
 
     def read(self) -> torch.Tensor:
-        """This rank's piece as values: :attr:`local`, or a copy."""
+        """Give this rank's piece as values: :attr:`local`, or a copy."""
         return self.local if self.float8 is None else self.float8.read(self.start, self.local.shape)
 
     def write(self, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Copy what is here of ``parameter[place] = tensor``, of which only that is read."""
+        """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it."""
         if (overlap := self.layout.overlap(place)) is None:
             return
         here, there = overlap
@@ -112,15 +113,15 @@ class Member:
             self.float8.write(self.start, self.local.shape, here, tensor[there])
 
 
-class Twin(NamedTuple):
-    """Another rank with a copy of the same shard."""
+class TiedCopy(NamedTuple):
+    """The pipeline rank that holds the tied embedding's other copy."""
 
     group: dist.ProcessGroup
     rank: int
     """In the group."""
 
     def exchange(self, x_N: torch.Tensor) -> torch.Tensor:
-        """What the twin gives for ``x_N``; both call it."""
+        """Send ``x_N`` and give the other rank's; both call it."""
         theirs_N = torch.empty_like(x_N)
         pairs = ((dist.isend, x_N), (dist.irecv, theirs_N))
         ops = [dist.P2POp(op, x, group=self.group, group_peer=self.rank) for op, x in pairs]
@@ -136,58 +137,58 @@ class Bucket:
     members: list[Member]
     shard_N: torch.Tensor
     dtype: torch.dtype
-    """What it is gathered in."""
+    """The dtype it is gathered in."""
     gradients: Arena
-    """Where its gradient lies, ..."""
+    """The memory of its gradient."""
     gradient_dtype: torch.dtype
-    """... and in what: sums, which are made in fp32, are rounded to it as they are stored."""
+    """The dtype of its gradient: sums are made in fp32, and rounded to it as they are stored."""
     host: HostShard | None = None
-    """Of which :attr:`shard_N` is the master; None: the shard is on the device."""
+    """The storage whose master :attr:`shard_N` is; None where the shard is on the device."""
     float8: Float8Shard | None = None
-    """Of which :attr:`shard_N` is the codes, and which is gathered; None: the shard is values."""
+    """The storage whose codes :attr:`shard_N` is; None where the shard is values."""
     gradient_N: torch.Tensor | None = None
-    """This step's; None: there is none yet, or never."""
+    """This step's gradient, once there is one."""
     squares_B: torch.Tensor | None = None
-    """fp32, of that gradient: each block's sum of squares, as its last reduction left them."""
+    """fp32: each block's sum of squares of the gradient, as the last reduction left them."""
     has_gradient: bool = False
     unreduced_WN: torch.Tensor | None = None
     """fp32: gradients of earlier micro-batches that are still to travel."""
-    twin: Twin | None = None
-    """The pipeline rank with the same shard, whose gradient is of another use of it; None: none."""
+    tied: TiedCopy | None = None
+    """Of a tied embedding, the rank with the other copy, whose gradient is of another use."""
     peers: Peers | None = None
-    """The group's ranks, if they copy from one another; None: it travels by collectives."""
+    """The group's ranks, if they copy from one another; else the bucket travels by collectives."""
     peers_start: int = 0
-    """Where in what they share the shard lies."""
+    """The shard's place in the memory that they share."""
     _gathered_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     _cast_N: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """Where the shard lies as it is gathered, if that is another dtype, or for peers to read."""
+    """A copy of the shard as it is gathered, in another dtype or for peers to read."""
     _version: int | None = None
-    """Of the shard, when it was last written there; None: something else may lie there since."""
+    """The shard's version when that copy was written; None if something else may lie there."""
     _rows: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that gather it."""
+        """The ranks that gather the bucket."""
         return self.members[0].layout.group
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """Ranks that hold this very shard, over which its gradient is still to be summed."""
+        """The ranks that hold this very shard, over which its gradient is summed last."""
         return self.members[0].layout.replicas
 
     @property
     def is_trained(self) -> bool:
-        """Whether its members have gradients."""
+        """Whether the members have gradients."""
         return self.members[0].rule.trainable
 
     @property
     def source_N(self) -> torch.Tensor:
-        """What the device has of the shard, whose values :meth:`start_gather` sees to."""
+        """The shard on the device; :meth:`start_gather` sees to its values."""
         return self.shard_N if self.host is None else self.host.copy_N
 
     @property
     def is_never_sharded(self) -> bool:
-        """Whether what is used is what the device has."""
+        """Whether blocks use the shard itself."""
         return self.group.size() == 1 and self.dtype == self.source_N.dtype
 
     @property
@@ -199,44 +200,42 @@ class Bucket:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the shard is gathered in another dtype than what the device has."""
+        """Whether the shard is gathered in another dtype than the device has it in."""
         return self.dtype != self.source_N.dtype
 
     @property
     def is_fresh(self) -> bool:
-        """Whether what lies in :attr:`cast_N`, or what a host's shard has on the device, is the
-        shard as it is now.
+        """Whether :attr:`cast_N`, or the device's copy of a host's shard, is up to date.
 
-        Every change in place counts, through whatever view of the shard, or a member's DTensor.
+        Every change in place counts, through whatever view of the shard or a member's DTensor.
         """
         return self._version == self._changes()
 
     def _changes(self) -> int:
-        """Of the shard so far: autograd counts them, for all views of a tensor together."""
+        """Count the shard's changes, which autograd does for all views of a tensor together."""
         members = sum(member.parameter._version for member in self.members)
         return self.shard_N._version + members
 
     @property
     def cast_N(self) -> torch.Tensor:
-        """Memory for the shard in the dtype it is gathered in, once it is laid out: where a gather
-        would bring it, so that it need not bring it; or what it is to be copied out from."""
+        """Memory for the shard in the dtype it is gathered in, once that is laid out: the very
+        place that a gather would copy it to, or a place of its own."""
         if self.needs_copies and not self._cast_N.numel():
             self._cast_N = torch.empty_like(self.shard_N, dtype=self.dtype)
         return self._cast_N
 
     def mark_fresh(self) -> None:
-        """Say that :attr:`cast_N`, or the copy of a host's shard, was written."""
+        """Note that :attr:`cast_N`, or the copy of a host's shard, was written."""
         self._version = self._changes()
 
     @property
     def update_N(self) -> torch.Tensor | None:
-        """Where peers read what an update changes, if the update is to write it; None: they do not,
-        or as it is in the master."""
+        """The copy that peers read, if an update must write it beside the master."""
         is_there = self.peers is not None and self._cast_N.numel() > 0
         return self._cast_N if is_there and self.is_cast else None
 
     def share(self) -> None:
-        """Let peers, who share memory and do not read it meanwhile, read the shard as it is now."""
+        """Bring the copy that peers read up to date; they do not read it meanwhile."""
         assert self.peers is not None
         if not self._cast_N.numel():
             self._cast_N = self.peers.own(self.peers_start, self.shard_N.numel(), self.dtype)
@@ -254,16 +253,16 @@ class Bucket:
 
     @property
     def _lies_apart(self) -> bool:
-        """Whether :attr:`cast_N` is no part of where members lie gathered."""
+        """Whether :attr:`cast_N` has memory of its own, apart from the gathered members."""
         return self.needs_copies or self.peers is not None
 
     def leave(self) -> None:
-        """Where members lie gathered something else may lie from now on; no host's copy does."""
+        """Note that the memory of the gathered members may be overwritten from now on."""
         if self.host is None and not self._lies_apart:
             self._version = None
 
     def release(self) -> None:
-        """Give the memory of :attr:`cast_N` back, where it has some of its own."""
+        """Free the memory of :attr:`cast_N`, where it has some of its own."""
         if self.host is None and self._lies_apart:
             self._cast_N, self._version = torch.empty(0), None
 
@@ -271,19 +270,19 @@ class Bucket:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of what a gather writes."""
+        """The bytes that a gather writes."""
         if self.float8 is not None:
             return aligned(self.group.size() * self.float8.bytes.numel())
         return aligned(self.group.size() * self.shard_N.numel() * self.dtype.itemsize)
 
     @property
     def staging_bytes(self) -> int:
-        """Of what is gathered to be copied out."""
+        """The bytes that are gathered to be copied out."""
         return self.gathered_bytes if self.needs_copies and self.group.size() > 1 else 0
 
     @property
     def region_bytes(self) -> int:
-        """Of where the members lie gathered, in the end."""
+        """The bytes that the gathered members take in the end."""
         if self.is_never_sharded:
             return 0
         if not self.needs_copies:
@@ -292,7 +291,7 @@ class Bucket:
         return sum(aligned(numel * self.dtype.itemsize) for numel in numels)
 
     def lay_out(self, memory: torch.Tensor) -> None:
-        """Let members lie gathered in ``memory``, of ``region_bytes``."""
+        """Place the gathered members in ``memory``, of :attr:`region_bytes`."""
         whole_N = self.source_N.detach() if self.is_never_sharded else memory.view(self.dtype)
         self._gathered_N, self._rows, start = whole_N, [], 0
         for member in self.members:
@@ -306,7 +305,7 @@ class Bucket:
             self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
 
     def start_gather(self, staging: torch.Tensor) -> Gathering | None:
-        """Begin to gather, where members lie or, if they are to be copied out, to ``staging``."""
+        """Begin to gather, to the members' place or, if they are copied out, to ``staging``."""
         if self.host is not None:
             self.host.wait()
             if not self.is_fresh:
@@ -333,7 +332,7 @@ class Bucket:
         return all_gather_start(sent_N, self.group, target_WN)[1]
 
     def copy_out(self, staging: torch.Tensor) -> None:
-        """Copy members from ``staging`` to where they lie, if they are to be copied."""
+        """Copy members from ``staging`` to their place, if they are copied out."""
         if not self.needs_copies:
             return
         if self.float8 is not None:
@@ -355,7 +354,7 @@ class Bucket:
                 target.copy_(part_WN.reshape(-1)[: row.numel()])
 
     def rows(self) -> list[torch.Tensor]:
-        """The gathered parameters, in the order of members; new tensors, for autograd to mark."""
+        """Give the gathered parameters in the order of members, as new tensors for autograd."""
         return [
             row.view(row.shape) if member.share == 1 else row * member.share
             for member, row in zip(self.members, self._rows, strict=True)
@@ -369,8 +368,8 @@ class Bucket:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         Every rank must call this, even without gradients (None counts as 0): others wait for it.
-
-        ``now``: else they are added up in fp32 here, until a later call or :meth:`flush` sends all.
+        Without ``now`` they are added up in fp32 here, until a later call or :meth:`flush` sends
+        all.
         """
         chunks_WN = self._chunks(gradients)
         if self.unreduced_WN is not None:
@@ -382,7 +381,7 @@ class Bucket:
         return self._send(chunks_WN, mode)
 
     def flush(self, mode: ReduceMode) -> Reducing | None:
-        """Begin to sum what :meth:`start_reduce` has kept back."""
+        """Begin to sum the gradients that :meth:`start_reduce` has kept back."""
         chunks_WN, self.unreduced_WN = self.unreduced_WN, None
         return None if chunks_WN is None else self._send(chunks_WN, mode)
 
@@ -413,17 +412,17 @@ class Bucket:
 
     @property
     def is_reduced_at_once(self) -> bool:
-        """Whether a reduction over the group leaves nothing to be added to its gradient."""
-        return self.replicas is None and self.twin is None
+        """Whether a reduction over the group completes the gradient."""
+        return self.replicas is None and self.tied is None
 
     def give_gradient(self) -> None:
-        """Let the host, if the shard is there, have the gradient, and its memory be free."""
+        """Send the gradient of a host's shard there, and free its memory."""
         if self.host is not None and self.gradient_N is not None:
             self.host.take(self.gradient_N)
             self.gradient_N = None
 
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Gradients of gathered parameters as [W, N]: row r is what rank r's shard receives."""
+        """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard."""
         ranks = self.group.size()
         only, (first, *others) = gradients[0], self.members
         is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
@@ -446,7 +445,7 @@ class Bucket:
     def complete_gradient(self) -> torch.Tensor:
         """Complete this step's gradient.
 
-        Returns what adds up to this rank's share of its square: fp32, of any length.
+        Returns numbers (fp32, of any length) that add up to this rank's share of its square.
         """
         has_left = self.host is not None and self.host.has_gradient and self.has_gradient
         if has_left and self.squares_B is not None:
@@ -462,20 +461,19 @@ class Bucket:
         return (norm.square() / copies)[None]
 
     def _add_copies(self, gradient_N: torch.Tensor) -> int:
-        """Add gradients of this shard's copies to its own; returns how many have the sum now."""
+        """Add the gradients of this shard's copies; returns how many ranks have the sum then."""
         wide_N, copies = gradient_N.float(), 1
         if self.replicas is not None:
             dist.all_reduce(wide_N, group=self.replicas)
             copies *= self.replicas.size()
-        if self.twin is not None:
-            wide_N += self.twin.exchange(wide_N)
+        if self.tied is not None:
+            wide_N += self.tied.exchange(wide_N)
             copies *= 2
         gradient_N.copy_(wide_N)  # nothing where that is fp32: they are one
         return copies
 
     def show_gradient(self) -> None:
-        """Let every member have its piece of what is complete as its ``grad``; of a host's shard
-        the host has it."""
+        """Set every member's ``grad`` to its piece of the gradient, or send that to the host."""
         if self.host is not None:
             self.give_gradient()
             return
@@ -485,7 +483,7 @@ class Bucket:
             member.parameter.grad = member.layout.dtensor(member.local.grad)
 
     def clear_gradient(self, *, free: bool) -> None:
-        """Forget this step's gradient; ``free``: and give its memory back."""
+        """Forget this step's gradient, and with ``free`` give its memory back."""
         self.has_gradient, self.unreduced_WN = False, None
         if self.host is not None:
             self.host.has_gradient = False

@@ -1,12 +1,12 @@
 """FSDP over copy engines (``parallel.fsdp_transport``): which buckets, when, and in what memory.
 
-How ranks reach one another's memory is :mod:`moetrain.parallel.fsdp.peers`; here is what FSDP asks
-of it. What peers read is a copy of each bucket's shard in the dtype in which it is gathered. The
-optimizer writes it with the master, so that no gather casts; whatever else changed a master is
-seen when the next work begins, and the copy is written anew.
+:mod:`moetrain.parallel.fsdp.peers` lets ranks reach one another's memory; here is what FSDP asks of
+it. Peers read a copy of each bucket's shard in the dtype in which it is gathered. The optimizer
+writes that copy with the master, so that no gather casts; if anything else changed a master, the
+copy is written anew when the next work begins.
 
-What stays with collectives: buckets of which a rank holds all, those whose master lies on the host
-(its copy comes up while the forward runs), those of codes of 8 bits, and all-reduces of replicas.
+Collectives still carry buckets of which a rank holds all, those whose master lies on the host (its
+copy comes up while the forward runs), those of 8-bit codes, and all-reduces over replicas.
 
 Left out on purpose: shards that lie nowhere but in peers' memory. That would spare frozen ones a
 copy, and tie their offloading to the memory of peers.
@@ -26,31 +26,31 @@ from moetrain.kernels.annotate import annotated
 from moetrain.models.rules import Rule
 from moetrain.parallel.collectives import ReduceMode
 from moetrain.parallel.fsdp.bucket import Bucket
-from moetrain.parallel.fsdp.peers import Copied, Lanes, Peers
+from moetrain.parallel.fsdp.peers import Copied, CopyStreams, Peers
 from moetrain.parallel.layout import STYLES
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import machine
 
 logger = logging.getLogger("moetrain")
 
-Place = tuple[str, int | None]
+_Device = tuple[str, int | None]
 """A rank's machine, and the number of its GPU there."""
 
 
 class CopyEngines:
-    """The buckets that copy engines carry: at first none."""
+    """The buckets that copy engines carry; at first none."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.lanes = device, Lanes.of(device)
+        self.device, self.streams = device, CopyStreams.of(device)
         self.buckets: list[Bucket] = []
         self.peers: dict[str, Peers] = {}
         """By the name of their group."""
 
     def carry(self, bucket: Bucket, mode: ReduceMode) -> None:
-        """Carry ``bucket`` from now on; ``mode``: how its gradients are summed."""
+        """Carry ``bucket``, whose gradients are summed by ``mode``, from now on."""
         group = bucket.group
         if group.group_name not in self.peers:
-            self.peers[group.group_name] = Peers(group, self.lanes)
+            self.peers[group.group_name] = Peers(group, self.streams)
         bucket.peers = peers = self.peers[group.group_name]
         shard_bytes = bucket.shard_N.numel() * bucket.dtype.itemsize
         bucket.peers_start = peers.reserve(shard_bytes)
@@ -62,7 +62,7 @@ class CopyEngines:
     @torch.no_grad()
     @annotated("fsdp_share copy_engines")
     def begin(self) -> None:
-        """Before a work: let every rank read all shards as they are now. Collective."""
+        """Let every rank read all shards as they are now, before a work. Collective."""
         for peers in self.peers.values():
             peers.open()
         for bucket in self.buckets:
@@ -71,18 +71,18 @@ class CopyEngines:
             peers.barrier()
 
     def end(self) -> None:
-        """After a work, one that failed too: leave no copy under way behind the current stream."""
+        """Let the current stream wait for all copies, after a work or one that failed."""
         if self.buckets:
-            Copied.by(*self.lanes).wait()
+            Copied.by(*self.streams).wait()
 
     def release(self) -> None:
-        """Give the memory back until the next work. Buckets were released before; all ranks do."""
+        """Give the memory back until the next work, after the buckets' own. Collective."""
         for peers in self.peers.values():
             peers.release()
 
 
 def is_wanted(setting: ParallelSection, device_type: str) -> bool:
-    """Whether ranks of one machine, with devices of this type, are to use copy engines."""
+    """Tell whether ranks of one machine, with devices of this type, are to use copy engines."""
     return {"nccl": False, "copy": True, "auto": device_type == "cuda"}[setting.fsdp_transport]
 
 
@@ -95,20 +95,20 @@ def connect(
     """Let ``engines`` carry what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
 
     Raises:
-        ConfigError: it says copy, and ranks do not reach one another's memory.
+        ConfigError: the setting is copy, and ranks do not reach one another's memory.
     """
     device = engines.device
     if not is_wanted(setting, device.type) or everyone.size() == 1:
         return
-    place: Place = (machine(), device.index)
-    places: list[Place] = [place] * everyone.size()
-    dist.all_gather_object(places, place, group=everyone)
+    mine: _Device = (machine(), device.index)
+    devices: list[_Device] = [mine] * everyone.size()
+    dist.all_gather_object(devices, mine, group=everyone)
     travelling = [b for b in buckets if b.group.size() > 1 and not (b.host or b.float8)]
     groups = {b.group.group_name: b.group for b in travelling}
     reasons: dict[str, str | None] = {}
     for name, group in groups.items():
         ranks = dist.get_process_group_ranks(group)
-        reasons[name] = reason = why_not([places[rank] for rank in ranks])
+        reasons[name] = reason = why_not([devices[rank] for rank in ranks])
         if reason is not None:
             if setting.fsdp_transport == "copy":
                 raise ConfigError(
@@ -128,7 +128,7 @@ def peer_bytes(
     dims: ParallelDims,
     dtype: torch.dtype,
 ) -> float:
-    """About what a rank's :class:`Peers` take, were all ranks on one machine; before it is built.
+    """Estimate the bytes of a rank's :class:`Peers`, if all ranks are on one machine.
 
     Args:
         numels, rules: of every parameter, by name.
@@ -153,14 +153,14 @@ def peer_bytes(
     return shards + inbox
 
 
-def why_not(places: Sequence[Place]) -> str | None:
-    """Why the ranks at ``places`` do not reach one another's memory; None: they do.
+def why_not(devices: Sequence[_Device]) -> str | None:
+    """Say why the ranks of ``devices`` do not reach one another's memory, or None if they do.
 
-    The same on all of them.
+    All of them get the same answer.
     """
-    hosts, gpus = zip(*places, strict=True)
+    hosts, gpus = zip(*devices, strict=True)
     if len(set(hosts)) > 1:
-        return f"its {len(places)} ranks are on {len(set(hosts))} machines, not on one"
+        return f"its {len(devices)} ranks are on {len(set(hosts))} machines, not on one"
     if gpus[0] is None:
         return None
     if len(set(gpus)) < len(gpus):

@@ -1,4 +1,4 @@
-"""Our own FSDP: sharded parameters, unsharded in the compute dtype where they are used.
+"""FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
 Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
 tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A :class:`Unit` is a block, or
@@ -8,9 +8,9 @@ the embedding, or the head: the parameters that are gathered together. Its life 
     reshard   they no longer do: its region is another unit's, or free
     reduce    gradients of full parameters are summed in fp32 into this rank's gradient
 
-All of it happens within :meth:`FSDP.work`, during which parameters do not change: however many
-micro-batches are in flight, and in whatever order their forwards and backwards come, a unit that is
-unsharded need not be gathered again. Around a block its modules hold full tensors instead of their
+All of it happens within :meth:`FSDP.work`, during which parameters do not change. So a unit that is
+unsharded need not be gathered again, however many micro-batches are in flight and in whatever order
+their forwards and backwards come. Around a block its modules hold full tensors instead of their
 DTensors; one autograd function hands them out, and its backward reduces their gradients.
 
     forward   unshard(i + 1) starts before block i computes
@@ -57,8 +57,8 @@ from moetrain.parallel.offload.arena import Arena
 class Unit:
     """Parameters that are unsharded together.
 
-    ``region`` is where they then lie, and ``staging`` where what must be copied there is gathered;
-    both may be shared with other units.
+    Their full values lie in ``region``; what must be copied there is gathered to ``staging``. Both
+    may be shared with other units.
     """
 
     def __init__(
@@ -73,43 +73,43 @@ class Unit:
         self.index, self.buckets = index, buckets
         self.region, self.staging, self.takes_turns = region, staging, takes_turns
         self.works: list[Gathering | None] | None = None
-        """The gathers under way; None: there are none."""
+        """The gathers under way."""
         self.graphs = 0
-        """Forwards whose backwards are still to come."""
+        """How many forwards' backwards are still to come."""
         self._is_laid_out = False
         size = sum(bucket.region_bytes for bucket in buckets)
         region.reserve(size)
         self.label = f"unit {index}, {size / 2**20:.1f} MiB"
-        """In traces."""
+        """The unit's name in traces."""
         staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
 
     @property
     def members(self) -> Iterator[Member]:
-        """Every parameter, bucket by bucket."""
+        """Every parameter of the unit, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.members
 
     @property
     def awaits_update(self) -> bool:
-        """Whether the host was given some of it to update since the last gather; it may be done."""
+        """Whether the host was given an update of some of it since the last gather."""
         return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
 
     @property
     def is_trained(self) -> bool:
-        """Whether every one of its parameters is."""
+        """Whether every parameter of the unit is trained."""
         return all(bucket.is_trained for bucket in self.buckets)
 
-    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
+    @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def move_in(self) -> None:
-        """Let what is written for its buckets lie in its region from now on, and nobody else's."""
+        """Give the region to this unit's buckets from now on."""
         memory = self.region.memory
         if not self._is_laid_out:
             sizes = [bucket.region_bytes for bucket in self.buckets]
             for bucket, part in zip(self.buckets, _parts(memory, sizes), strict=True):
                 bucket.lay_out(part)
             self._is_laid_out = True
-        if self.region.tenant is not self:
-            self.region.tenant = self
+        if self.region.content_of is not self:
+            self.region.content_of = self
             for bucket in self.buckets:
                 bucket.leave()
 
@@ -120,7 +120,7 @@ class Unit:
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
     def finish_gather(self) -> None:
-        """Wait for the gathers, and let every member lie in its place."""
+        """Wait for the gathers, and copy out what must be copied."""
         works, self.works = self.works or [], None
         for work in works:
             if work is not None:
@@ -133,7 +133,7 @@ class Unit:
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
 
     def rows(self) -> list[torch.Tensor]:
-        """Full parameters, in the order of members; not differentiable."""
+        """Give the full parameters in the order of members; not differentiable."""
         return [row for bucket in self.buckets for row in bucket.rows()]
 
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
@@ -148,18 +148,18 @@ class Unit:
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """The first of ``memory``, cut to ``sizes``."""
+    """Cut the beginning of ``memory`` into parts of ``sizes``."""
     return memory[: sum(sizes)].split(list(sizes))
 
 
 class FSDP:
-    """The units of one model in forward order, and what is under way between them.
+    """The units of one model in forward order, and the gathers and reductions under way.
 
     Args:
         mode: how gradients are summed over ranks.
         reshard: how many of the first blocks take turns in two regions, instead of having one each.
         is_alone: whether this is the only rank. Memory then counts for more than fixed addresses:
-            what is unsharded goes with its last use, gradients come with their first.
+            full parameters are freed after their last use, and gradients allocated at their first.
         reduce_last: whether gradients of several micro-batches are added up unsharded, in fp32, and
             travel with the last; else each micro-batch's travel by themselves.
     """
@@ -181,14 +181,14 @@ class FSDP:
         self.gradients = Arena("gradients", device, fixed=not is_alone)
         self.units: list[Unit] = []
         self.members: dict[str, Member] = {}
-        """Every parameter, by its name in the model."""
+        """Every parameter by its name in the model."""
         self._unit_of: dict[nn.Module, Unit] = {}
         self._turns = (GatherBuffer(device), GatherBuffer(device))
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.engines = CopyEngines(device)
         self._reducing: list[Reducing] = []
         self._reduced: list[Bucket] = []
-        """Those whose gradient goes to the host once the reductions under way are finished."""
+        """Buckets whose gradients go to the host once the reductions under way are finished."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
         self._num_works = 0
@@ -213,11 +213,11 @@ class FSDP:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Forwards and backwards of one step, or of one evaluation, in any order.
+        """Enclose the forwards and backwards of one step, or of one evaluation, in any order.
 
-        Meanwhile parameters must not change. Afterwards every reduction is done, every module holds
-        its DTensors again, and nothing is unsharded. May be entered again within itself. A backward
-        belongs into the work of its forward.
+        Parameters must not change inside. Afterwards every reduction is done, every module holds
+        its DTensors again, and nothing is unsharded. It may be entered again within itself. A
+        backward belongs into the work of its forward.
         """
         if self._is_working:
             yield
@@ -241,7 +241,7 @@ class FSDP:
                 self.reshard(unit)
 
     def release(self) -> None:
-        """Give back the memory of full parameters, until the next :meth:`work`."""
+        """Free the memory of full parameters until the next :meth:`work`."""
         self.check_idle()
         for unit in self.units:
             unit.region.free()
@@ -251,7 +251,7 @@ class FSDP:
         self.engines.release()
 
     def check_idle(self) -> None:
-        """Raise RuntimeError within :meth:`work`: what it uses is about to change."""
+        """Raise RuntimeError within :meth:`work`, whose parameters must not change."""
         if self._is_working:
             raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
 
@@ -273,7 +273,7 @@ class FSDP:
             unit.start_gather()
 
     def unshard(self, unit: Unit) -> None:
-        """Let ``unit``'s full parameters lie in its region when what is queued next runs."""
+        """Gather ``unit``'s full parameters for the work that is queued next."""
         self.start_unshard(unit)
         self._finish_gather(unit)
 
@@ -283,7 +283,7 @@ class FSDP:
             unit.staging.owner = None
 
     def reshard(self, unit: Unit) -> None:
-        """Let the region of ``unit`` be another's, or be filled anew."""
+        """Free the region of ``unit`` for another, or to be filled anew."""
         if unit.region.owner is unit:
             self._finish_gather(unit)
             unit.region.owner = None
@@ -310,7 +310,7 @@ class FSDP:
         self._reducing = _under_way(started)
 
     def _finish_reductions(self) -> None:
-        """Wait, on the device, for those under way."""
+        """Wait, on the device, for the reductions under way."""
         for pending in self._reducing:
             pending.finish()
         for bucket in self._reduced:
@@ -320,7 +320,7 @@ class FSDP:
     # ---- the model's seam: moetrain.models.transformer.Sharding --------------------------------
 
     def run(self, call: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
-        """``call(block, *inputs)`` with the block's full parameters."""
+        """Run ``call(block, *inputs)`` with the block's full parameters."""
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
@@ -346,12 +346,12 @@ class FSDP:
         return pytree.tree_unflatten(leaves, spec)
 
     def open(self, module: nn.Module) -> None:
-        """Let the unit of ``module`` hold full parameters until the work is over."""
+        """Give the modules of ``module``'s unit full parameters until the work is over."""
         unit = self._unit_of[module]
         unit.swap_in(self._hand_out(unit))
 
     def _hand_out(self, unit: Unit) -> list[torch.Tensor]:
-        """Full parameters of ``unit``, differentiable where they are trained."""
+        """Give the full parameters of ``unit``, differentiable where they are trained."""
         self.unshard(unit)
         unit.graphs += torch.is_grad_enabled()
         return list(_Unshard.apply(self._anchor, self, unit))
@@ -363,10 +363,10 @@ class FSDP:
         *,
         is_last: bool,
     ) -> None:
-        """Their backward; ``gradients`` may be left out of 0-d ones.
+        """Run the backward of ``outputs``; those of 0-d outputs need no ``gradients``.
 
-        Outputs with gradients that nothing trained led to are passed over: so may be those of a
-        first stage. ``is_last``: no other backward follows in this work.
+        Outputs that depend on nothing trained are passed over, as a first stage may have. With
+        ``is_last`` no other backward follows in this work.
         """
         self._is_last = is_last
         if gradients is not None:
@@ -378,7 +378,7 @@ class FSDP:
         torch.autograd.backward(outputs, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Copy what this rank holds of ``parameter[place] = tensor``: nothing of other stages'."""
+        """Do what is this rank's of ``parameter[place] = tensor``; of other stages' nothing is."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
             member.write(place, tensor)
@@ -386,7 +386,7 @@ class FSDP:
     # ---- the step ------------------------------------------------------------------------------
 
     def gradient_norm(self) -> torch.Tensor:
-        """After the step's work: complete every member's gradient.
+        """Complete every member's gradient after the step's work.
 
         Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
         """
@@ -402,11 +402,11 @@ class FSDP:
         return total.sqrt().float()
 
     def updates(self) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-        """Every bucket that the device trains, to be updated before the next is asked for.
+        """Yield every bucket that the device trains, to be updated before the next is asked for.
 
-        With it comes where the new values are to be written too, in the dtype they are gathered in:
-        then no gather casts them. None: they are gathered as they are, or take turns with others'.
-        A gradient whose memory is not kept goes with its update.
+        With it comes the place where the update must also write the new values, in the dtype they
+        are gathered in, so that no gather casts them; None where there is no such place. A gradient
+        whose memory is not kept is freed after its update.
         """
         self.check_idle()
         for unit in self.units:
@@ -434,7 +434,7 @@ class FSDP:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether anything was added to the step's gradients yet."""
+        """Whether the step has any gradients yet."""
         return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:

@@ -1,9 +1,9 @@
-"""Addresses on a GPU that stay reserved while the memory behind them comes and goes.
+"""Reserve addresses on a GPU, and put memory behind them or take it away.
 
-That is CUDA's virtual memory management (driver API, section "Virtual Memory Management"), called
-through ctypes: torch has it inside its allocator alone. What lies at the addresses are ordinary
-tensors whose storage cannot be resized, and which no longer may be touched once the memory is gone:
-the device would fault.
+This is CUDA's virtual memory management (driver API, section "Virtual Memory Management"), called
+through ctypes, since torch has it inside its allocator alone. Tensors at the addresses are ordinary
+ones whose storage cannot be resized, and must not be touched while they have no memory: the device
+would fault.
 
 Left out on purpose: memory that other processes or devices may open.
 """
@@ -26,10 +26,10 @@ _HAS_VIRTUAL_MEMORY = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"""
 
 _mapped: Counter[int] = Counter()
-"""Bytes behind all ranges, by the number of the device: as global as what torch's allocator counts,
-which knows nothing of them."""
+"""Bytes behind all ranges by device number; torch's allocator, which does not count them, is just
+as global."""
 _peaks: Counter[int] = Counter()
-"""The most that both counted together, until the last time that :data:`_mapped` changed."""
+"""The most that both counted together until :data:`_mapped` last changed, by device number."""
 
 
 class _Location(ctypes.Structure):
@@ -77,7 +77,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """The driver's function ``name``; raises RuntimeError, or torch's of a lack of memory."""
+    """Call the driver's function ``name``. Raises RuntimeError, or torch.OutOfMemoryError."""
     code = getattr(_driver(), name)(*arguments)
     if code == 0:
         return
@@ -89,7 +89,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 @cache
 def can_map(device: torch.device) -> bool:
-    """Whether ``device`` has virtual memory that programs manage. Some virtual GPUs have not."""
+    """Tell whether ``device`` has virtual memory management; some virtual GPUs have not."""
     if device.type != "cuda":
         return False
     torch.cuda.init()
@@ -99,25 +99,25 @@ def can_map(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that torch's allocator and ranges together had at once on ``device``."""
+    """Give the most memory that torch's allocator and ranges together had on ``device``."""
     number = _number(device)
     now = torch.cuda.max_memory_allocated(number) + _mapped[number]
     return max(_peaks[number], now)
 
 
 def count_bytes(device: torch.device, num_bytes: int) -> None:
-    """Let :func:`peak_bytes` count what others got from the driver, or (negative) gave back."""
+    """Let :func:`peak_bytes` count memory got elsewhere from the driver; negative: given back."""
     _change(_number(device), num_bytes)
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let :func:`peak_bytes` begin anew."""
+    """Start :func:`peak_bytes` anew."""
     _peaks[_number(device)] = 0
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def _change(number: int, num_bytes: int) -> None:
-    """Count what is mapped, or (negative) no longer is. Torch's own peak begins anew."""
+    """Count mapped bytes (negative: unmapped) and start torch's own peak anew."""
     _peaks[number] = peak_bytes(torch.device("cuda", number))
     torch.cuda.reset_peak_memory_stats(number)
     _mapped[number] += num_bytes
@@ -128,10 +128,10 @@ def _number(device: torch.device) -> int:
 
 
 class AddressRange:
-    """As many addresses of ``device`` as it has memory; none has any at first.
+    """As many addresses of ``device`` as it has memory, without memory behind them at first.
 
-    Sizes and places are multiples of :attr:`granularity`. The addresses, and what lies behind them,
-    go with the last tensor.
+    Sizes and places are multiples of :attr:`granularity`. The addresses and the memory are freed
+    with the last tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +149,7 @@ class AddressRange:
         _call("cuMemAddressReserve", byref(base), self.size, 0, 0, 0)
         self.base = base.value
         self._backed: dict[int, int] = {}
-        """The sizes of what has memory, by their places."""
+        """The sizes of parts with memory, by their places."""
         gone = weakref.finalize(self, _give_up, number, self.base, self.size, self._backed)
         gone.atexit = False  # the driver sees to it
 
@@ -174,22 +174,22 @@ class AddressRange:
         _call("cuMemSetAccess", address, size, byref(self._access), 1)
 
     def free(self, start: int) -> None:
-        """Inverse of :meth:`back`, for the same ``start``; nothing on the device still uses it."""
+        """Invert :meth:`back` for the same ``start``; nothing on the device may still use it."""
         size = self._backed.pop(start)
         _call("cuMemUnmap", self.base + start, size)
         _change(_number(self.device), -size)
 
     def is_backed(self, start: int) -> bool:
-        """Whether :meth:`back` put memory there."""
+        """Tell whether :meth:`back` has put memory there."""
         return start in self._backed
 
     def tensor(self, start: int, size: int) -> torch.Tensor:
-        """The bytes there, uint8; they must have memory now."""
+        """Give the bytes there as uint8; they must have memory now."""
         return torch.as_tensor(_Span(self, start, size), device=self.device)
 
 
 class _Span:
-    """Bytes of a range as torch asks for them; its tensor keeps it, and so the range."""
+    """Bytes of a range by the interface torch reads; the tensor keeps it, and so the range."""
 
     def __init__(self, owner: AddressRange, start: int, size: int) -> None:
         self.owner = owner

@@ -1,4 +1,4 @@
-"""Ranks of one machine that read and write one another's memory, instead of by collectives.
+"""Let ranks of one machine read and write one another's memory, in place of collectives.
 
 Copy engines move bytes between GPUs while every SM computes, and nobody waits for a peer to send.
 The ranks of an FSDP group share one piece of memory each:
@@ -10,14 +10,21 @@ of r's inbox, which r adds up by the kernel that adds up what an all-to-all brin
 the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
 at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
 
-What keeps them apart are barriers, on the device: no host waits, and no SM either (see
-:mod:`moetrain.parallel.fsdp.peers`). Shards are written by an update, after the gradients'
-norm was summed over all ranks, and between the two barriers of :meth:`Peers.open` and
-:meth:`Peers.barrier`; they are read only after the second. A barrier is in two parts, to arrive and
-to wait for who has not: a reduction arrives at one when it has added up, which the next waits for
-before it writes, and at another when it has written, which it waits for before it adds up.
+Barriers on the device keep writers and readers apart. Shards are written by an update, after the
+gradients' norm was summed over all ranks, and between the two barriers of :meth:`Peers.open` and
+:meth:`Peers.barrier`; they are read only after the second. A barrier has two parts, to arrive and
+to wait for the others: a reduction arrives at one barrier when it has added up, which the next
+reduction waits for before it writes, and at another when it has written, which it waits for itself
+before it adds up.
 
-On CPUs it is the same with memory that processes map, and with copies that are done at once.
+No host waits at a barrier, and no SM either. A kernel that waits for another GPU holds a
+multiprocessor for as long, and a grouped product that begins one program on each takes until that
+one is free. Here streams write and wait for words of memory (CUDA's stream memory operations, the
+driver's cuStreamWriteValue32 and cuStreamWaitValue32), which the front end of the GPU does. Nothing
+times out: a rank that died leaves the others waiting until whoever started them ends them, or
+torch's monitor of NCCL does, some time after its timeout, by SIGABRT.
+
+On CPUs processes map the same memory, and copies are done at once.
 
 Left out on purpose: several machines, multicast, and sums on the way (a bf16 ring's).
 
@@ -32,7 +39,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,14 +61,13 @@ _AT_LEAST = 0
 
 
 def write_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream write ``value`` to ``word`` when all before it is done, and is to be
-    seen by every GPU.
+    """Let the current stream write ``value`` to ``word`` once every GPU sees all work before it.
 
     Args:
         word: int32 of one element, in the memory of this device or of a peer.
 
     Raises:
-        RuntimeError: the driver says no.
+        RuntimeError: the driver refuses.
     """
     _call("cuStreamWriteValue32_v2", word, value, 0)
 
@@ -71,7 +77,7 @@ def wait_for_word(word: torch.Tensor, value: int) -> None:
     device, is at least ``value``.
 
     Raises:
-        RuntimeError: the driver says no.
+        RuntimeError: the driver refuses.
     """
     _call("cuStreamWaitValue32_v2", word, value, _AT_LEAST)
 
@@ -86,33 +92,19 @@ def _call(name: str, word: torch.Tensor, value: int, flags: int) -> None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The one that torch has loaded."""
+    """Give the library that torch has loaded."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 # ---- shared memory ------------------------------------------------------------------------------
 
 
-class PeerMemory(Protocol):
-    """As many bytes of every rank of a group, which all of them read and write."""
-
-    parts: list[torch.Tensor]
-    """uint8, by rank."""
-
-    def arrive(self, barrier: int) -> None:
-        """Tell all ranks when the current stream has come here."""
-        ...
-
-    def wait(self, barrier: int) -> None:
-        """Let the current stream go on when all ranks have arrived as often as this one."""
-        ...
-
-
-class DeviceMemory:
-    """:class:`PeerMemory` of GPUs. Making it is collective, and waits for the host."""
+class _DeviceMemory:
+    """``size`` bytes of every rank of a group of GPUs (:attr:`parts`, uint8, by rank), which all of
+    them read and write. Making it is collective, and waits for the host."""
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raises torch.OutOfMemoryError: there is too little, even without what torch keeps."""
+        """Raises torch.OutOfMemoryError if there is too little, even without torch's caches."""
         me, ranks = group.rank(), group.size()
         start = aligned(size)
         whole = start + len(_BARRIERS) * ranks * torch.int32.itemsize
@@ -143,17 +135,19 @@ class DeviceMemory:
         weakref.finalize(self, count_bytes, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
+        """Tell all ranks when the current stream has come here."""
         self._counts[barrier] += 1
         for word in self._theirs[barrier]:
             write_word(word, self._counts[barrier])
 
     def wait(self, barrier: int) -> None:
+        """Let the current stream go on when all ranks have arrived as often as this one."""
         for word in self._mine[barrier]:
             wait_for_word(word, self._counts[barrier])
 
 
-class MappedMemory:
-    """:class:`PeerMemory` of processes on CPUs. Making it is collective."""
+class _MappedMemory:
+    """The same of processes on CPUs. Making it is collective."""
 
     def __init__(self, size: int, group: dist.ProcessGroup) -> None:
         self.group, ranks = group, group.size()
@@ -169,40 +163,40 @@ class MappedMemory:
             os.close(file)
 
     def arrive(self, barrier: int) -> None:
-        """Nothing: who waits does so for ranks to come as far."""
+        """Do nothing: whoever waits does so until all ranks have come as far."""
 
     def wait(self, barrier: int) -> None:
         dist.barrier(self.group)
 
 
 class Copied(NamedTuple):
-    """Copies under way, or done."""
+    """Copies that are under way or done."""
 
-    lanes: tuple[Lane, ...]
+    streams: tuple[CopyStream, ...]
     done: tuple[torch.cuda.Event, ...]
-    """None of them: they are done."""
+    """Events at their ends; none where they are done."""
     kept: tuple[torch.Tensor, ...] = ()
-    """What they read: its memory must not be another's before."""
+    """The tensors they read, whose memory must not be reused before."""
 
     @classmethod
-    def by(cls, *lanes: Lane, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
-        """What ``lanes`` have been given so far."""
-        streams = [lane.stream for lane in lanes if lane.stream is not None]
-        done = tuple(torch.cuda.Event() for _ in streams)
-        for stream, event in zip(streams, done, strict=True):
+    def by(cls, *streams: CopyStream, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
+        """Take everything that ``streams`` have been given so far."""
+        streams_on_cuda = [one.stream for one in streams if one.stream is not None]
+        done = tuple(torch.cuda.Event() for _ in streams_on_cuda)
+        for stream, event in zip(streams_on_cuda, done, strict=True):
             event.record(stream)
-        return cls(lanes, done, kept)
+        return cls(streams, done, kept)
 
     def wait(self) -> None:
         """Let the current stream go on when they are done."""
         for event in self.done:
-            torch.cuda.current_stream(self.lanes[0].device).wait_event(event)
+            torch.cuda.current_stream(self.streams[0].device).wait_event(event)
 
     finish = wait
 
 
-class Lane:
-    """A stream of copies; on a CPU none, and copies are done at once."""
+class CopyStream:
+    """A stream of copies; on a CPU there is none, and copies are done at once."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         on_cuda = device.type == "cuda"
@@ -211,64 +205,66 @@ class Lane:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Meanwhile it gets the work, behind all that the current stream has."""
+        """Give the stream the work inside, behind all that the current stream has."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             yield
 
 
-class Lanes(NamedTuple):
-    """One rank's, whichever group copies are for."""
+class CopyStreams(NamedTuple):
+    """One rank's streams, for copies in all groups."""
 
-    pull: Lane
-    own: Lane
-    """What does not leave the device: it may be SMs that copy it, and those are taken. Nothing else
-    is to wait for that."""
-    push: Lane
+    pull: CopyStream
+    own: CopyStream
+    """For what does not leave the device: SMs may copy it, and those are busy, so that nothing else
+    should wait for it."""
+    push: CopyStream
 
     @classmethod
-    def of(cls, device: torch.device) -> Lanes:
-        """Those of ``device``. What has to be computed comes before others' work: it is short, and
-        peers wait for it."""
-        return cls(Lane(device), Lane(device, priority=-1), Lane(device, priority=-1))
+    def of(cls, device: torch.device) -> CopyStreams:
+        """Make those of ``device``."""
+        # Sums come before others' work: they are short, and peers wait for them.
+        first = [CopyStream(device, priority=-1) for _ in range(2)]
+        return cls(CopyStream(device), *first)
 
 
 class Peers:
-    """What the ranks of one group share, and copy."""
+    """The memory that the ranks of one group share, and copies in it."""
 
-    def __init__(self, group: dist.ProcessGroup, lanes: Lanes) -> None:
-        self.group, self.lanes = group, lanes
+    def __init__(self, group: dist.ProcessGroup, streams: CopyStreams) -> None:
+        self.group, self.streams = group, streams
         self._inbox_start = self._inbox_size = 0
-        self._memory: PeerMemory | None = None
+        self._memory: _DeviceMemory | _MappedMemory | None = None
         self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         me, ranks = group.rank(), group.size()
         self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
 
     def reserve(self, size: int) -> int:
-        """The place of ``size`` bytes for a shard, on every rank; before the first :meth:`open`."""
+        """Reserve ``size`` bytes for a shard, before the first :meth:`open`; gives their place."""
         start = self._inbox_start
         self._inbox_start += aligned(size)
         return start
 
     def reserve_inbox(self, size: int) -> None:
-        """Be large enough for a reduction of ``size`` bytes, before the first :meth:`open`."""
+        """Make room for a reduction of ``size`` bytes, before the first :meth:`open`."""
         self._inbox_size = max(self._inbox_size, aligned(size))
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's memory, once it is there."""
+        """The size of this rank's memory, once it is there."""
         return self._inbox_start + self._inbox_size
 
     def open(self) -> None:
-        """Wait, on the device, until no rank reads any shard; the first time, make the memory.
-        Collective."""
+        """Wait, on the device, until no rank reads any shard. Collective.
+
+        The first call makes the memory."""
         if self._memory is None:
-            device = self.lanes.pull.device
+            device = self.streams.pull.device
             if device.type == "cuda":
-                self._memory = DeviceMemory(self.num_bytes, self.group, device)
+                self._memory = _DeviceMemory(self.num_bytes, self.group, device)
             else:
-                self._memory = MappedMemory(self.num_bytes, self.group)
+                self._memory = _MappedMemory(self.num_bytes, self.group)
         self.barrier()
 
     def barrier(self) -> None:
@@ -278,19 +274,20 @@ class Peers:
         self._memory.wait(_SHARDS)
 
     def release(self) -> None:
-        """Give the memory back until the next :meth:`open`. Collective, and waits on the host: it
-        is free when no rank maps it any more, and whoever comes next may need it at once."""
+        """Give the memory back until the next :meth:`open`. Collective.
+
+        Waits on the host until no rank maps it any more, since others may need it at once."""
         if self._memory is not None:
             self._memory = None
             self._found.clear()
             dist.barrier(self.group)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's ``numel`` numbers at the place ``start``."""
+        """Give this rank's ``numel`` numbers at the place ``start``."""
         return self._parts(start, numel, dtype)[self.group.rank()]
 
     def _parts(self, start: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every rank's. Kept: a step would make thousands of views."""
+        """Give every rank's view of it; cached, as a step would make thousands."""
         key = (start, numel, dtype)
         if key not in self._found:
             assert self._memory is not None  # opened
@@ -300,7 +297,7 @@ class Peers:
 
     def gather(self, start: int, out_WN: torch.Tensor) -> Copied:
         """Begin to copy every rank's shard at the place ``start`` to ``out_WN``, in rank order."""
-        parts, (pull, own, _) = self._parts(start, out_WN.shape[1], out_WN.dtype), self.lanes
+        parts, (pull, own, _) = self._parts(start, out_WN.shape[1], out_WN.dtype), self.streams
         *others, me = self._order
         with annotate("copy_engines"):
             with pull.behind():
@@ -320,7 +317,7 @@ class Peers:
     ) -> Copied:
         """Begin what :func:`~moetrain.parallel.collectives.reduce_scatter_start` does in the mode
         fp32_accum; all ranks begin theirs in the same order."""
-        memory, push = self._memory, self.lanes.push
+        memory, push = self._memory, self.streams.push
         assert memory is not None  # opened
         (ranks, numel), (*others, me) = chunks_WN.shape, self._order
         inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)

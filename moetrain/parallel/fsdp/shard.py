@@ -50,8 +50,8 @@ def shard_model(
             every parameter. A block is a unit of its own.
         dtype: what parameters are gathered in where their rule does not say.
         gradient_dtype: what a rank's part of their gradients lies in.
-        host_share: of what is trained, the part, in bytes, whose masters lie in host memory.
-        shared: a module of which another rank updates a copy: its master stays on the device, since
+        host_share: the part, in bytes, of what is trained whose masters lie in host memory.
+        shared: a module of which another rank updates a copy. Its master stays on the device, since
             the host's arithmetic rounds in other places.
     """
     names = {id(p): name for name, p in model.named_parameters()}
@@ -60,7 +60,7 @@ def shard_model(
     }
     members: dict[str, Member] = {}
     found: list[list[list[Member]]] = []
-    """Each unit's buckets."""
+    """Each unit's buckets, as lists of their members."""
     for modules in units:
         groups: dict[object, list[Member]] = {}
         for owner in (owner for module in modules for owner in module.modules()):
@@ -94,10 +94,10 @@ def shard_model(
 
 
 def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
-    """Which of ``sizes``, given in forward order, make up about as much as is ``wanted``.
+    """Choose numbers of ``sizes``, given in forward order, that sum to about ``wanted``.
 
-    From the end: of those, gradients come first and weights are asked for last. Worked example:
-    of (5, 1, 4), 4.4 takes the 4 alone, for with the 1 it would be further off.
+    The last ones are chosen, whose gradients come first and whose weights are asked for last.
+    Worked example: of (5, 1, 4), 4.4 takes the 4 alone, for with the 1 it would be further off.
     """
     chosen, taken = set(), 0
     for i, size in reversed(list(enumerate(sizes))):
@@ -108,7 +108,7 @@ def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
 
 
 def _places(members: Sequence[Member]) -> list[int]:
-    """Where in their bucket members begin, and the size of all, in numbers."""
+    """Give where members begin in their bucket, and the size of all, in numbers."""
     # A block of an update is of one parameter.
     blocks = [-(-member.layout.padded_numel // BLOCK) * BLOCK for member in members]
     starts = list(accumulate(blocks[:-1], initial=0))
@@ -122,7 +122,7 @@ def _make_bucket(
     gradient_dtype: torch.dtype,
     link: Link | None,
 ) -> Bucket:
-    """``link``: to the host, if the master is to lie there."""
+    """Make a bucket, with its master on the host if a ``link`` there is given."""
     *starts, size = _places(members)
     rule, host, float8 = members[0].rule, None, None
     gathered = rule.gather or dtype

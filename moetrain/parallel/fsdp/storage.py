@@ -35,7 +35,7 @@ from moetrain.parallel.offload.arena import Arena, HostMemory
 
 
 class Link:
-    """Streams to and from the host, and how well what goes on there is hidden."""
+    """Streams to and from the host, and how well updates there are hidden."""
 
     def __init__(self, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -43,33 +43,33 @@ class Link:
         self.down = torch.cuda.Stream(device) if on_cuda else None
         self.up = torch.cuda.Stream(device) if on_cuda else None
         self.busy_seconds = 0.0
-        """For which updates ran on the host."""
+        """The time for which updates ran on the host."""
         self.waited_seconds = 0.0
-        """For which training waited for them; the rest was hidden."""
+        """The time for which training waited for them; the rest was hidden."""
 
 
 class HostShard:
     """One rank's shard of one bucket: :attr:`master_N` here, :attr:`copy_N` on the device."""
 
     def __init__(self, numel: int, dtype: torch.dtype, link: Link, weights: Arena) -> None:
-        """Raises RunFailed: the system does not give as much pinned memory."""
+        """Raises RunFailed if the system does not give as much pinned memory."""
         self.link = link
         self.master_N = torch.zeros(numel)
         self.copy_N = weights.empty(numel, dtype).zero_()
         remedy = "lower it, or use a machine with more memory"
         self._memory = HostMemory(link.device, "optim.offload_fraction", remedy)
         self.gradient_N = self._memory.reserve(4 * numel).view(torch.float32)
-        """This step's, once it is here."""
+        """This step's gradient, once it is here."""
         self._out_N = self._memory.bytes[: numel * dtype.itemsize].view(dtype)
         self.has_gradient = False
-        """Whether all there is of this step's gradient is here or on the way."""
+        """Whether this step's gradient so far is here or on the way."""
         self.update: Future[None] | None = None
-        """The one under way or done since the last :meth:`wait`; None: there was none since."""
+        """The update under way, or done since the last :meth:`wait`."""
         self._came: torch.cuda.Event | None = None
         self._left: torch.cuda.Event | None = None
 
     def take(self, gradient_N: torch.Tensor) -> None:
-        """Begin to copy the device's gradient (fp32) here; its memory may be given back at once."""
+        """Begin to copy the device's gradient (fp32) here; its memory may be freed at once."""
         self.wait()
         down = self.link.down
         if down is None:
@@ -84,20 +84,21 @@ class HostShard:
         self.has_gradient = True
 
     def give_back(self, gradient_N: torch.Tensor) -> None:
-        """Copy the gradient to the device again: more is to be added."""
+        """Copy the gradient to the device again, where more is to be added."""
         if self._came is not None:
             torch.cuda.current_stream(self.link.device).wait_event(self._came)
         gradient_N.copy_(self.gradient_N, non_blocking=True)
         self.has_gradient = False
 
     def await_gradient(self) -> None:
-        """Until it is here. For the thread that updates."""
+        """Wait until the gradient is here. For the thread that updates."""
         if self._came is not None:
             self._came.synchronize()
 
     def send(self) -> None:
-        """Begin to copy the master to the device, which must be done with what it had. The gradient
-        is lost. For the thread that updates."""
+        """Begin to copy the master to the device, which must no longer use the old copy.
+
+        The gradient is lost. For the thread that updates."""
         up = self.link.up
         if up is None:
             self.copy_N.copy_(self.master_N)
@@ -109,7 +110,7 @@ class HostShard:
         self._left.record(up)
 
     def wait(self) -> None:
-        """Until the update under way is done; on the device, until its weights have come."""
+        """Wait until the update under way is done and, on the device, its weights have come."""
         update, self.update = self.update, None
         if update is None:
             return
@@ -128,18 +129,18 @@ class Float8Shard:
         self.dtype = dtype
         self._codes = -(-numel // SCALED) * SCALED
         self.bytes = weights.empty(self._codes + self._codes // SCALED, torch.uint8).zero_()
-        """All that is gathered: codes, and behind them scales."""
+        """Codes, and scales behind them: all that is gathered."""
         self.codes_N = self.bytes[:numel].view(E4M3)
 
     def _apart(self, bytes_W: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [W, N] and scales [W, G]."""
+        """Split bytes into codes [W, N] and scales [W, G]."""
         codes_WN, scales_WG = bytes_W[:, : self._codes], bytes_W[:, self._codes :]
         return codes_WN.view(E4M3), scales_WG
 
     # ---- for whoever reads and writes values ----------------------------------------------------
 
     def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
+        """Copy the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.bytes.device)
         self.widen(out.view(-1), self.bytes[None], start, out.numel())
         return out
@@ -152,7 +153,7 @@ class Float8Shard:
         place: tuple[int | slice, ...],
         values: torch.Tensor,
     ) -> None:
-        """``tensor[place] = values``, as nearly as can be; the tensor begins at ``start``."""
+        """Do ``tensor[place] = values``, rounded; the tensor begins at ``start``."""
         rows, *columns = place
         first, last = (rows, rows + 1) if isinstance(rows, int) else (rows.start, rows.stop)
         # The groups that hold these rows; they begin and end within the tensor's own.
@@ -177,7 +178,7 @@ class Float8Shard:
         return all_gather_start(self.bytes, group, self.gathered(group.size(), staging))[1]
 
     def gathered(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
-        """Where they lie then: [W, bytes]."""
+        """Give every rank's gathered bytes [W, bytes]."""
         if ranks == 1:
             return self.bytes[None]
         return staging[: ranks * self.bytes.numel()].view(ranks, -1)

@@ -308,7 +308,7 @@ class Stages:
         return [row for row, i in enumerate(self.arch.moe_layer_indices) if i in self.blocks]
 
     @property
-    def twin(self) -> int | None:
+    def tied_rank(self) -> int | None:
         """The pipeline rank with another copy of the embedding; None: there is none."""
         holders = self.table["embed.weight"].holders
         if len(holders) == 1 or self.rank not in holders:
