@@ -272,7 +272,7 @@ def check_choice() -> None:
     assert (chosen.num_sms, chosen.static) == (28, None)
     assert "DeepEP on 28 SMs" in lines[-1]
     chosen = choose("moe.dispatcher=deepep", "moe.dispatch_mode=static", "moe.static_capacity=1.5")
-    assert chosen.num_sms == deepep.AUTO_NUM_SMS[2]
+    assert chosen.num_sms == deepep._AUTO_NUM_SMS[2]
     assert chosen.static == (128, 128 * 8 * 3 // 2)
     small_gpu = SimpleNamespace(multi_processor_count=33)
     with (

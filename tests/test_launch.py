@@ -132,7 +132,7 @@ from moetrain.parallel import rendezvous, world
 from moetrain.cli.train import main
 
 rendezvous.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
-rendezvous.BEAT_SECONDS = 0.2
+rendezvous._BEAT_SECONDS = 0.2
 
 
 class Trainer:

@@ -40,7 +40,7 @@ def resolve(world, arch=MOE, **degrees):
 
 @pytest.fixture
 def every_axis(monkeypatch):
-    monkeypatch.setattr(mesh_module, "NOT_YET", {})
+    monkeypatch.setattr(mesh_module, "_NOT_YET", {})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_expert_parallelism_needs_experts():
 
 @pytest.mark.parametrize("axis", ["cp"])
 def test_an_axis_of_a_later_version_says_so(axis):
-    assert axis in mesh_module.NOT_YET
+    assert axis in mesh_module._NOT_YET
     with pytest.raises(ConfigError, match=r"2: this version has no \w+ parallelism") as caught:
         resolve(4, MOE, **{axis: 2})
     assert caught.value.field == f"parallel.{axis}"

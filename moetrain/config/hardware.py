@@ -31,8 +31,6 @@ GPUS: dict[GpuName, Gpu] = {
 }
 DEFAULT_GPU: GpuName = "h100"
 """Kind that a dry run plans for if GPUs are asked for, none is here and none is named."""
-GPUS_A_MACHINE = 8
-"""GPUs of each machine that a dry run plans for."""
 
 # Measured on H200s of one machine. For other kinds only the ratios of the rates are used.
 PRODUCTS = 640e12

@@ -1,13 +1,12 @@
-"""Spread one model over a world of ranks; the order is the same for every model and layout.
+"""Spread one model over a world of ranks, in an order that is the same for every model and layout.
 
-plan -> this rank's stages -> sharded parameters -> what parts do with shared tokens ->
-dispatchers -> values -> recomputation -> offloading -> compile
+plan -> this rank's stages -> sharded parameters -> hooks that share tokens -> dispatchers ->
+values -> recomputation -> offloading -> compile
 
-What the model is stays single-device math. It is attached to in four ways, all of them here:
-parameters are DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards
-(``model.sharding``); hooks around parts, by the plan's word for each
-(:func:`~moetrain.parallel.tensor.share_tokens`); another ``dispatcher`` in parts that are routed;
-another ``vocabulary``.
+The model stays single-device math. It is changed in four ways, all of them here: parameters are
+DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
+the hooks that their style in the plan asks for (:func:`~moetrain.parallel.tensor.share_tokens`);
+routed parts get another ``dispatcher``; the model gets another ``vocabulary``.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ def parallelize(
     config: Config,
     stages: Stages,
 ) -> FSDP:
-    """Cut ``model`` (built on meta), shard it and wire its forward; values are still to come.
+    """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet.
 
-    ``dtype``: the compute dtype, in which parameters are gathered.
+    Parameters are gathered in ``dtype``, the compute dtype.
     """
     styles = part_styles(find_family(model.arch).plan(model.arch), model)
     units = stages.cut(model)
@@ -91,11 +90,11 @@ def parallelize(
 
 
 def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
-    """Of how many of a rank's blocks, its first ones, full parameters are away between a block's
+    """Count the blocks of a rank, its first ones, that free their full parameters between a block's
     forward and its backward.
 
-    So they are where nothing travels but a block is recomputed: a cast more is cheap. A pipeline
-    comes back to a block with every micro-batch, and gathers its parameters once.
+    By default recomputed blocks do: with one rank a second gather is but a cast. A pipeline comes
+    back to a block with every micro-batch, and gathers its parameters once.
     """
     is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
     if wanted and wanted is not True:
@@ -113,7 +112,7 @@ def _send_tokens(
     dtype: torch.dtype,
     config: Config,
 ) -> None:
-    """Let the tokens of routed parts travel to the ranks of their experts."""
+    """Let routed parts send their tokens to the ranks of their experts."""
     group, arch = meshes.expert_parameters.get_group("ep"), model.arch
     transport = choose_transport(config, arch, group, device, dtype)
     dispatcher = ExpertParallelDispatcher(arch.num_experts, transport, config.kernels.backend)
@@ -126,7 +125,7 @@ def set_dispatcher(
     """Let every routed part of ``model`` send its tokens by ``dispatcher``.
 
     Raises:
-        ValueError: a part is routed, and has no dispatcher to be replaced.
+        ValueError: a routed part has no dispatcher to be replaced.
     """
     for name, style in styles.items():
         if style == "routed":
@@ -137,7 +136,7 @@ def set_dispatcher(
 
 
 def transport_of(model: nn.Module) -> Transport | None:
-    """What carries tokens between ranks, if anything does."""
+    """Give the transport that carries tokens between ranks, if there is one."""
     for module in model.modules():
         dispatcher = getattr(module, "dispatcher", None)
         if isinstance(dispatcher, ExpertParallelDispatcher):
@@ -146,7 +145,7 @@ def transport_of(model: nn.Module) -> Transport | None:
 
 
 def static_transport(model: nn.Module) -> DeepEP | None:
-    """:func:`transport_of` if it has buffers of fixed sizes."""
+    """Give :func:`transport_of` if it has buffers of fixed sizes."""
     transport = transport_of(model)
     if isinstance(transport, DeepEP) and transport.static is not None:
         return transport
@@ -156,7 +155,7 @@ def static_transport(model: nn.Module) -> DeepEP | None:
 def place_model(
     config: Config, arch: Architecture, world: World, stages: Stages | None = None
 ) -> tuple[Transformer, FSDP]:
-    """What this rank has of a run's model (``stages``), with values, ready to train.
+    """Build this rank's stages of a run's model, with values, ready to train.
 
     Raises:
         ConfigError: ``model.path`` or ``lora.path`` cannot be loaded.

@@ -1,4 +1,4 @@
-"""Degrees of parallelism, checked; and the meshes of ranks that they describe.
+"""Check degrees of parallelism, and build the meshes of ranks that they describe.
 
 :class:`ParallelDims` is arithmetic alone: it exists before any process group, so a bad layout is
 one line on standard error and no rank has begun. :func:`build_meshes` gives this rank's
@@ -30,10 +30,10 @@ from moetrain.config import ConfigError, ParallelSection
 from moetrain.models.architecture import Architecture
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
+_EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 
-NOT_YET = {"cp": "context parallelism"}
-"""Axes whose meshes are here and whose use is not; removing a line admits the axis."""
+_NOT_YET = {"cp": "context parallelism"}
+"""Axes that have meshes and nothing that uses them yet; removing a line admits the axis."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ParallelDims:
 
     @classmethod
     def resolve(cls, degrees: ParallelSection, world_size: int, arch: Architecture) -> ParallelDims:
-        """The dims of ``world_size`` ranks that train ``arch``; a dp_shard of -1 is inferred.
+        """Make the dims of ``world_size`` ranks that train ``arch``, inferring a dp_shard of -1.
 
         Raises:
             ConfigError: the degrees do not fit the world or the model; it names them all.
@@ -80,7 +80,7 @@ class ParallelDims:
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, world_size // others)
-        for name, what in NOT_YET.items():
+        for name, what in _NOT_YET.items():
             if given[name] > 1:
                 raise ConfigError(
                     f"parallel.{name}", f"{given[name]}: this version has no {what}; use 1"
@@ -91,25 +91,25 @@ class ParallelDims:
 
     @property
     def sharding_ranks(self) -> int:
-        """Ranks that hold one replica of a stage, in whatever way: dp_shard * cp * tp."""
+        """The ranks that hold one replica of a stage together: dp_shard * cp * tp."""
         return self.dp_shard * self.cp * self.tp
 
     @property
     def efsdp(self) -> int:
-        """Ranks that shard one expert's parameters (FSDP of experts)."""
+        """The ranks that shard one expert's parameters (FSDP of experts)."""
         return self.sharding_ranks // self.ep
 
     @property
     def data_ranks(self) -> int:
-        """Parts a global batch is cut into: dp_replicate * dp_shard."""
+        """The parts that a global batch is cut into: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     def describe(self) -> str:
-        """``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
+        """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in DENSE_AXES)
 
     def _misfit(self) -> str:
-        """The degree to name: the first that cannot divide the world, else dp_shard."""
+        """Give the degree to blame: the first that cannot divide the world, else dp_shard."""
         names = (name for name in DENSE_AXES if name != "dp_shard")
         return next((n for n in names if self.world_size % getattr(self, n)), "dp_shard")
 
@@ -160,17 +160,17 @@ class Meshes:
 
     @property
     def sharding(self) -> frozenset[tuple[int, int]]:
-        """How many ranks cut parameters, and which of them this one is, of all groups that do."""
+        """The size of every group that shards parameters, and this rank in it."""
         meshes = (self.split_parameters, self.shared_parameters, self.expert_parameters)
         groups = [mesh.get_group(mesh.ndim - 1) for mesh in meshes]
         return frozenset((group.size(), group.rank()) for group in groups)
 
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
-    """The meshes of ``dims``; collective over the default process group, of ``dims.world_size``."""
+    """Build the meshes of ``dims``. Collective over the default process group."""
     groups = _Groups(device_type)
     dense_ranks = torch.arange(dims.world_size).view([getattr(dims, name) for name in DENSE_AXES])
-    expert_ranks = dense_ranks.view([getattr(dims, name) for name in EXPERT_AXES])
+    expert_ranks = dense_ranks.view([getattr(dims, name) for name in _EXPERT_AXES])
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
@@ -214,7 +214,7 @@ class _Groups:
         }
 
     def group(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-        """This rank's group along ``axis`` of a tensor that holds every rank once."""
+        """Give this rank's group along ``axis`` of a tensor that holds every rank once."""
         rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
         cut = tuple(sorted(map(tuple, rows)))
         if cut not in self._made:
@@ -228,17 +228,17 @@ class _Groups:
         return self._made[cut]
 
     def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """A mesh of every rank."""
+        """Make a mesh of every rank."""
         groups = [self.group(ranks, axis) for axis in range(ranks.ndim)]
         return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
 
     def stage_mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        """A mesh of this rank's part of the first (pp) axis, over the other axes."""
+        """Make a mesh of this rank's part of the first (pp) axis, over the other axes."""
         groups = [self.group(ranks, axis) for axis in range(1, ranks.ndim)]
         stage = int((ranks == dist.get_rank()).nonzero()[0, 0])
         mine = ranks[stage].contiguous()
         return DeviceMesh.from_group(groups, self.device_type, mine, mesh_dim_names=names)
 
     def distinct(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every group made, in the order in which all ranks made theirs."""
+        """List every group made, in the order in which all ranks made theirs."""
         return tuple(self._made.values())

@@ -1,4 +1,4 @@
-"""How many processes a run has, on what devices: here, or where a dry run plans for.
+"""Find how many processes a run has, and their devices: on this machine, or as planned.
 
 Imports torch alone: a launcher begins with it.
 """
@@ -14,14 +14,14 @@ import torch
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
-from moetrain.config.hardware import DEFAULT_GPU, GIB, GPUS, GPUS_A_MACHINE
+from moetrain.config.hardware import DEFAULT_GPU, GIB, GPUS
 
-MOST_ON_CORE = 16
-"""Processes: enough to try a large layout on a small machine, which each takes memory for."""
+_MOST_ON_CORE = 16
+"""The most processes a core: enough to try a large layout on a small machine."""
 
 
 def num_processes(config: Config) -> int:
-    """How many processes ``launch.nproc`` means on this machine.
+    """Give the number of processes that ``launch.nproc`` means on this machine.
 
     Raises:
         ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
@@ -34,54 +34,54 @@ def num_processes(config: Config) -> int:
         problem = f"{nproc} processes, and this machine has {gpus} GPUs"
         raise ConfigError("launch.nproc", f"{problem}; use auto, which is one for each")
     cores = os.cpu_count() or 1
-    if on_cpu and nproc > MOST_ON_CORE * cores:
+    if on_cpu and nproc > _MOST_ON_CORE * cores:
         problem = f"{nproc} processes, and this machine has {cores} cores and no GPU to use"
         raise ConfigError(
             "launch.nproc",
-            f"{problem}; use {cores} or fewer (up to {MOST_ON_CORE} a core are started)",
+            f"{problem}; use {cores} or fewer (up to {_MOST_ON_CORE} a core are started)",
         )
     return nproc
 
 
 def machine() -> str:
-    """This machine's host name and the start of its kernel: machines made from one image may share
-    the name, but not the start."""
+    """Identify this machine by its host name and its boot: machines made from one image may share
+    the name, but not the boot."""
     start = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {start.read_text().strip() if start.exists() else ''}"
 
 
 def device_capacity(device: torch.device) -> float:
-    """Bytes of memory that ``device`` has in all; a CPU's is the machine's."""
+    """Give the bytes of memory of ``device``; a CPU's is the machine's."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 class Machine(NamedTuple):
-    """The devices that a run has, one a process, or that it is planned for."""
+    """The devices that a run has or is planned for, one a process."""
 
     name: str
-    """Of a device, for people."""
+    """The device's name, for people."""
     device: torch.device
-    """Its type."""
+    """The device's type."""
     processes: int
-    """Of the run."""
-    on_machine: int
-    """Those of one machine."""
+    """The run's processes."""
     capacity: float
-    """Bytes of a process's device; processes on CPUs share their machine's memory."""
+    """Bytes for a process; processes on CPUs share their machine's memory."""
     why: str
-    """Why these, for people."""
+    """The reason for these, for people."""
 
     def describe(self) -> str:
-        """``8 x H100 of 79.1 GiB (launch.gpus)``."""
+        """Describe them in words: ``8 x H100 of 79.1 GiB (launch.gpus)``."""
         return f"{self.processes} x {self.name} of {self.capacity / GIB:.1f} GiB ({self.why})"
 
 
 def planned_machine(config: Config) -> Machine:
-    """What ``config`` is for: ``launch.gpus`` and ``launch.gpu``, where they are set, else this
-    run's processes as a launcher started them or ``launch.nproc`` says, else as many as the degrees
-    of parallelism multiply to.
+    """Find the devices that ``config`` is for.
+
+    These are ``launch.gpus`` and ``launch.gpu`` where they are set, else this run's processes as a
+    launcher started them or ``launch.nproc`` says, else as many as the degrees of parallelism
+    multiply to.
 
     Raises:
         ConfigError: ``launch.nproc`` is not ``launch.gpus``, or more than there are GPUs here.
@@ -105,14 +105,11 @@ def planned_machine(config: Config) -> Machine:
         if not gpus:
             why += "; no GPU is here: launch.gpus and launch.gpu plan for some"
         cpu = torch.device("cpu")
-        return Machine("CPU", cpu, size, on_machine, device_capacity(cpu) / on_machine, why)
+        return Machine("CPU", cpu, size, device_capacity(cpu) / on_machine, why)
     cuda = torch.device("cuda")
-    on_machine = min(size, GPUS_A_MACHINE if launch.gpus or not gpus else gpus)
-    if place is not None and launch.gpus is None:
-        on_machine = place.on_machine or size
     if launch.gpu is None and gpus:
         name = torch.cuda.get_device_name(cuda)
-        return Machine(name, cuda, size, on_machine, device_capacity(cuda), why)
+        return Machine(name, cuda, size, device_capacity(cuda), why)
     kind = launch.gpu or DEFAULT_GPU
     why += ", launch.gpu" if launch.gpu else "; no GPU is here: launch.gpu names another kind"
-    return Machine(kind.upper(), cuda, size, on_machine, GPUS[kind].memory_gib * GIB, why)
+    return Machine(kind.upper(), cuda, size, GPUS[kind].memory_gib * GIB, why)

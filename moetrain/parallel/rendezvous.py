@@ -1,4 +1,4 @@
-"""How ranks find one another and wait for one another's work: on the host, through torch's store.
+"""Let ranks find one another and wait for one another on the host, through torch's store.
 
 Apart from the collectives, which give up after a while and keep a GPU busy: what one rank does
 alone while the others wait (tokenise a corpus, download weights, write a checkpoint) takes as long
@@ -26,15 +26,15 @@ from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
 
 TIMEOUT = timedelta(minutes=30)
-"""Of a collective, which all ranks enter within a step of one another; and of a rank's silence."""
-BEAT_SECONDS = 10.0
-"""Between a rank's signs of life."""
-LONGEST_PAUSE = 0.2
+"""The longest that a collective may take, or that a rank may show no sign of life."""
+_BEAT_SECONDS = 10.0
+"""Seconds between a rank's signs of life."""
+_LONGEST_PAUSE = 0.2
 """Seconds between looks at the store: short beside any work, cheap with thousands of ranks."""
 
 
 class Rendezvous:
-    """What the ranks of one process group say to one another on the host.
+    """Messages among the ranks of one process group, on the host.
 
     Every rank makes the same calls in the same order, as with collectives.
     """
@@ -48,7 +48,7 @@ class Rendezvous:
         self._seen: dict[int, tuple[int, float]] = {}
         stopped = threading.Event()
         self.end = weakref.finalize(self, stopped.set)
-        """Give no more signs of life."""
+        """A call that ends this rank's signs of life."""
         threading.Thread(
             target=_show_life, args=(self._store, _life_key(rank), stopped), daemon=True
         ).start()
@@ -65,7 +65,7 @@ class Rendezvous:
             self._await(f"{key}/all")
 
     def broadcast(self, text: str) -> str:
-        """Rank 0's ``text``, on every rank; the others' is ignored. Waits and raises as above."""
+        """Give every rank rank 0's ``text``. Waits and raises as :meth:`barrier` does."""
         with self._next_call("share") as key:
             if self.rank == 0:
                 self._store.set(key, text)
@@ -74,7 +74,7 @@ class Rendezvous:
             return self._store.get(key).decode()
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's ``text``, by rank, on rank 0; nothing elsewhere. Raises as above."""
+        """Give rank 0 every rank's ``text``, and the others nothing. Raises as above."""
         with self._next_call("gather") as key:
             if self.rank > 0:
                 self._store.set(f"{key}/{self.rank}", text)
@@ -100,13 +100,13 @@ class Rendezvous:
         self._seen.clear()
         while not self._store.check([key]):
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            if time.monotonic() - looked > BEAT_SECONDS:
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            if time.monotonic() - looked > _BEAT_SECONDS:
                 looked = time.monotonic()
                 self._look_for_life(looked)
 
     def _look_for_life(self, now: float) -> None:
-        """Raise if a rank is silent for too long: rank 0 looks after all, the others after it."""
+        """Raise if a rank is silent for too long: rank 0 watches all, the others watch it."""
         silent = []
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             beats = self._store.add(_life_key(rank), 0)
@@ -123,7 +123,7 @@ class Rendezvous:
 
 
 def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
-    while not stopped.wait(BEAT_SECONDS):
+    while not stopped.wait(_BEAT_SECONDS):
         try:
             store.add(key, 1)
         except RuntimeError:  # the store is gone, and so is the run
@@ -139,7 +139,7 @@ def _first_line(error: Exception) -> str:
 
 
 def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
-    """The store where all ranks of ``place.world_size`` have met.
+    """Connect to the store, and wait until all ranks of ``place.world_size`` have.
 
     Args:
         seconds: how long to wait for them (``launch.join_timeout``).
@@ -183,7 +183,7 @@ def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
 
 
 def _await_server(place: LaunchedPlace, host: str, port: int, seconds: float) -> None:
-    """Return when somebody answers; TCPStore's own way would not let Ctrl-C through meanwhile."""
+    """Wait until the server answers; TCPStore's own wait would hold back Ctrl-C."""
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()
@@ -197,7 +197,7 @@ def _await_server(place: LaunchedPlace, host: str, port: int, seconds: float) ->
                     f"{seconds:g} s (launch.join_timeout), where rank 0 should be: {error}; is it "
                     "running, and are MASTER_ADDR and MASTER_PORT those of its machine?"
                 ) from None
-        time.sleep(LONGEST_PAUSE)
+        time.sleep(_LONGEST_PAUSE)
 
 
 def _await_ranks(store: dist.Store, place: LaunchedPlace, seconds: float, deadline: float) -> None:
@@ -217,4 +217,4 @@ def _await_ranks(store: dist.Store, place: LaunchedPlace, seconds: float, deadli
                 "(launch.join_timeout); are all started, with the same MASTER_ADDR, MASTER_PORT "
                 "and WORLD_SIZE?"
             )
-        time.sleep(LONGEST_PAUSE)
+        time.sleep(_LONGEST_PAUSE)

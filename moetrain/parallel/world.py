@@ -1,4 +1,4 @@
-"""Join the processes of a run: this rank's device, its process group, its meshes; and leave again.
+"""Join the processes of a run: find this rank's device, make its process group and its meshes.
 
 Apart from :mod:`moetrain.parallel.mesh` because this is where the machine is looked at: its GPUs,
 and the address where ranks meet. One process is a world of one, with meshes like any other.
@@ -25,13 +25,13 @@ from moetrain.parallel.pipeline.stages import check_pipeline
 from moetrain.parallel.processes import device_capacity, num_processes
 from moetrain.parallel.rendezvous import TIMEOUT, Rendezvous, find_ranks
 
-BYTES_OF_TOKEN = 24
-"""In a batch on the host: token, target and position."""
+_BYTES_OF_TOKEN = 24
+"""Bytes of a token in a batch on the host: its id, target and position."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """This process, its device and its place among all."""
 
     rank: int
     local_rank: int
@@ -40,13 +40,13 @@ class World:
     dims: ParallelDims
     meshes: Meshes
     owns_group: bool
-    """Whether :meth:`leave` ends the default process group; not if the caller made it."""
+    """Whether :meth:`leave` ends the default process group, which the caller did not make."""
     rendezvous: Rendezvous | None
-    """None: a world of one."""
+    """How ranks wait for one another on the host; None in a world of one."""
 
     @property
     def data_rank(self) -> int:
-        """Which of ``dims.data_ranks`` parts of a global batch this rank takes."""
+        """The number of this rank's part of a global batch, of ``dims.data_ranks``."""
         return self.meshes.data.rank()
 
     @property
@@ -60,19 +60,19 @@ class World:
         return self.local_rank == 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` summed over every rank that works on tokens of its own: losses, say."""
+        """Sum ``x`` over every rank that works on tokens of its own: losses, say."""
         return _sum(x, self.meshes.tokens)
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` summed over the ranks with different rows: what is counted on whole rows."""
+        """Sum ``x``, counted on whole rows, over the ranks with different rows."""
         return _sum(x, self.meshes.data)
 
     def sum_all(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` summed over every rank of the run."""
+        """Sum ``x`` over every rank of the run."""
         return _sum(x, self.meshes.everyone)
 
     def barrier(self) -> None:
-        """Return when every rank has come here, however long what it does before may take.
+        """Return when every rank has come here, however long that takes.
 
         Raises:
             RunFailed: a rank is gone.
@@ -81,23 +81,23 @@ class World:
             self.rendezvous.barrier()
 
     def broadcast(self, text: str) -> str:
-        """The main rank's ``text``, on every rank; waits as :meth:`barrier` does."""
+        """Give every rank the main rank's ``text``; waits as :meth:`barrier` does."""
         return text if self.rendezvous is None else self.rendezvous.broadcast(text)
 
     def any(self, text: str) -> str:
-        """The ``text`` of the first rank whose one is not empty; empty: all are. Waits."""
+        """Give every rank the first rank's ``text`` that is not empty, if there is one. Waits."""
         if self.rendezvous is None:
             return text
         return self.broadcast(next(filter(None, self.rendezvous.gather(text)), ""))
 
     def own_rendezvous(self) -> Rendezvous | None:
-        """Another :attr:`rendezvous`, for a thread whose calls come between others'. Collective."""
+        """Make another :attr:`rendezvous`, for a thread that calls by itself. Collective."""
         if self.rendezvous is None:
             return None
         return Rendezvous(_get_default_store(), self.rank, self.size)
 
     def leave(self) -> None:
-        """End the process group, collectively, after work that went well.
+        """End the process group, collectively, after work that succeeded.
 
         After an error, don't: it would wait for ranks that will not come, or pull the connection
         from under them before this rank's error was reported.
@@ -119,7 +119,7 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def join_world(config: Config, arch: Architecture) -> World:
-    """Take this process's place: check the layout, then make and warm up the communicators.
+    """Join the run: check the layout, then make and warm up the communicators.
 
     Collective over the world. A default process group that exists already is used as it is.
 
@@ -188,7 +188,7 @@ def join_world(config: Config, arch: Architecture) -> World:
 
 
 def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
-    """The layout of ``size`` ranks, checked against the model and the batch; starts nothing.
+    """Lay out ``size`` ranks, checked against the model and the batch; starts nothing.
 
     Raises:
         ConfigError: the degrees, the model, the batch and the world do not fit one another.
@@ -211,7 +211,7 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
 def _check_rows_of_a_step(config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError where this machine's memory does not hold one rank's rows of one step."""
     rows, seq_len = config.train.global_batch_size // dims.data_ranks, config.data.seq_len
-    need = rows * seq_len * BYTES_OF_TOKEN / 2**30
+    need = rows * seq_len * _BYTES_OF_TOKEN / 2**30
     room = device_capacity(torch.device("cpu")) / 2**30
     if need > room:
         raise ConfigError(

@@ -61,7 +61,7 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     if world.dims.ep > 1:
         transport = transport_of(engine.model)
         if isinstance(transport, DeepEP):
-            transport = transport.exact()  # how many tokens a step reads, training cannot know
+            transport = transport.counted()  # how many tokens a step reads, training cannot know
         elif config.kernels.precision == "fp8":
             transport = None  # training's narrows tokens
         group = world.meshes.expert_parameters.get_group("ep")

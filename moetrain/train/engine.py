@@ -207,7 +207,7 @@ class Engine(ModelState):
 
     def exact_sizes(self) -> AbstractContextManager[None]:
         """Drop no row while inside, whatever the routing."""
-        return nullcontext() if self.static is None else self.static.exactly()
+        return nullcontext() if self.static is None else self.static.sized(None)
 
     def _sum_sizes(self, counted: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Add up all ranks' counts, on the device."""

@@ -8,9 +8,10 @@ in token order, so an expert sees the same rows.
 
 Two modes size what is received:
 
-    exact   The host waits once, in the forward, for the numbers of tokens and of rows; both are
-            unknown sizes to the compiler, and the backward reuses them without waiting.
-    static  Sizes come from the configuration and nothing waits. What is past the received tokens is
+    counted (``moe.dispatch_mode exact``)  The host waits once, in the forward, for the numbers of
+            tokens and of rows; both are unknown sizes to the compiler, and the backward reuses them
+            without waiting.
+    static  Sizes come from the configuration and nothing waits. Memory past the received tokens is
             uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
             rows may be too few; the dispatcher sees that on the device, where it counts the ids.
 
@@ -27,7 +28,7 @@ token, S tokens received, R rows of the local experts, D width.
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from math import ceil
 from typing import Literal, NamedTuple
@@ -57,24 +58,24 @@ MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 # Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
 HIDDEN_MULTIPLE, MAX_HIDDEN = {"bf16": 16, "fp8": 32}, 8176
 
-AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
+_AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
 the links give (LOG.md)."""
 
 
 class StaticSizes(NamedTuple):
-    """How much the static mode reserves."""
+    """Sizes that the static mode reserves."""
 
     max_tokens: int
-    """No rank dispatches more at once."""
+    """The most tokens that a rank dispatches at once."""
     rows: int
-    """For the local experts."""
+    """Rows of the local experts."""
 
     @classmethod
     def plan(
         cls, max_tokens: int, *, capacity: float, num_experts: int, top_k: int, ranks: int
     ) -> "StaticSizes":
-        """Rows for ``capacity`` times those of an evenly loaded rank, or for all there can be."""
+        """Reserve ``capacity`` times the rows of an evenly loaded rank, or all there can be."""
         most = ranks * max_tokens * min(top_k, num_experts // ranks)
         return cls(max_tokens, min(most, ceil(capacity * max_tokens * top_k)))
 
@@ -86,12 +87,12 @@ class DeepEP:
     Making it is collective, and so are ``dispatch``, ``combine`` and the backward of each: every
     rank calls them, with any number of tokens, zero included. Ids of -1 are not sent.
 
-    ``static`` is None in the exact mode; :meth:`exactly` goes over to it, on all ranks alike.
+    ``static`` is None in the counted mode; :meth:`sized` changes it, on all ranks alike.
 
     Raises:
         ValueError: experts that the ranks cannot share equally.
         ConfigError: more SMs than this GPU has.
-        ImportError: there is no ``deep_ep``, see :func:`why_not`.
+        ImportError: the package ``deep_ep`` is missing, see :func:`why_not`.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class DeepEP:
         count_local_experts(num_experts, group.size())
         self.num_experts, self.num_ranks = num_experts, group.size()
         self.group_name: str = group.group_name
-        self.num_sms = AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
+        self.num_sms = _AUTO_NUM_SMS[self.num_ranks] if num_sms == "auto" else num_sms
         self.static, self.precision = static, precision
         if torch.cuda.is_available():
             available = torch.cuda.get_device_properties().multi_processor_count
@@ -119,19 +120,15 @@ class DeepEP:
                 )
         connect(group, hidden_size, self.num_sms)
 
-    def exact(self) -> "DeepEP":
-        """Another over the same connection, in the exact mode, that sends tokens as they are."""
+    def counted(self) -> "DeepEP":
+        """Make another over the same connection, in the counted mode, that sends tokens in bf16."""
         other = copy(self)
         other.static, other.precision = None, "bf16"
         return other
 
-    def exactly(self) -> AbstractContextManager[None]:
-        """The exact mode meanwhile."""
-        return self.sized(None)
-
     @contextmanager
     def sized(self, static: StaticSizes | None) -> Iterator[None]:
-        """These sizes meanwhile; None: the exact mode."""
+        """Use these sizes inside; None is the counted mode."""
         before, self.static = self.static, static
         try:
             yield
@@ -141,10 +138,10 @@ class DeepEP:
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> Received:
-        """What arrives here of all ranks' tokens; ids are those of all E experts.
+        """Bring all ranks' tokens here; ids are those of all E experts.
 
         Raises:
-            ValueError: more tokens than the static mode was planned for.
+            ValueError: there are more tokens than the static mode was planned for.
         """
         max_tokens, rows = self.static or (0, 0)
         if self.static is not None and x_TD.shape[0] > max_tokens:
@@ -167,7 +164,7 @@ class DeepEP:
         return Received(x_SD, ids_SK, weights_SK, rows_R0.shape[0], tuple(handle), may_drop)
 
     def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """``y_TD``: the sum over ranks of each token's rows, in fp32, rounded once."""
+        """Give ``y_TD``, the sum over ranks of each token's rows, in fp32, rounded once."""
         is_narrow = self.precision == "fp8"
         how = self.group_name, self.num_sms, is_narrow
         return deepep_combine(y_SD.contiguous(), list(handle), *how)
@@ -180,7 +177,7 @@ def choose_transport(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Transport:
-    """What ``moe.dispatcher`` asks for over ``group``, logged with the reason. Collective.
+    """Make the transport that ``moe.dispatcher`` asks for; logs it with the reason. Collective.
 
     Raises:
         ConfigError: the settings need DeepEP, and it cannot run here.
@@ -228,7 +225,7 @@ def why_not(
     dtype: torch.dtype,
     precision: Precision = "bf16",
 ) -> str | None:
-    """Why DeepEP cannot run for ``arch`` over ``group``; None: it can. Collective.
+    """Say why DeepEP cannot run for ``arch`` over ``group``, or None if it can. Collective.
 
     Every rank of the group gets the same answer, whichever of them cannot.
     """
@@ -248,7 +245,7 @@ def why_not_here(
     dtype: torch.dtype,
     precision: Precision = "bf16",
 ) -> str | None:
-    """The part of :func:`why_not` that a rank knows by itself."""
+    """Say as much of :func:`why_not` as a rank knows by itself."""
     local_experts, width = arch.num_experts // ranks, arch.hidden_size
     top_k = arch.num_experts_per_token
     if ranks not in RANKS:

@@ -41,10 +41,10 @@ INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 
 
 def load_deep_ep() -> ModuleType:
-    """The package ``deep_ep``.
+    """Import the package ``deep_ep``.
 
     Raises:
-        ImportError: it is missing or broken, with what to do.
+        ImportError: it is missing or broken; the message says what to do.
     """
     if importlib.util.find_spec("deep_ep") is None:
         raise ImportError(f"the package deep_ep is not installed; {INSTALL}")
@@ -58,7 +58,7 @@ def load_deep_ep() -> ModuleType:
 
 
 def _libraries_of_other_wheels() -> Iterator[Path]:
-    """What the package links to without saying where it lies."""
+    """Yield the libraries that the package links to without naming their place."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for pattern in ("nvshmem/lib/libnvshmem_host.so.*", "nccl/lib/libnccl.so.*"):
@@ -117,7 +117,7 @@ def disconnect() -> None:
 
 @contextmanager
 def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connection]:
-    """The connection, for calls of the package."""
+    """Give the connection for calls of the package."""
     # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
     # another stream: it allocates results after its stream has waited for ours.
     torch_setting: Any = torch.utils.deterministic
@@ -129,7 +129,7 @@ def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connectio
 
 
 class SendCounts(NamedTuple):
-    """Where tokens go."""
+    """How many tokens go where."""
 
     tokens_W: torch.Tensor
     """int32: tokens for each rank."""
@@ -140,7 +140,8 @@ class SendCounts(NamedTuple):
 
     @classmethod
     def of(cls, ids_TK: torch.Tensor, num_experts: int, num_ranks: int) -> "SendCounts":
-        """For ids of all E experts (-1: none); compiled, a seventh of the package's own time."""
+        """Count by ids of all E experts (-1: none). Compiled, it takes a seventh of the time that
+        the package takes for it."""
         rank_TK = ids_TK // (num_experts // num_ranks)  # rounds down: -1 stays -1
         ranks_W, experts_E = (
             torch.arange(n, device=ids_TK.device, dtype=ids_TK.dtype)
@@ -177,10 +178,10 @@ def deepep_dispatch(
     torch.Tensor,
     torch.Tensor,
 ]:
-    """What arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
+    """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
 
-    ``worst_tokens`` of 0 is the exact mode; else it is S and ``worst_rows`` is R. ``rows_R0`` holds
-    nothing: its shape is how R comes out of an op.
+    ``worst_tokens`` of 0 is the counted mode; else it is S and ``worst_rows`` is R. ``rows_R0``
+    holds nothing: its shape is how R comes out of an op.
     """
     tokens_W, slots_E, is_sent_TW = send
     with annotate("deepep send", x_TD), connection(group, x_TD.shape[1], num_sms) as found:

@@ -1,21 +1,21 @@
-"""What a block keeps for its backward waits in pinned host memory, and comes back a block ahead.
+"""Offload what blocks save for their backward to pinned host memory, and reload it a block ahead.
 
-It is done around a block's call by autograd's hooks on what is saved, so it sees what a compiled
-block saves as well, and nothing in a model knows of it. Storages travel, each once, however many
-tensors look into it:
+Autograd's hooks on saved tensors do it around a block's call, so they see what a compiled block
+saves as well, and nothing in a model knows of it. Storages travel, each once, however many tensors
+view it:
 
     forward   a large storage of block i is copied down beside the compute that follows; its memory
-              is free when a later block begins, which waits for the copy
-    backward  before block i's, the storages of block i - 1 begin to come back
+              is freed when a later block begins, which waits for the copy
+    backward  before that of block i, the storages of block i - 1 begin to come back
 
-What is not the block's own is left alone: its parameters, and what all blocks share. So are small
-tensors, and a stage's last blocks, which are needed again before a copy would be done.
+Parameters and what all blocks share stay. So do small tensors, and a stage's last blocks, which are
+needed again before a copy would be done.
 
-How much travels is ``activation.offload``: a share of the bytes, or, with ``auto``, what the link
+``activation.offload`` says how much travels: a share of the bytes, or, with ``auto``, what the link
 carries while blocks compute. Then nothing waits: what travels in one block takes no longer than its
 backward, and memory is freed when the link has had the time, not before.
 
-Results have the same bits as without it. A tensor that is changed in place before it has left is an
+Results have the same bits as without. A tensor that is changed in place before it has left is an
 error, as in autograd, which does not look where there are hooks.
 
 Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
@@ -44,19 +44,19 @@ from moetrain.parallel.offload.arena import HostMemory
 PAGE = 2**24
 """Bytes of a copy: long enough for the link's full rate, short enough to waste little."""
 PAGES = 16
-"""How many are pinned at once."""
+"""Pages that are pinned at once."""
 SMALLEST = 2**23
-"""Bytes of a storage that is worth a page."""
+"""Bytes of the smallest storage that travels."""
 BYTES_PER_FLOP = HOST_LINK / BLOCK
-"""What the link carries, and what is computed at most in a block, in the same time. On GPUs that
-are older links are slower too, but computing is so by more."""
+"""Bytes that the link carries while a block computes a FLOP, at most. Older GPUs have slower links,
+but they compute slower still."""
 
 Offload = float | Literal["auto"]
 
 
 def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
-    """What the link carries in a forward of a block of ``parts`` over ``tokens`` of a rank's own,
-    in rows of ``seq_len``."""
+    """Estimate the bytes that the link carries in a forward of a block of ``parts`` over a rank's
+    ``tokens``, in rows of ``seq_len``."""
     products = sum(part.products_per_token(seq_len) for part in parts)
     return 2 * products * tokens * BYTES_PER_FLOP
 
@@ -70,21 +70,21 @@ class HostPages:
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_cuda = device, device.type == "cuda"
         self.num_pages = 0
-        """In all; it grows to the most that were in use at once."""
+        """All pages; the number grows to the most that were in use at once."""
         self.bytes_down = self.bytes_up = 0
-        """Copied so far."""
+        """Bytes copied so far."""
         self.free: list[tuple[torch.Tensor, Any]] = []
-        """Pages, and what must have passed before they are written to."""
+        """Free pages, and the event to await before they are written to."""
         self._chunks: list[HostMemory] = []
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory."""
+        """The host memory that pages take."""
         return self.num_pages * PAGE
 
     def take(self, size: int) -> list[tuple[torch.Tensor, Any]]:
-        """Pages for ``size`` bytes."""
+        """Take free pages for ``size`` bytes."""
         number = -(-size // PAGE)
         while len(self.free) < number:
             self._chunks.append(HostMemory(self.device, "activation.offload", "set it lower, or 0"))
@@ -95,11 +95,11 @@ class HostPages:
         return taken
 
     def current(self) -> Any:
-        """The stream that computes."""
+        """Give the stream that computes."""
         return torch.cuda.current_stream(self.device) if self.on_cuda else None
 
     def copy_down(self, source: torch.Tensor, size: int) -> tuple[list[torch.Tensor], Any]:
-        """Pages that hold what ``source`` (bytes) has now, and the event from which on they do."""
+        """Copy ``source`` (bytes) to pages; gives these and the event at the copy's end."""
         taken = self.take(size)
         pages = [page for page, _ in taken]
         pairs = list(zip(pages, source.split(PAGE), strict=True))
@@ -108,8 +108,8 @@ class HostPages:
         return pages, self._copy(self._down, waits, [(page[: len(x)], x) for page, x in pairs])
 
     def copy_up(self, pages: Sequence[torch.Tensor], after: Any, target: torch.Tensor) -> Any:
-        """Let ``target``, of the current stream, have what ``pages`` hold since ``after``; from the
-        event on that this gives."""
+        """Copy what ``pages`` hold since ``after`` to ``target``, which belongs to the current
+        stream; gives the event at the copy's end."""
         pairs = zip(target.split(PAGE), pages, strict=True)
         self.bytes_up += len(target)
         return self._copy(self._up, [after], [(x, page[: len(x)]) for x, page in pairs])
@@ -135,25 +135,25 @@ class HostPages:
 
 
 class HostCopy:
-    """A storage of which the host has a copy. It goes, and gives its pages back, with the last
-    tensor that was saved in it."""
+    """A storage of which the host has a copy. It gives its pages back with the last tensor that was
+    saved in it."""
 
     here: torch.Tensor | None = None
-    """On the device, as bytes; None: given up."""
+    """The bytes on the device, until they are freed."""
     pages: Sequence[torch.Tensor] = ()
 
     def __init__(self, host: HostPages, storage: torch.UntypedStorage) -> None:
         self.host, self.size = host, storage.nbytes()
         self.saved: list[tuple[torch.Tensor, int]] = []
-        """What autograd saved, and its version; until that memory is given up."""
+        """Tensors that autograd saved and their versions, until the memory is freed."""
         self.here = _bytes_of(storage)
         self.stream = host.current()
-        """The one that ``here`` is to be used on, and its memory goes back to."""
+        """The stream that uses ``here``, to which its memory goes back."""
         self.pages, self.last = host.copy_down(self.here, self.size)
-        """And the last copy, down or up."""
+        """The pages, and the event of the last copy, down or up."""
 
     def offload(self) -> None:
-        """Give up the memory on the device: what its stream runs from now on may use it."""
+        """Free the memory on the device, for what its stream runs from now on."""
         for tensor, version in self.saved:
             check_version(tensor, version)
         self.saved = []
@@ -162,14 +162,14 @@ class HostCopy:
         self.here = None
 
     def reload(self) -> None:
-        """Begin to be on the device again, if it is not."""
+        """Begin to copy the storage to the device, unless it is there."""
         if self.here is None:
             self.here = torch.empty(self.size, dtype=torch.uint8, device=self.host.device)
             self.stream = self.host.current()
             self.last = self.host.copy_up(self.pages, self.last, self.here)
 
     def storage(self) -> torch.UntypedStorage:
-        """It, as what is queued next on this stream may read it."""
+        """Give the storage for what is queued next on this stream to read."""
         self.reload()
         assert self.here is not None
         for tensor, version in self.saved:
@@ -198,7 +198,7 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
 
 
 class Kept(NamedTuple):
-    """What autograd saves of a tensor that stays."""
+    """Autograd's record of a saved tensor that stays."""
 
     tensor: torch.Tensor
     version: int
@@ -209,12 +209,12 @@ class Kept(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What autograd saves of a tensor that does not."""
+    """Autograd's record of a saved tensor that travels."""
 
     copy: HostCopy
     dtype: torch.dtype
     place: tuple[Any, ...]
-    """Where in the storage: offset, shape, strides."""
+    """Offset, shape and strides in the storage."""
 
     def get(self) -> torch.Tensor:
         storage = self.copy.storage()
@@ -222,17 +222,17 @@ class Sent(NamedTuple):
 
 
 class Stash:
-    """What one call of a block has saved."""
+    """The storages that one call of a block has saved."""
 
     def __init__(self, foreign: frozenset[int], send: Callable[[Any], HostCopy | None]) -> None:
         self._foreign, self._send = foreign, send
         self._found: dict[int, HostCopy | None] = {}
-        """By address; only while the block runs, as a graph alone decides how long things live."""
+        """By address, while the block runs; then the graph decides how long they live."""
         self.copies: list[ref[HostCopy]] = []
 
     def pack(self, x: torch.Tensor) -> Kept | Sent:
-        """For autograd, which is saving ``x``."""
-        saved = x.detach()  # the graph that saves what a node of it gives would else hold itself
+        """Make the record of ``x``, which autograd is saving."""
+        saved = x.detach()  # else a graph that saves an output of its own nodes would hold itself
         copy = self._copy_of(saved)
         if copy is None:
             return Kept(saved, x._version)
@@ -240,7 +240,9 @@ class Stash:
         return Sent(copy, x.dtype, (x.storage_offset(), x.shape, x.stride()))
 
     def _copy_of(self, x: torch.Tensor) -> HostCopy | None:
-        if type(x) is not torch.Tensor or x.layout != torch.strided:  # one that is under way, say
+        if (
+            type(x) is not torch.Tensor or x.layout != torch.strided
+        ):  # a collective's, say, under way
             return None
         storage = x.untyped_storage()
         address = storage.data_ptr()
@@ -253,25 +255,26 @@ class Stash:
         return self._found[address]
 
     def close(self) -> None:
-        """The block has run."""
+        """Forget addresses, once the block has run."""
         self._found = {}
 
     def reload(self) -> None:
-        """Begin to have on the device all that is still needed, what was saved last first."""
+        """Begin to reload all that is still needed, in reverse order of saving."""
         for at in reversed(self.copies):
             if (copy := at()) is not None:
                 copy.reload()
 
 
 class ActivationOffload:
-    """Calls blocks in the place of ``call``, and lets part of what they save travel.
+    """Calls blocks in the place of ``call``, and offloads part of what they save.
 
     Args:
         call: how a block is called.
         numbers: the number of every block in the model, by its module.
         stay: the blocks of which nothing travels.
         offload: the share of the bytes of large storages that travels, or ``auto``.
-        allowance: what the link carries in the forward of block ``i`` with ``x``; for ``auto``.
+        allowance: the bytes that the link carries in the forward of block ``i`` with ``x``, for
+            ``auto``.
     """
 
     def __init__(
@@ -288,18 +291,18 @@ class ActivationOffload:
         self.allowance = allowance
         self.host = HostPages(device)
         self._next = -1
-        """The block that goes on with the micro-batch of the last one."""
+        """The number of the block that goes on with the last block's micro-batch."""
         self._before: Stash | None = None
-        """Of the last block."""
-        self._clock = self._busy_until = 0.0
-        """Blocks begun; and when, in blocks, the link will have done what it was given."""
+        """The last block's."""
+        self._blocks_begun = self._busy_until = 0.0
+        """Time is counted in blocks begun; the link is busy until the second."""
         self._per_block = math.inf
-        """What the link carries in one; without ``auto`` nobody asks whether it does."""
+        """Bytes that the link carries in one block; without ``auto`` there is no limit."""
         self._leaving: deque[tuple[float, ref[HostCopy]]] = deque()
-        """What is on its way, and when, in blocks, it is to leave the device."""
+        """Copies under way, and the block at which each one's memory is freed."""
         self._seen = self._sent = self._allowed = self._room = 0.0
-        """Bytes of large storages, of those that travel, and that ``auto`` lets travel, since the
-        first block of a micro-batch; and that still may of this block."""
+        """Since a micro-batch's first block: bytes of large storages, of those that travel, and
+        of what ``auto`` allows; and what this block may still send."""
 
     def __call__(self, block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
         if not torch.is_grad_enabled():
@@ -324,23 +327,23 @@ class ActivationOffload:
         return outputs
 
     def _begin(self, number: int, x_BSD: torch.Tensor) -> Stash | None:
-        """What a block's call is to be told of the one before it."""
+        """Begin block ``number``; gives the stash of the block before it in the micro-batch."""
         before = self._before if number == self._next else None
         if before is None:
             self._seen = self._sent = self._allowed = 0.0
         self._next = number + 1
-        self._clock += 1
+        self._blocks_begun += 1
         if self.share is None:
             self._per_block = self.allowance(number, x_BSD)
         self._allowed += self._per_block
         self._room = 2 * self._per_block  # its backward has twice the products
-        while self._leaving and self._leaving[0][0] <= self._clock:
+        while self._leaving and self._leaving[0][0] <= self._blocks_begun:
             if (copy := self._leaving.popleft()[1]()) is not None:
                 copy.offload()
         return before
 
     def _send(self, storage: torch.UntypedStorage) -> HostCopy | None:
-        """It on its way, unless that would be too much."""
+        """Begin to offload ``storage``, unless that would be too much."""
         size = storage.nbytes()
         self._seen += size
         limit = self._allowed if self.share is None else self.share * self._seen
@@ -349,9 +352,9 @@ class ActivationOffload:
         self._sent += size
         self._room -= size
         # A compiled block saves all at its end; then there is the next one to copy beside.
-        self._busy_until = max(self._busy_until, self._clock + 1) + size / self._per_block
+        self._busy_until = max(self._busy_until, self._blocks_begun + 1) + size / self._per_block
         copy = HostCopy(self.host, storage)
-        self._leaving.append((max(self._busy_until, self._clock + 2), ref(copy)))
+        self._leaving.append((max(self._busy_until, self._blocks_begun + 2), ref(copy)))
         return copy
 
 
@@ -379,9 +382,11 @@ def offload_activations(
     seq_len: int,
     device: torch.device,
 ) -> ActivationOffload:
-    """Let the blocks of ``model`` keep less on ``device``; after :func:`set_recomputation`.
+    """Let the blocks of ``model`` offload what they save; after :func:`set_recomputation`.
 
-    ``ranges``: the blocks of every stage; ``seq_len``: of the rows that ``auto`` counts with.
+    Args:
+        ranges: the blocks of every stage.
+        seq_len: the length of rows that ``auto`` counts with.
     """
     layers = model.arch.layers()
 

@@ -1,4 +1,4 @@
-"""Which blocks each stage has, and which tensors of the model lie on which pipeline rank.
+"""Cut a model's blocks into stages, and place its tensors on pipeline ranks.
 
 The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
 multiply-adds and of parameters, which every micro-batch moves through memory; the first stage also
@@ -50,15 +50,15 @@ class StagePlan:
     rank_of_stage: tuple[int, ...]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of pipeline rank ``rank``, in the order of the model."""
+        """List the stages of pipeline rank ``rank``, in the order of the model."""
         return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
 
     def blocks_of(self, rank: int) -> list[int]:
-        """Their blocks."""
+        """List the blocks of pipeline rank ``rank``."""
         return [i for stage in self.stages_of(rank) for i in self.ranges[stage]]
 
     def holders(self, name: str, *, is_tied: bool) -> tuple[int, ...]:
-        """The pipeline ranks that hold the tensor ``name``, its first user's before the other."""
+        """Give the pipeline ranks that hold the tensor ``name``, its first user's first."""
         first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
         kind, _, rest = name.partition(".")
         if kind == "layers":
@@ -71,10 +71,10 @@ class StagePlan:
 
 
 def plan_stages(config: Config, arch: Architecture) -> StagePlan:
-    """The stages that ``config.parallel`` asks for.
+    """Make the stages that ``config.parallel`` asks for.
 
     Raises:
-        ConfigError: more stages than blocks, or a split that is none of the blocks.
+        ConfigError: there are more stages than blocks, or the split does not add up to the blocks.
     """
     parallel = config.parallel
     virtual = _stages_per_rank(parallel)
@@ -127,10 +127,10 @@ def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> No
 
 
 def schedule_of(config: Config, dims: ParallelDims, micro_batches: int) -> Schedule:
-    """The schedule of a step of ``micro_batches``.
+    """Make the schedule of a step of ``micro_batches``.
 
     Raises:
-        ConfigError: there is none; it lists what is possible.
+        ConfigError: there is none; the message lists what is possible.
     """
     parallel = config.parallel
     try:
@@ -155,7 +155,7 @@ def _stages_per_rank(parallel: ParallelSection) -> int:
 
 
 def activations_in_flight(config: Config, dims: ParallelDims) -> list[int]:
-    """The most (stage, micro-batch) pairs whose activations every pipeline rank has at once."""
+    """Give the most (stage, micro-batch) pairs whose activations each pipeline rank has at once."""
     if dims.pp == 1:
         return [1]
     schedule = schedule_of(config, dims, config.train.micro_batches(dims.data_ranks))
@@ -163,10 +163,10 @@ def activations_in_flight(config: Config, dims: ParallelDims) -> list[int]:
 
 
 def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> str:
-    """What a step's schedule takes, in a line: stages, bubble, activations by rank.
+    """Describe in a line what a step's schedule takes: stages, bubble, activations by rank.
 
-    The bubble is that of stages as unequal as they are, whose backward takes twice their forward,
-    and of communication that takes no time.
+    The bubble is simulated with the stages' own costs, a backward of twice the forward, and no time
+    for communication.
     """
     number = config.train.micro_batches(dims.data_ranks)
     plan = plan_stages(config, arch)
@@ -184,7 +184,7 @@ def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) ->
 
 
 def _costs(config: Config, arch: Architecture) -> list[float]:
-    """Seconds a token of every block, and of the head: forward and backward of one micro-batch."""
+    """Estimate seconds a token of every block and of the head, for forward and backward."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
 
@@ -204,10 +204,10 @@ def _costs(config: Config, arch: Architecture) -> list[float]:
 def balance(
     costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """How many blocks of ``costs`` each stage has, one at least; the last also has ``head``.
+    """Give each stage a number of blocks of ``costs``, one at least; the last also has ``head``.
 
-    From equal numbers on, one block at a time goes from a stage to another, as long as the slowest
-    rank becomes faster, or else ranks more alike, or else stages.
+    Starting from equal numbers, one block at a time moves from a stage to another, as long as that
+    makes the slowest rank faster, or else ranks more alike, or else stages more alike.
     """
     sums = [0.0, *accumulate(costs)]
 
@@ -230,7 +230,7 @@ def balance(
 
 
 def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``sizes`` with one block fewer in a stage and one more in another."""
+    """Yield ``sizes`` with one block moved from a stage to another, in every way."""
     for source, target in permutations(range(len(sizes)), 2):
         if sizes[source] > 1:
             yield tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
@@ -244,18 +244,18 @@ class ModelTensor(NamedTuple):
 
     shape: torch.Size
     rule: Rule | None
-    """None: a buffer."""
+    """The parameter's rule; None for a buffer."""
     holders: tuple[int, ...]
-    """Pipeline ranks."""
+    """The pipeline ranks that hold it."""
 
 
 class RemoteStage(nn.Module):
-    """Stands where a part of the model is another rank's."""
+    """A placeholder for a part of the model that another rank has."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What this rank has of the model, and who has the rest."""
+    """This rank's part of the model, and which ranks have the rest."""
 
     plan: StagePlan
     arch: Architecture
@@ -304,19 +304,20 @@ class Stages:
 
     @property
     def moe_rows(self) -> list[int]:
-        """Which of the model's MoE layers, by their place among them, are here."""
+        """The numbers, among the model's MoE layers, of those that are here."""
         return [row for row, i in enumerate(self.arch.moe_layer_indices) if i in self.blocks]
 
     @property
     def tied_rank(self) -> int | None:
-        """The pipeline rank with another copy of the embedding; None: there is none."""
+        """The pipeline rank with the tied embedding's other copy, if there is one."""
         holders = self.table["embed.weight"].holders
         if len(holders) == 1 or self.rank not in holders:
             return None
         return next(rank for rank in holders if rank != self.rank)
 
     def cut(self, model: Transformer) -> list[Sequence[nn.Module]]:
-        """Leave in ``model`` what is this rank's; returns what is unsharded together, in order."""
+        """Leave only this rank's parts in ``model``; returns modules that are unsharded together,
+        in order."""
         ends = ["embed"], ["norm"] if model.lm_head is None else ["norm", "lm_head"]
         is_here = self.rank in self.table["embed.weight"].holders, self.has_loss
         units: list[list[nn.Module]] = []
@@ -331,30 +332,29 @@ class Stages:
 
     @cached_property
     def trained(self) -> dict[str, ModelTensor]:
-        """What of the table is trained."""
+        """The entries of the table that are trained."""
         return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
 
     @cached_property
     def saved(self) -> dict[str, ModelTensor]:
-        """What a checkpoint holds of the table: what is trained, and buffers."""
+        """The entries of the table that a checkpoint holds: trained ones and buffers."""
         kept = self.table.items()
         return {name: e for name, e in kept if e.rule is None or e.rule.trainable}
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """Of every parameter of the model."""
+        """The rule of every parameter of the model."""
         return {n: e.rule for n, e in self.table.items() if e.rule is not None}
 
     def among(self, name: str, part: TensorSlice) -> TensorSlice:
-        """``part`` of the tensor ``name``, or of one that lies as it does; counted with those of
-        the other pipeline ranks that hold it too."""
+        """Number ``part`` of the tensor ``name``, or of one laid out alike, among the copies that
+        other pipeline ranks hold."""
         holders = self.table[name].holders
         number, copies = holders.index(self.rank), part.copies * len(holders)
         return part._replace(copy=part.copy * len(holders) + number, copies=copies)
 
     def whole(self, entry: ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """``make()`` (of the entry's shape and storage) of its first holder, on every pipeline
-        rank."""
+        """Give all pipeline ranks the tensor that ``make()`` gives on the entry's first holder."""
         holder = entry.holders[0]
         x = make() if self.rank == holder else None
         dtype = torch.float32 if entry.rule is None else entry.rule.storage
