@@ -14,7 +14,7 @@ from test_rl_rows import make_samples
 
 from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.layers import WholeVocabulary
+from moetrain.models.layers import Vocabulary
 from moetrain.rl.losses import (
     LOG_RATIO_LIMIT,
     PolicyObjective,
@@ -73,7 +73,7 @@ def test_the_fast_kernel_has_the_same_token_stats():
     answers = []
     for backend in ("triton", "reference"):
         inputs = leaf(h), leaf(w)
-        stats = token_stats(*inputs, targets, temperature=0.6, vocabulary=WholeVocabulary(backend))
+        stats = token_stats(*inputs, targets, temperature=0.6, vocabulary=Vocabulary(backend))
         (stats.logprob.exp() - stats.entropy.square()).sum().backward()
         answers.append((*(x.detach() for x in stats), *(x.grad for x in inputs)))
     for mine, theirs in zip(*answers, strict=True):
@@ -218,7 +218,7 @@ def make_case(seed=0):
 
 def totals_of(objective, batches, hiddens, head):
     """The sums of all micro-batches' terms."""
-    model = SimpleNamespace(vocabulary=WholeVocabulary(), head_weight=head)
+    model = SimpleNamespace(vocabulary=Vocabulary(), head_weight=head)
     sizes = {k: torch.tensor(max(n, 1)) for k, n in objective.sizes(batches).items()}
     found = []
     for batch, hidden_BSD in zip(batches, in_rows(batches, hiddens, (WIDTH,)), strict=True):
@@ -323,7 +323,7 @@ def test_no_sample_at_all_is_a_loss_of_zero():
     (batch,) = pack([], 6, 2)
     h, w = torch.zeros(2, 6, WIDTH, requires_grad=True), torch.randn(VOCABULARY, WIDTH)
     objective = PolicyObjective(RlSection(aggregation="sequence", entropy_coef=0.1))
-    model = SimpleNamespace(vocabulary=WholeVocabulary(), head_weight=w)
+    model = SimpleNamespace(vocabulary=Vocabulary(), head_weight=w)
     sizes = {k: torch.tensor(max(n, 1)) for k, n in objective.sizes([batch]).items()}
     terms = objective.terms(model, Outputs(h, None, None), batch, sizes)
     sum(t.coefficient * t.value for t in terms.values()).backward()

@@ -3,9 +3,9 @@
 Legend: B batch, S sequence, D model width, H query heads, G key/value heads, d head width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -100,18 +100,11 @@ class GroupedQueryAttention(AttentionPart):
         }
 
 
-class AttentionCore(Protocol):
-    """Mixes tokens: takes rotated queries and keys, and values, and returns one value a query head.
-
-    The seam of context parallelism, key/value caches, sinks and other scores. It is called inside
-    the compiled block.
-    """
-
-    def __call__(
-        self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
-    ) -> torch.Tensor:
-        """Return [B, S, H, d]; under tensor parallelism H counts this rank's heads alone."""
-        ...
+AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context], torch.Tensor]
+"""Mixes tokens: takes rotated queries [B, S, H, d] and keys [B, S, G, d], values, and the context,
+and returns one value a query head, [B, S, H, d]. Under tensor parallelism H counts this rank's
+heads alone. It is called inside the compiled block, and is the seam of context parallelism,
+key/value caches, sinks and other scores."""
 
 
 def masked_attention(

@@ -12,7 +12,7 @@ Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width,
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -119,55 +119,24 @@ def _yarn_scale(arch: Architecture) -> float:
     return log_factor + 1
 
 
-class Vocabulary(Protocol):
-    """Uses the vocabulary matrix ``w_VD`` (the embedding's, or the head's).
+class Vocabulary:
+    """Uses the vocabulary matrix ``w_VD`` (the embedding's, or the head's), which is here whole.
 
-    It is the seam through which a model keeps its single-device code when its matrix is spread over
-    devices; :class:`WholeVocabulary` is for a device that has all of it. Hidden states go in as
+    It is the seam through which a model keeps its single-device code where its matrix is spread
+    over devices: a subclass then takes this one's place. Hidden states go in as
     ``Transformer.backbone`` returns them. Arguments and results are those of
     :mod:`moetrain.kernels.loss.linear_cross_entropy`.
     """
 
+    def __init__(self, backend: Backend = "auto") -> None:
+        self.backend: Backend = backend
+
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Look up rows of ``w_VD``: [B, S, D], or this device's part of the B * S tokens."""
-        ...
-
-    def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
-        """Compute ``h @ w^T`` over the whole vocabulary: [B, S, V]."""
-        ...
-
-    def token_losses(
-        self,
-        h_TD: torch.Tensor,
-        w_VD: torch.Tensor,
-        targets_T: torch.Tensor,
-        *,
-        temperature: float = 1.0,
-    ) -> TokenLosses:
-        """Compute each token's loss (its target's negative log-probability), lse and entropy."""
-        ...
-
-    def loss_sum(
-        self,
-        h_TD: torch.Tensor,
-        w_VD: torch.Tensor,
-        targets_T: torch.Tensor,
-        weights_T: torch.Tensor,
-    ) -> SummedLoss:
-        """Sum the weighted losses; over several devices, return this one's share of the sum."""
-        ...
-
-
-@dataclass(frozen=True)
-class WholeVocabulary:
-    """The :class:`Vocabulary` of a device that has the whole matrix."""
-
-    backend: Backend = "auto"
-
-    def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens_BS, w_VD)
 
     def logits(self, h_BSD: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
+        """Compute ``h @ w^T`` over the whole vocabulary: [B, S, V]."""
         return F.linear(h_BSD, w_VD.to(h_BSD.dtype))
 
     def token_losses(
@@ -178,6 +147,7 @@ class WholeVocabulary:
         *,
         temperature: float = 1.0,
     ) -> TokenLosses:
+        """Compute each token's loss (its target's negative log-probability), lse and entropy."""
         w_VD = w_VD.to(h_TD.dtype)
         return linear_cross_entropy(
             h_TD, w_VD, targets_T, temperature=temperature, backend=self.backend
@@ -190,6 +160,7 @@ class WholeVocabulary:
         targets_T: torch.Tensor,
         weights_T: torch.Tensor,
     ) -> SummedLoss:
+        """Sum the weighted losses; over several devices, return this one's share of the sum."""
         w_VD = w_VD.to(h_TD.dtype)
         return linear_cross_entropy_sum(h_TD, w_VD, targets_T, weights_T, backend=self.backend)
 

@@ -31,7 +31,7 @@ Legend: B batch, S sequence, D model width, V vocabulary.
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,7 +55,6 @@ from moetrain.models.layers import (
     RMSNorm,
     RotaryEmbedding,
     Vocabulary,
-    WholeVocabulary,
 )
 from moetrain.models.moe import RouterStats, RoutingStats
 
@@ -128,26 +127,18 @@ CallBlock = Callable[..., Any]
 """``call(block, x_BSD, context)``."""
 
 
-class Sharding(Protocol):
-    """Unshards parameters where they are used; the one seam between a model and its sharding."""
+class Sharding:
+    """Unshards parameters where they are used; the one seam between a model and its sharding.
+
+    This class is for a model that has its parameters whole.
+    """
 
     def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
         """Return ``call(block, *inputs)``, run while the block has its parameters whole."""
-        ...
-
-    def open(self, module: nn.Module) -> None:
-        """Unshard the parameters of ``module``: the embedding, or the norm with the head."""
-        ...
-
-
-class _Unsharded:
-    """The :class:`Sharding` of a model that has its parameters whole."""
-
-    def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
         return call(block, *inputs)
 
     def open(self, module: nn.Module) -> None:
-        pass
+        """Unshard the parameters of ``module``: the embedding, or the norm with the head."""
 
 
 class Transformer(nn.Module):
@@ -168,9 +159,9 @@ class Transformer(nn.Module):
         self.arch, self.kernels = arch, kernels
         self.compute_dtype: torch.dtype | None = None
         self.call_block: CallBlock = call
-        self.sharding: Sharding = _Unsharded()
+        self.sharding = Sharding()
         self.source: HFSource | None = None
-        self.vocabulary: Vocabulary = WholeVocabulary(kernels.backend)
+        self.vocabulary = Vocabulary(kernels.backend)
         self.embed = Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [arch.attention(i) for i in range(arch.num_layers)]
         self.windows = [mixer.window for mixer in mixers]

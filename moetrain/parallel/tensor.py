@@ -52,6 +52,7 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     loss_gradients,
     token_stats,
 )
+from moetrain.models.layers import Vocabulary
 from moetrain.models.rules import PartStyle
 from moetrain.parallel.collectives import all_gather_rows, all_gather_start, sum_scatter_rows
 from moetrain.parallel.layout import chunk_of
@@ -156,8 +157,8 @@ class _ScatterTokens(torch.autograd.Function):
 # ---- the vocabulary ----------------------------------------------------------------------------
 
 
-class ShardedVocabulary:
-    """A :class:`moetrain.models.Vocabulary` over the ranks of ``group``.
+class ShardedVocabulary(Vocabulary):
+    """A :class:`~moetrain.models.layers.Vocabulary` over the ranks of ``group``.
 
     A rank holds about ``chunk_elements`` logits at once, the same number on every rank.
 

@@ -49,7 +49,7 @@ from moetrain.config import Config
 from moetrain.config.rl import PolicyName, RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.architecture import Architecture
-from moetrain.models.layers import Vocabulary, WholeVocabulary
+from moetrain.models.layers import Vocabulary
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch
 from moetrain.train.engine import Engine
@@ -59,7 +59,7 @@ LOG_RATIO_LIMIT = 20.0
 """Nats to which the logarithm of a ratio is clamped, once, where it is made. A ratio of exp(20) =
 4.9e8 has a finite square in fp32, and so has the sum of any batch of them; one step past
 log(3.4e38) = 88.7 a single token makes the loss infinite. Beyond the limit the gradient is 0."""
-_WHOLE = WholeVocabulary()
+_WHOLE = Vocabulary()
 
 
 # ---- log-probabilities and entropies ------------------------------------------------------------

@@ -47,6 +47,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moetrain.kernels.annotate import annotate
+from moetrain.models.transformer import Sharding
 from moetrain.parallel.collectives import ReduceMode
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Gathering, Member, Reducing
 from moetrain.parallel.fsdp.copy_engines import CopyEngines
@@ -152,7 +153,7 @@ def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]
     return memory[: sum(sizes)].split(list(sizes))
 
 
-class FSDP:
+class FSDP(Sharding):
     """The units of one model in forward order, and the gathers and reductions under way.
 
     Args:
