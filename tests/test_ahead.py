@@ -13,7 +13,7 @@ from moetrain.kernels import ahead
 from moetrain.kernels.backend import TensorDescriptor, triton
 from moetrain.kernels.norm.rms_norm import rms_norm
 from moetrain.models.fake_step import run_fake_step
-from moetrain.train.engine import step_layout
+from moetrain.train.engine import _step_layout
 
 CASES = {
     "moe": [],
@@ -75,7 +75,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def launches_of_fake_step(engine):
-    layout = step_layout(engine.config, engine.arch, engine.world)
+    layout = _step_layout(engine.config, engine.arch, engine.world)
     launches = ahead.launches_of(lambda: run_fake_step(engine.config, engine.arch, layout))
     return {signature(kernel, *one) for kernel, all in launches.items() for one in all}
 

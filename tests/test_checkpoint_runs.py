@@ -35,7 +35,7 @@ from moetrain.parallel.world import join_world
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import run_folder
 from moetrain.train.metrics import read_metrics
-from moetrain.train.run_folder import BEGUN
+from moetrain.train.run_folder import _BEGUN
 from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
@@ -211,7 +211,7 @@ moetrain.train.trainer.Trainer.train_step = killed
 sys.exit(main(sys.argv[1:]))
 """
 START = (
-    "import sys; from moetrain.cli import launch; launch.GRACE_SECONDS = 1.0;"
+    "import sys; from moetrain.cli import launch; launch._GRACE_SECONDS = 1.0;"
     "sys.exit(launch.start_ranks(sys.argv[1:], 2, 1))"
 )
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
@@ -247,7 +247,7 @@ def test_a_run_killed_before_its_first_save_begins_again_where_it_did(tiny, tmp_
     first = tmp_path / "first"
     Trainer(tiny(*QUIET, "train.steps=2", f"output_dir={first}")).fit()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / BEGUN).touch()  # all that was left
+    (tmp_path / "out" / _BEGUN).touch()  # all that was left
     place = LaunchedPlace(0, 0, 1, "host:1", None, None, True, restarts=1, max_restarts=3)
     monkeypatch.setattr("moetrain.train.run.launched_place", lambda: place)
     named = first / "checkpoints" / "step-00000002"

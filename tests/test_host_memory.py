@@ -14,7 +14,7 @@ from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train import plan
 from moetrain.train.memory import GIB, estimate_memory
-from moetrain.train.plan import Room, check_host, host_takes, room_here
+from moetrain.train.plan import _host_takes, _Room, _room_here, check_host
 from moetrain.train.setup import resolve_run
 
 KIB = 1024
@@ -26,7 +26,7 @@ def takes_of(world, *words):
     config, arch = resolve_run(config)
     dims = plan_world(config, arch, world)
     sizes = (config, arch, dims, torch.bfloat16)
-    return host_takes(*sizes), estimate_memory(*sizes), arch
+    return _host_takes(*sizes), estimate_memory(*sizes), arch
 
 
 def test_what_settings_take():
@@ -63,7 +63,7 @@ def machine(folder, groups, mine, *, available=24 * GIB):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    return room_here(proc, root)
+    return _room_here(proc, root)
 
 
 STAT = f"anon {5 * GIB}\ninactive_file {GIB}\nactive_file {GIB}"
@@ -78,7 +78,7 @@ def test_room_of_the_second_kind_of_groups(tmp_path):
         "job/step/memory.current": 10 * GIB,
     }
     found = machine(tmp_path / "a", inner, "0::/job/step\n")
-    assert found == Room(24 * GIB, (64 - 10 + 2) * GIB)
+    assert found == _Room(24 * GIB, (64 - 10 + 2) * GIB)
     # A container's own group is its root, and called by a name that is not there.
     own = {f"memory.{name}": text for name, text in (("max", 8 * GIB), ("current", 9 * GIB))}
     assert machine(tmp_path / "b", own, "0::/kubepods/pod7\n").allowed == 0
@@ -94,14 +94,14 @@ def test_room_of_the_first_kind_of_groups(tmp_path):
     }
     files = {re.sub(r"/(\w+)$", r"/memory.\1", name): text for name, text in files.items()}
     mine = "9:name=systemd:/\n4:cpu,memory:/run\n0::/\n"
-    assert machine(tmp_path / "a", files, mine) == Room(24 * GIB, 38 * GIB)
+    assert machine(tmp_path / "a", files, mine) == _Room(24 * GIB, 38 * GIB)
     outside = machine(tmp_path / "b", files, "4:memory:/\n")
-    assert outside == Room(24 * GIB, math.inf)
+    assert outside == _Room(24 * GIB, math.inf)
     assert outside.most == 24 * GIB
 
 
 def test_this_machine_has_room():
-    here = room_here()
+    here = _room_here()
     assert GIB / 4 < here.available < 2**50
     assert here.allowed > 0
 
@@ -113,7 +113,7 @@ DEBUG = ["train.device=cpu", "train.steps=1", "optim.offload_fraction=1", "log.t
 
 
 def with_room(monkeypatch, available, allowed=math.inf):
-    monkeypatch.setattr(plan, "room_here", lambda: Room(available, allowed))
+    monkeypatch.setattr(plan, "_room_here", lambda: _Room(available, allowed))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_limit_that_allows_it_leaves_a_warning(monkeypatch, tmp_path, caplog):
 
 
 def test_who_asks_for_nothing_is_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan, "room_here", None)
+    monkeypatch.setattr(plan, "_room_here", None)
     Trainer(Config.load("debug", ["train.device=cpu", "train.steps=1", f"output_dir={tmp_path}"]))
 
 
@@ -159,7 +159,7 @@ def test_a_dry_run_says_it(capsys, monkeypatch):
 
 
 def problem_with_room(room):
-    plan.room_here = lambda: Room(room, math.inf)
+    plan._room_here = lambda: _Room(room, math.inf)
     config, arch = resolve_run(Config.load("debug", [*DEBUG, "train.global_batch_size=32"]))
     try:
         check_host(config, arch, join_world(config, arch))

@@ -185,7 +185,7 @@ def _launch(command, nproc, texts, check):
     for fd, path in enumerate(texts, start=1):  # several processes write at its end
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    launch.GRACE_SECONDS = 2.0
+    launch._GRACE_SECONDS = 2.0
     try:
         sys.exit(launch.start_ranks(command, nproc, 0, check and partial(check, texts[0].parent)))
     except ConfigError as error:

@@ -30,7 +30,7 @@ from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
 from moetrain.train.memory import estimate_memory
 from moetrain.train.setup import resolve_run
-from moetrain.train.state import OFFLOADED
+from moetrain.train.state import _OFFLOADED
 
 MICRO = 4
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]
@@ -86,7 +86,7 @@ def steps_with(engine, steps, cycle, lr=1e-2):
 def disturb(what, engine, where):
     before = identity_of(engine)
     engine.offload(*what)
-    if where == "between" and "gradients" in (what or OFFLOADED):
+    if where == "between" and "gradients" in (what or _OFFLOADED):
         with pytest.raises(OffloadedError, match="are offloaded"):
             engine.step(1e-2)
     engine.reload()

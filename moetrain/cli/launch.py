@@ -1,24 +1,24 @@
-"""Start a run's processes on this machine, and see that they end together.
+"""Start the processes of a run on this machine, and make sure that they end together.
 
-:func:`start_ranks` uses the process layer of torch's elastic launcher and gives the ranks the
-variables that torchrun would, so a rank cannot tell the two apart. The rest of that launcher is
-not used: it re-numbers ranks, which a checkpointed run has no need of; it gives a stopped run 30
-seconds, whatever the size of its checkpoint; and after a failure it gives the other ranks, which
-hang in a collective, as long.
+:func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the variables
+that torchrun would, so that they cannot tell the two apart. The rest of that launcher is not used:
+it renumbers ranks, which a run with checkpoints does not need; it gives a stopped run 30 seconds,
+however large its checkpoint is; and after a failure it gives as long to the other ranks, which hang
+in a collective.
 
 How a run ends:
 
     all ranks succeed        0
-    SIGTERM, Ctrl-C          handed to every rank; they write a checkpoint: 143, 130
-    a rank's error           printed by the first rank to fail alone; the others are killed: 1 or 2
-    a rank is killed         one line that says by what signal; the others are killed: 1
-    this process is killed   so are the ranks (:mod:`moetrain.cli.rank`)
+    SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
+    a rank fails             the first that does prints its error; the others are killed: 1 or 2
+    a rank is killed         a line names the signal; the others are killed: 1
+    this process is killed   the ranks are killed too (:mod:`moetrain.cli.rank`)
 
-Where it ends with 1, all ranks may be started again (``launch.max_restarts``); a run then goes on
-from its newest checkpoint.
+After exit code 1 all ranks may be started again (``launch.max_restarts``); the run then resumes its
+newest checkpoint.
 
-Importing torch and the rest takes a rank seconds, in which the launcher can look at the settings:
-the ranks wait behind a gate, a file that is not there, until it has.
+Ranks take seconds to import torch, in which the launcher checks the settings. They wait for a gate,
+a file that the launcher creates once it has.
 
 Left out on purpose: several machines (torchrun, srun).
 """
@@ -45,21 +45,22 @@ from torch.distributed.elastic.multiprocessing import (
 
 from moetrain.config.environment import GATE
 
-HOST = "127.0.0.1"
-POLL_SECONDS = 0.1
-CAUSE_SECONDS = 5 * POLL_SECONDS
-"""What a rank waits before it reports an error: another's death, its cause, is seen here first."""
-GRACE_SECONDS = 5.0
-"""After a rank failed: for the others to report what they know, before they are killed."""
-STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of ranks that were asked to stop, and did; they may take their time."""
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""Signals that torch's start_processes sets handlers for, and what batch systems warn with."""
-FAILED = 1
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.1
+CAUSE_SECONDS = 5 * _POLL_SECONDS
+"""Time for which a rank holds back its error, so that the death of another, its cause, is reported
+first."""
+_GRACE_SECONDS = 5.0
+"""Time after a failure in which other ranks can report what they know, before they are killed."""
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of ranks that stopped when they were asked to; they may take their time."""
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that torch's start_processes handles, and SIGUSR1, with which batch systems warn."""
+_FAILED = 1
 
-Handlers = Mapping[signal.Signals, Any]
+_Handlers = Mapping[signal.Signals, Any]
 Check = Callable[[], None]
-"""Looks at the settings of a run, and raises what is wrong with them."""
+"""A check of a run's settings, which raises what is wrong with them."""
 
 
 def start_ranks(
@@ -70,15 +71,16 @@ def start_ranks(
 ) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
-    Only from the main thread, which is where signals arrive.
+    Call it from the main thread, where signals arrive.
 
     Args:
         max_restarts: how often to start all ranks again after a failure.
-        check: called once, while the ranks start, and before one is through
-            :func:`moetrain.cli.rank.pass_gate`. What it raises ends them and comes out of here.
+        check: called once while the ranks start, before any passes
+            :func:`moetrain.cli.rank.pass_gate`. If it raises, the ranks end and the error is raised
+            here.
     """
     restarts = 0
-    while (code := _run_ranks(command, nproc, restarts, max_restarts, check)) == FAILED:
+    while (code := _run_ranks(command, nproc, restarts, max_restarts, check)) == _FAILED:
         if restarts == max_restarts:
             break
         restarts += 1
@@ -88,7 +90,7 @@ def start_ranks(
 
 
 class _Stopped(BaseException):
-    """A stop signal came while settings were looked at."""
+    """A stop signal came while settings were checked."""
 
     def __init__(self, sigval: int) -> None:
         super().__init__()
@@ -100,11 +102,11 @@ def _run_ranks(
 ) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     # What torch takes by default is every core, for each of the ranks.
     threads = min(torch.get_num_threads(), (os.cpu_count() or 1) // nproc)
     shared = {
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks are all clients of that store
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
@@ -114,7 +116,7 @@ def _run_ranks(
         "OMP_NUM_THREADS": str(max(1, threads)),
     }
     follower = ("-m", "moetrain.cli.rank", str(os.getpid()), *command)
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         gate = Path(folder) / "gate"
         shared[GATE] = str(gate)
@@ -142,13 +144,13 @@ def _run_ranks(
                 signal.signal(number, handler)
 
 
-def _set_handlers(before: Handlers, handler: Callable[[int, Any], None]) -> None:
+def _set_handlers(before: _Handlers, handler: Callable[[int, Any], None]) -> None:
     for number, was in before.items():  # what nohup ignores stays ignored
         signal.signal(number, was if was is signal.SIG_IGN else handler)
 
 
-def _look(check: Check, handlers: Handlers) -> None:
-    """``check()``, which a stop signal ends; one that a user's code in it kept is seen after it."""
+def _look(check: Check, handlers: _Handlers) -> None:
+    """Call ``check``; a stop signal ends it, or is honoured after it if a user's code caught it."""
     got: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
@@ -166,14 +168,14 @@ def _meaning(number: int) -> int:
 
 
 def failure_mark(error_file: str) -> Path:
-    """The file whose existence says that a rank's failure was reported, and others need not be.
+    """Return the file that exists once a rank's failure was reported, so that others stay silent.
 
-    ``error_file``: a rank's own, which it finds in TORCHELASTIC_ERROR_FILE.
+    ``error_file`` is a rank's own file, which it finds in TORCHELASTIC_ERROR_FILE.
     """
     return Path(error_file).parent.parent / "failed"
 
 
-def _watch(pids: Sequence[int], handlers: Handlers, failed_mark: Path) -> int:
+def _watch(pids: Sequence[int], handlers: _Handlers, failed_mark: Path) -> int:
     """Wait until all ranks succeeded or stopped, or one failed; returns the exit code."""
     forwarded: list[int] = []
 
@@ -187,27 +189,27 @@ def _watch(pids: Sequence[int], handlers: Handlers, failed_mark: Path) -> int:
     deadline = float("inf")
     while True:
         codes = [_exit_code(pid) for pid in pids]
-        failed = [code for code in codes if code not in (None, 0, *STOPPED)]
+        failed = [code for code in codes if code not in (None, 0, *_STOPPED)]
         if any(code < 0 and -code not in forwarded for code in failed):
-            failed_mark.touch()  # what the others meet comes of that, and is no news
+            failed_mark.touch()  # the others' errors follow from this one
         if None not in codes or time.monotonic() > deadline:
             break
         if failed and deadline == float("inf"):
-            deadline = time.monotonic() + GRACE_SECONDS
-        time.sleep(POLL_SECONDS)
+            deadline = time.monotonic() + _GRACE_SECONDS
+        time.sleep(_POLL_SECONDS)
     for rank, code in enumerate(codes):
         if code is not None and code < 0 and -code not in forwarded:
             how = f"signal {-code} ({signal.strsignal(-code)})"
             print(f"failed: rank {rank} was killed by {how}", file=sys.stderr)
-    # A rank that a stop signal found before it could handle one has stopped as well.
+    # A rank that a stop signal killed before it could handle it has stopped as well.
     ended = [128 - code if -code in forwarded else code for code in codes if code is not None]
-    failed = [code for code in ended if code not in (0, *STOPPED)]
-    # A bad setting (2) that one rank found fails the others in other ways (1).
-    return max(FAILED, *failed) if failed else max(ended)
+    failed = [code for code in ended if code not in (0, *_STOPPED)]
+    # A bad setting (2) that one rank found makes the others fail in other ways (1).
+    return max(_FAILED, *failed) if failed else max(ended)
 
 
 def _exit_code(pid: int) -> int | None:
-    """As ``Popen.poll`` has it, but leaves the child for its owner to reap, and so its pid ours."""
+    """Poll a child's exit code like ``Popen.poll``, but leave the child for its owner to reap."""
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if status is None:
         return None

@@ -1,10 +1,10 @@
-"""``python -m moetrain.cli.rank LAUNCHER COMMAND``: run COMMAND until our parent LAUNCHER is gone.
+"""``python -m moetrain.cli.rank LAUNCHER COMMAND``: run COMMAND, and die with our parent LAUNCHER.
 
-A rank whose launcher was killed (``kill -9``, or for want of memory) would train and save on, with
-nobody to stop it. The launcher cannot tell it so any more; the rank has to see it for itself.
+A rank whose launcher was killed (``kill -9``, or for lack of memory) would go on training and
+saving, with nobody to stop it. The launcher cannot tell it any more, so the rank must notice.
 
-A rank imports what it needs, which takes seconds, while the launcher looks at the settings. Then it
-waits for a file that says that it may go on (:func:`pass_gate`).
+A rank imports what it needs while the launcher checks the settings. Then it waits for a file that
+says that it may go on (:func:`pass_gate`).
 
 Left out on purpose: ranks of torchrun and srun, which have launchers of their own.
 """
@@ -20,15 +20,15 @@ import threading
 import time
 from collections.abc import Sequence
 
-POLL_SECONDS = 1.0
-GATE_SECONDS = 0.02
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_SECONDS = 1.0
+_GATE_SECONDS = 0.02
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with(launcher: int) -> None:
-    """Be killed, from now on, when ``launcher``, this process's parent, ends."""
+def _die_with(launcher: int) -> None:
+    """Have this process killed when ``launcher``, its parent, ends."""
     if sys.platform == "linux":
-        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     else:
         threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
@@ -38,20 +38,21 @@ def die_with(launcher: int) -> None:
 
 def _watch(launcher: int) -> None:
     while os.getppid() == launcher:
-        time.sleep(POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def pass_gate(file: str) -> None:
-    """Return when the launcher has made ``file``, or its folder is gone: then it was another's."""
+    """Wait until the launcher has created ``file``, or its folder is gone: then it was
+    another's."""
     while os.path.isdir(os.path.dirname(file)) and not os.path.exists(file):
-        time.sleep(GATE_SECONDS)
+        time.sleep(_GATE_SECONDS)
 
 
 def main(argv: Sequence[str]) -> None:
-    """``LAUNCHER -m MODULE [WORD ...]`` or ``LAUNCHER FILE [WORD ...]``, as python would run it."""
+    """Run ``LAUNCHER -m MODULE [WORD ...]`` or ``LAUNCHER FILE [WORD ...]`` as python would."""
     launcher, *command = argv
-    die_with(int(launcher))
+    _die_with(int(launcher))
     is_module = command[0] == "-m"
     sys.argv = command[1:] if is_module else command
     if is_module:

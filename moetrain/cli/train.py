@@ -30,7 +30,7 @@ from moetrain.config.sections import CheckpointSection
 from moetrain.config.sources import RunFailed
 
 
-class Program(NamedTuple):
+class _Program(NamedTuple):
     """A command that takes settings, and what differs between one and another.
 
     ``MODULE:NAME`` strings are imported when they are needed, so that ``--help`` waits for nothing.
@@ -67,8 +67,8 @@ class Program(NamedTuple):
                 raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = Program("train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs."))
-RL = Program(
+TRAIN = _Program("train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs."))
+RL = _Program(
     "rl",
     "moetrain.rl.trainer:RlTrainer",
     RL_RECIPES,
@@ -79,7 +79,7 @@ RL = Program(
     plan="moetrain.rl.setup:plan",
     inspect="moetrain.rl.setup:inspect",
 )
-JOBS = Program(
+JOBS = _Program(
     "jobs",
     "moetrain.jobs.run:JobRun",
     JOB_RECIPES,
@@ -113,7 +113,7 @@ def run_jobs(argv: Sequence[str] | None = None) -> int:
     return main(argv, JOBS)
 
 
-def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
+def main(argv: Sequence[str] | None = None, program: _Program = TRAIN) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code.
 
     A process that a launcher started as one of several does not return from an error: it exits.
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None, program: Program = TRAIN) -> int:
         return _end(place, 130, "interrupted")
 
 
-def _plan(config: Config, program: Program, *, shows: bool) -> None:
+def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     """Print the resolved config as JSON, and the memory it takes to standard error."""
     from moetrain.train.plan import plan_host  # imports torch, as all below
     from moetrain.train.setup import resolve_run
@@ -170,7 +170,7 @@ def _plan(config: Config, program: Program, *, shows: bool) -> None:
         print(*filter(None, estimates), sep="\n", file=sys.stderr)
 
 
-def _launch(config: Config, words: Sequence[str], program: Program) -> int:
+def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
     """Be the only rank, or start ``launch.nproc`` of them; returns the exit code."""
     # These import torch, which --help or a misspelt setting need not wait for.
     from moetrain.parallel.processes import num_processes
@@ -201,7 +201,7 @@ def _launch(config: Config, words: Sequence[str], program: Program) -> int:
     return start_ranks(["-m", f"moetrain.{program.name}", *words], nproc, max_restarts, check)
 
 
-def _fit(config: Config, program: Program, place: LaunchedPlace | None) -> int:
+def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
     """Run ``program`` in this process; returns the exit code."""
     from safetensors import SafetensorError
 

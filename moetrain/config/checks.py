@@ -21,7 +21,7 @@ CUDA, DEEPEP, EXPERTS, DRY_RUN = "a CUDA device", "DeepEP", "experts", "--dry_ru
 FACTS = (CUDA, DEEPEP, EXPERTS, DRY_RUN)
 
 
-class Other(Container[Any]):
+class _Other(Container[Any]):
     """Every value except some."""
 
     def __init__(self, *excluded: Any) -> None:
@@ -31,22 +31,22 @@ class Other(Container[Any]):
         return value not in self.excluded
 
 
-ANY = Other()
-SET = Other(None)
-SOME = Other(0)
-SEVERAL = Other(1)
-HELD = {None}
+_ANY = _Other()
+_SET = _Other(None)
+_SOME = _Other(0)
+_SEVERAL = _Other(1)
+_HELD = {None}
 """A fact that holds; the value of one that does not is the reason."""
 
 
-class Need(NamedTuple):
+class _Need(NamedTuple):
     """A setting, and what it needs to have an effect."""
 
     setting: str
     """Dotted name, or ``section.*`` for the others of a section."""
     of: Mapping[str, Container[Any]]
-    """Other settings or facts, and the values with which they satisfy the need; one is enough."""
-    when: Container[Any] = ANY
+    """_Other settings or facts, and the values with which they satisfy the need; one is enough."""
+    when: Container[Any] = _ANY
     """Values of the setting that have this need."""
 
     def covers(self, name: str) -> bool:
@@ -59,80 +59,80 @@ _TEXTS = {"text", "jsonl"}
 _RATIOS = {"proximal", "rollout"}
 _WEIGHTED = {"current", "proximal"}
 
-NEEDS: tuple[Need, ...] = (
-    Need("model.init_std", {"model.path": {None}}),
-    Need("data.path", {"data.source": _TEXTS}),
-    Need("data.eval_path", {"data.source": _TEXTS}),
-    Need("data.text_field", {"data.source": {"jsonl"}}),
-    Need("data.chat_template", {"data.source": {"jsonl"}}),
-    Need("data.eval_fraction", {"data.eval_path": {None}}),
-    Need("data.packing", {"data.source": Other("synthetic")}),
-    Need("data.tokenizer", {"data.source": Other("synthetic")}),
-    Need("data.num_documents", {"data.source": {"synthetic"}}),
-    Need("train.eval_interval", {"data.eval_fraction": SOME, "data.eval_path": SET}, SOME),
-    Need("train.eval_rows", {"data.eval_fraction": SOME, "data.eval_path": SET}),
-    Need("train.sample_tokens", {"data.source": Other("synthetic")}, SOME),
-    Need("train.sample_prompt", {"data.source": Other("synthetic")}),
-    Need("train.sample_prompt", {"train.sample_tokens": SOME}),
-    Need("lora.*", {"lora.rank": SOME}),
-    Need("lora.init", {"lora.path": {None}}),
-    Need("lora.layout", {"lora.save": {True}}),
-    Need("lora.layout", {EXPERTS: HELD}),
-    Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
-    Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
-    Need("activation.save", {"activation.policy": {"selective"}}),
-    Need("activation.offload", {"activation.policy": {"none", "selective"}}),
+NEEDS: tuple[_Need, ...] = (
+    _Need("model.init_std", {"model.path": {None}}),
+    _Need("data.path", {"data.source": _TEXTS}),
+    _Need("data.eval_path", {"data.source": _TEXTS}),
+    _Need("data.text_field", {"data.source": {"jsonl"}}),
+    _Need("data.chat_template", {"data.source": {"jsonl"}}),
+    _Need("data.eval_fraction", {"data.eval_path": {None}}),
+    _Need("data.packing", {"data.source": _Other("synthetic")}),
+    _Need("data.tokenizer", {"data.source": _Other("synthetic")}),
+    _Need("data.num_documents", {"data.source": {"synthetic"}}),
+    _Need("train.eval_interval", {"data.eval_fraction": _SOME, "data.eval_path": _SET}, _SOME),
+    _Need("train.eval_rows", {"data.eval_fraction": _SOME, "data.eval_path": _SET}),
+    _Need("train.sample_tokens", {"data.source": _Other("synthetic")}, _SOME),
+    _Need("train.sample_prompt", {"data.source": _Other("synthetic")}),
+    _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
+    _Need("lora.*", {"lora.rank": _SOME}),
+    _Need("lora.init", {"lora.path": {None}}),
+    _Need("lora.layout", {"lora.save": {True}}),
+    _Need("lora.layout", {EXPERTS: _HELD}),
+    _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
+    _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
+    _Need("activation.save", {"activation.policy": {"selective"}}),
+    _Need("activation.offload", {"activation.policy": {"none", "selective"}}),
     # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
-    Need("activation.offload", {CUDA: HELD}, {"auto"}),
-    Need("parallel.pp_schedule", {"parallel.pp": SEVERAL}),
-    Need("parallel.pp_stages", {"parallel.pp": SEVERAL}),
-    Need("parallel.pp_split", {"parallel.pp": SEVERAL}),
-    Need("moe.*", {EXPERTS: HELD}),
-    Need("moe.deepep_num_sms", {"moe.dispatcher": {"auto", "deepep"}}),
-    Need("moe.deepep_num_sms", {"parallel.ep": SEVERAL}),
-    Need("moe.deepep_num_sms", {DEEPEP: HELD}),
-    Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
-    Need("moe.dispatcher", {"parallel.ep": SEVERAL}, {"alltoall", "deepep"}),
-    Need("moe.dispatcher", {DEEPEP: HELD}, {"deepep"}),
-    Need("moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
-    Need("moe.dispatch_mode", {"parallel.ep": SEVERAL}),
-    Need("moe.dispatch_mode", {DEEPEP: HELD}),
-    Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
-    Need("moe.aux_loss_scope", {"moe.aux_loss_coef": SOME}),  # unset: the model's own
-    Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
+    _Need("activation.offload", {CUDA: _HELD}, {"auto"}),
+    _Need("parallel.pp_schedule", {"parallel.pp": _SEVERAL}),
+    _Need("parallel.pp_stages", {"parallel.pp": _SEVERAL}),
+    _Need("parallel.pp_split", {"parallel.pp": _SEVERAL}),
+    _Need("moe.*", {EXPERTS: _HELD}),
+    _Need("moe.deepep_num_sms", {"moe.dispatcher": {"auto", "deepep"}}),
+    _Need("moe.deepep_num_sms", {"parallel.ep": _SEVERAL}),
+    _Need("moe.deepep_num_sms", {DEEPEP: _HELD}),
+    _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
+    _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
+    _Need("moe.dispatcher", {DEEPEP: _HELD}, {"deepep"}),
+    _Need("moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
+    _Need("moe.dispatch_mode", {"parallel.ep": _SEVERAL}),
+    _Need("moe.dispatch_mode", {DEEPEP: _HELD}),
+    _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
+    _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
+    _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
     # exact promises the bits of generation, which are a kernel's.
-    Need("kernels.attention", {CUDA: HELD}, {"exact"}),
+    _Need("kernels.attention", {CUDA: _HELD}, {"exact"}),
     # Tensor parallel ranks would cut rows and so change their scales; adapters of experts lie
     # between products; exact promises the bits of generation, which computes in bf16.
-    Need("kernels.precision", {"parallel.tp": {1}}),
-    Need("kernels.precision", {"lora.rank": {0}}),
-    Need("kernels.precision", {"kernels.attention": Other("exact")}),
-    Need("log.profile_after", {"log.profile": SOME}),
-    Need("log.profile_as", {"log.profile": SOME}),
-    Need("log.profile_as", {CUDA: HELD}, {"nvtx"}),
+    _Need("kernels.precision", {"parallel.tp": {1}}),
+    _Need("kernels.precision", {"lora.rank": {0}}),
+    _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
+    _Need("log.profile_after", {"log.profile": _SOME}),
+    _Need("log.profile_as", {"log.profile": _SOME}),
+    _Need("log.profile_as", {CUDA: _HELD}, {"nvtx"}),
     # The checkpoints at the end and at a stop are waited for in any case.
-    Need("checkpoint.asynchronous", {"checkpoint.interval": SOME, "checkpoint.minutes": SOME}),
-    Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
-    Need("rl.prompts", {"rl.env": {"jsonl"}}),
-    Need("rl.reward", {"rl.env": {"jsonl"}}),
-    Need("rl.dual_clip", {"rl.policy": {"clip"}}),
-    Need("rl.dual_clip", {"rl.ratio": _RATIOS}),
-    Need("rl.clip_low", {"rl.ratio": _RATIOS}),  # rl.ratio current is always 1
-    Need("rl.clip_high", {"rl.ratio": _RATIOS}),
-    Need("rl.importance_how", {"rl.ratio": _WEIGHTED}),
-    Need("rl.importance_how", {"rl.importance": Other("none")}),
-    Need("rl.importance_high", {"rl.ratio": _WEIGHTED}),
-    Need("rl.importance_high", {"rl.importance": Other("none")}),
-    Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
-    Need("rl.resample", {"rl.advantage": Other("reinforce_pp")}),
-    Need("rl.supervised_lr", {"rl.supervised_steps": SOME}),
-    Need("rl.eval_temperature", {"rl.eval_tasks": SOME}),
-    Need("train.eval_interval", {"rl.eval_tasks": SOME}, SOME),
-    Need("launch.gpus", {DRY_RUN: HELD}),
-    Need("launch.gpu", {DRY_RUN: HELD}),
-    Need("launch.gpus", {"train.device": Other("cpu")}),
-    Need("launch.gpu", {"train.device": Other("cpu")}),
-    Need("rl.routing_replay", {EXPERTS: HELD}),
+    _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
+    _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
+    _Need("rl.prompts", {"rl.env": {"jsonl"}}),
+    _Need("rl.reward", {"rl.env": {"jsonl"}}),
+    _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
+    _Need("rl.dual_clip", {"rl.ratio": _RATIOS}),
+    _Need("rl.clip_low", {"rl.ratio": _RATIOS}),  # rl.ratio current is always 1
+    _Need("rl.clip_high", {"rl.ratio": _RATIOS}),
+    _Need("rl.importance_how", {"rl.ratio": _WEIGHTED}),
+    _Need("rl.importance_how", {"rl.importance": _Other("none")}),
+    _Need("rl.importance_high", {"rl.ratio": _WEIGHTED}),
+    _Need("rl.importance_high", {"rl.importance": _Other("none")}),
+    _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
+    _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
+    _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
+    _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
+    _Need("train.eval_interval", {"rl.eval_tasks": _SOME}, _SOME),
+    _Need("launch.gpus", {DRY_RUN: _HELD}),
+    _Need("launch.gpu", {DRY_RUN: _HELD}),
+    _Need("launch.gpus", {"train.device": _Other("cpu")}),
+    _Need("launch.gpu", {"train.device": _Other("cpu")}),
+    _Need("rl.routing_replay", {EXPERTS: _HELD}),
 )
 
 

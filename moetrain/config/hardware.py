@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 GIB = 2**30
 
 
-class Gpu(NamedTuple):
+class _Gpu(NamedTuple):
     """Memory and peak rate of a kind of GPU."""
 
     memory_gib: float
@@ -21,13 +21,13 @@ class Gpu(NamedTuple):
 
 
 GpuName = Literal["a100", "l40s", "h100", "h800", "h200", "b200"]
-GPUS: dict[GpuName, Gpu] = {
-    "b200": Gpu(178.3, 2250e12),
-    "h200": Gpu(139.8, 989e12),
-    "h100": Gpu(79.1, 989e12),  # of 80 GB; the A100 too
-    "h800": Gpu(79.1, 989e12),
-    "a100": Gpu(79.1, 312e12),
-    "l40s": Gpu(44.3, 362e12),
+GPUS: dict[GpuName, _Gpu] = {
+    "b200": _Gpu(178.3, 2250e12),
+    "h200": _Gpu(139.8, 989e12),
+    "h100": _Gpu(79.1, 989e12),  # of 80 GB; the A100 too
+    "h800": _Gpu(79.1, 989e12),
+    "a100": _Gpu(79.1, 312e12),
+    "l40s": _Gpu(44.3, 362e12),
 }
 DEFAULT_GPU: GpuName = "h100"
 """Kind that a dry run plans for if GPUs are asked for, none is here and none is named."""

@@ -374,14 +374,14 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
     if launched is not None and launched.on_machine is not None:
         rank, size = launched.local_rank, launched.on_machine
     try:
-        layout = step_layout(config, arch, world)
+        layout = _step_layout(config, arch, world)
         launches = launches_of(lambda: run_fake_step(config, arch, layout))
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
         logger.warning("kernels will be compiled as they are launched: %s", error)
 
 
-def step_layout(config: Config, arch: Architecture, world: World) -> StepLayout:
+def _step_layout(config: Config, arch: Architecture, world: World) -> StepLayout:
     """Describe where this rank will run its steps, as far as is known before anything is built.
 
     Ranks that share parameters are assumed to reach one another's memory if they are on one

@@ -1,16 +1,16 @@
-"""How much memory a run takes on one device: an estimate by part, before anything is built.
+"""An estimate, by part, of the memory that a run takes on one device, before anything is built.
 
-Weights, gradients and moments follow from the parameters' number and how they are sharded. What a
-block keeps for its backward its parts say, tensor by tensor, as autograd (or the compiler's
-partitioner) saves it; here it is added up. Two moments can be the peak: the start of the backward,
-when every block's activations are there, and its end, when on a device that shards nothing every
-gradient is. Where a run generates too, with a model and a cache beside the trainer's, there is a
-third: while it does.
+Weights, gradients and moments follow from the number of parameters and how they are sharded. The
+parts of a block say what they keep for the backward, tensor by tensor, as autograd or the
+compiler's partitioner saves it; it is added up here. The peak comes at one of two moments: the
+start of the backward, when all blocks' activations exist, or its end, when a device that shards
+nothing has all gradients. In a run that generates too, with a model and a cache beside the
+trainer's, generation is a third.
 
-Against the allocator's peak on H200s: ``tests/test_memory.py``. What is left out on purpose: the
-allocator's own fragmentation (1 to 3 GiB there), buffers that communication libraries allocate, and
-uneven routing, which gives the fullest expert parallel rank more rows than the mean assumed here.
-On a CPU it is a lower bound: the process itself and the plain reference kernels take more.
+``tests/test_memory.py`` compares it with the allocator's peak on H200s. Left out on purpose:
+fragmentation (1 to 3 GiB there), buffers of communication libraries, and uneven routing, which
+gives the fullest expert parallel rank more rows than the mean that is assumed here. On a CPU it is
+a lower bound: the process itself and the plain reference kernels take more.
 
 Bytes unless a name says otherwise. Legend: T tokens of a micro-batch, N those of one tensor
 parallel rank, D model width, V vocabulary.
@@ -38,7 +38,7 @@ from moetrain.parallel.offload.activations import link_bytes
 from moetrain.parallel.pipeline.stages import activations_in_flight, plan_stages
 
 MARGIN = 0.1
-"""Relative error of the estimate, as measured: a run is refused only if it cannot fit even so."""
+"""Measured relative error of the estimate: a run is refused only if it cannot fit despite it."""
 
 
 @dataclass(frozen=True)
@@ -46,35 +46,36 @@ class MemoryEstimate:
     """Bytes on one device at a step's peak, by part; they add up to :attr:`total`."""
 
     weights: float
-    """Parameters, this rank's: fp32 where they are trained, else in the compute dtype."""
+    """This rank's parameters: in fp32 if they are trained, else in the compute dtype."""
     gradients: float
-    """Those there at the peak."""
+    """Gradients that exist at the peak."""
     moments: float
-    """AdamW's two, of what is trained."""
+    """AdamW's two moments of the trained parameters."""
     gathered: float
     """Parameters in the compute dtype: gathered from other ranks, or cast for the backward."""
     activations: float
-    """What the blocks keep for the backward."""
+    """Activations that blocks keep for the backward."""
     logits: float
     """A chunk of logits, and the gradients that the loss makes in its forward."""
     working_set: float
-    """What the largest block's backward holds while it runs."""
+    """Tensors of the largest block's backward while it runs."""
     peers: float = 0.0
-    """What ranks of one machine read and write of one another's (``parallel.fsdp_transport``)."""
+    """Buffers that ranks of one machine read and write of each other
+    (``parallel.fsdp_transport``)."""
     generator: float = 0.0
-    """Weights of generation's own, in the compute dtype."""
+    """Weights that generation has for itself, in the compute dtype."""
     cache: float = 0.0
     """Generation's keys and values."""
     host: float = 0.0
-    """Activations in pinned host memory; no part of :attr:`total`."""
+    """Activations in pinned host memory, which :attr:`total` leaves out."""
 
     @property
     def total(self) -> float:
-        """The peak."""
+        """Bytes at the peak."""
         return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
     def describe(self) -> str:
-        """``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
+        """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
         parts = ", ".join(
             f"{field.name.replace('_', ' ')} {getattr(self, field.name) / GIB:.1f}"
             for field in fields(self)
@@ -91,10 +92,11 @@ def estimate_memory(
     dtype: torch.dtype,
     sleep: SleepName | None = None,
 ) -> MemoryEstimate:
-    """The peak of a training step; ``dtype`` is the compute dtype. Of pipeline ranks, the most.
+    """Estimate the peak of a training step on the pipeline rank that takes most.
 
     Args:
-        sleep: what of a generator is gone while its run trains; None: nothing generates.
+        dtype: the compute dtype.
+        sleep: memory of generation that is freed during updates; None: nothing generates.
     """
     ranks = estimate_ranks(config, arch, dims, dtype, sleep)
     return max(ranks, key=lambda estimate: estimate.total)
@@ -107,7 +109,7 @@ def estimate_ranks(
     dtype: torch.dtype,
     sleep: SleepName | None = None,
 ) -> list[MemoryEstimate]:
-    """:func:`estimate_memory` of every pipeline rank."""
+    """Estimate the peak of every pipeline rank, as :func:`estimate_memory`."""
     found = []
     for sizes in sizes_of_ranks(config, arch, dims, dtype):
         there = {"peers": sizes.peers}
@@ -126,7 +128,7 @@ def estimate_ranks(
 def sizes_of_ranks(
     config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
 ) -> Iterator[Sizes]:
-    """The numbers of every pipeline rank; arguments as those of :func:`estimate_memory`."""
+    """Yield the sizes of every pipeline rank, from the arguments of :func:`estimate_memory`."""
     tokens = config.train.micro_batch_size * config.data.seq_len
     share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
     plan = plan_stages(config, arch)
@@ -155,7 +157,7 @@ def _generator_bytes(
     dims: ParallelDims,
     dtype: torch.dtype,
 ) -> float:
-    """Of weights that generation has beside training, which has those of the stages ``here``."""
+    """Count the weights that generation copies, as training has others or only those ``here``."""
     total = 0
     for name, rule in rules.items():
         used, is_expert = rule.gather or dtype, rule.style == "expert"
@@ -168,7 +170,7 @@ def _generator_bytes(
 def least_sleep(
     config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype, capacity: float
 ) -> SleepName:
-    """``rl.sleep``, and for auto the least that fits into ``capacity`` bytes for sure."""
+    """Return ``rl.sleep``, where auto is the least that surely fits into ``capacity`` bytes."""
     if config.rl.sleep != "auto":
         return config.rl.sleep
     ways: tuple[SleepName, ...] = ("never", "cache")
@@ -182,7 +184,7 @@ def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> N
     """Refuse a run that cannot fit into ``capacity`` bytes.
 
     Raises:
-        ConfigError: it names what to change: the batch where that could help, else the layout.
+        ConfigError: it names the batch if a smaller one could help, else the model.
     """
     if estimate.total * (1 - MARGIN) <= capacity:
         return
@@ -208,36 +210,37 @@ Layer = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers that an estimate is made of, of one pipeline rank."""
+    """The sizes of one pipeline rank, from which its estimate is made."""
 
     config: Config
     arch: Architecture
     dims: ParallelDims
     share: Workload
     layers: Counter[Layer]
-    """The parts of blocks, and how many blocks have them; of this pipeline rank's."""
+    """How many of this rank's blocks have the same parts."""
     passes: float
-    """Of how many micro-batches these blocks' activations are there at once."""
+    """Micro-batches whose activations these blocks hold at once."""
     is_first: bool
-    """Whether the embedding is here."""
+    """Whether this rank has the embedding."""
     is_last: bool
-    """Whether the head is here."""
+    """Whether this rank has the head."""
     stored: float
-    """Bytes of its parameters, as all ranks of a replica keep them."""
+    """Bytes of its parameters over all ranks of a replica."""
     trained: float
-    """Numbers of those that are trained."""
+    """How many of its parameters are trained."""
     num_stages: int
-    """Those of this pipeline rank."""
+    """Stages of this pipeline rank."""
     share_trained: float
-    """How many of them that are; wherever parts have to be told apart, all are taken for alike."""
+    """Share of its parameters that is trained, taken to be the same in every part."""
     generator: float
-    """Bytes of generation's weights, of every stage, that are not training's own."""
+    """Bytes of weights that generation has for itself, over all stages."""
     peers: float
-    """Bytes that other ranks copy from and to."""
+    """Bytes of buffers that other ranks copy from and to."""
 
     @property
     def is_alone(self) -> bool:
-        """Then what is unsharded goes with its last use, and gradients come with their first."""
+        """Whether there is one process: it frees unsharded values after their last use, and
+        allocates gradients at their first."""
         return self.dims.world_size == 1
 
     @property
@@ -253,47 +256,47 @@ class Sizes:
     def all_layers(self, of_one: Callable[[Layer], float]) -> float:
         return sum(count * of_one(layer) for layer, count in self.layers.items())
 
-    # Parameters, as numbers on one rank: whole over FSDP ranks, cut over tensor and expert ranks.
+    # Counts of parameters are of one rank: whole over FSDP ranks, split over tensor or expert ones.
     def numbers(self, layer: Layer) -> float:
-        """Of one block."""
+        """Count the parameters of one block."""
         return sum(part.numbers(self.share) for part in layer)
 
     def vocabulary_numbers(self) -> float:
-        """Of the embedding, which is also that of the head."""
+        """Count the parameters of the embedding, or of the head."""
         return self.arch.vocab_size * self.arch.hidden_size / self.dims.tp
 
     def local_weights(self) -> float:
-        """Bytes that this rank keeps: its share of everything."""
+        """Bytes of the weights that this rank keeps, its share of all."""
         hosted = self.config.optim.offload_fraction * self.trained * (FP32 - self.width)
         return (self.stored - hosted) / self.dims.sharding_ranks
 
     def local_updated(self) -> float:
-        """How many numbers this rank's device updates."""
+        """Count the parameters that this rank's device updates."""
         return self.share_updated * self.trained / self.dims.sharding_ranks
 
     @property
     def share_updated(self) -> float:
-        """Of what is trained, what the device updates and has gradients and moments of; of the rest
-        (``optim.offload_fraction``) it has what it computes with."""
+        """Share of the trained parameters that the device updates, with gradients and moments; of
+        the rest (``optim.offload_fraction``) it has the compute values alone."""
         return 1 - self.config.optim.offload_fraction
 
     def local_moments(self) -> float:
-        """Bytes of AdamW's two."""
+        """Bytes of AdamW's two moments."""
         return 2 * self.local_updated() * getattr(torch, self.config.optim.state_dtype).itemsize
 
     def gradients(self, numbers: float) -> float:
-        """Bytes of so many that are kept, and of those that are still to travel."""
+        """Bytes of ``numbers`` gradients that are kept, and of those that have yet to travel."""
         itemsize = getattr(torch, self.config.optim.gradient_dtype).itemsize
         return itemsize * numbers + self.unreduced()
 
     @property
     def matrices(self) -> int:
-        """Of the vocabulary: the embedding's, the head's; one if they are tied."""
+        """Number of vocabulary matrices here: embedding and head, or one if they are tied."""
         both = self.is_first + self.is_last
         return min(both, 1) if self.arch.tie_embeddings else both
 
     def unsharded(self, layer: Layer) -> float:
-        """Bytes of one block's parameters as it uses them; 0: they are the master weights."""
+        """Bytes of one block's parameters in the form it computes with, beside the kept weights."""
         is_narrow = self.config.lora.base_dtype == "float8"
         used = 1.0 if is_narrow else 0.0 if self.uses_masters else self.unlike_kept
         return used * self.width * self.numbers(layer)
@@ -305,23 +308,23 @@ class Sizes:
 
     @property
     def unlike_kept(self) -> float:
-        """Which share of the parameters is used as something else than what this rank keeps."""
+        """Share of the parameters whose compute value is not the tensor that this rank keeps."""
         return self.share_trained * self.share_updated if self.is_alone else 1.0
 
     def unsharded_blocks(self) -> float:
-        """Of blocks, when all forwards are done."""
+        """Bytes of blocks' unsharded parameters when all forwards are done."""
         blocks = self.layers.total()
         turns = resharded_blocks(self.config, self.dims.world_size, blocks)
         kept = self.all_layers(self.unsharded) * (blocks - turns) / blocks
         return kept + min(2, turns) * max(map(self.unsharded, self.layers))  # it and a neighbour
 
     def unsharded_vocabulary(self) -> float:
-        """Of the embedding, and of the head if it has one of its own."""
+        """Bytes of the unsharded embedding, and of the head unless it is tied."""
         copies = 0 if self.uses_masters else self.matrices
         return copies * self.unlike_kept * self.width * self.vocabulary_numbers()
 
     def unreduced(self) -> float:
-        """fp32 gradients that are still to travel."""
+        """Bytes of fp32 gradients that have yet to travel."""
         adds_unsharded = self.is_accumulating and self.config.parallel.reduce_at == "last"
         if self.is_alone or not adds_unsharded:
             return 0.0
@@ -330,7 +333,7 @@ class Sizes:
 
     # Generation's, on one rank.
     def cache(self) -> float:
-        """Bytes of its keys and values."""
+        """Bytes of one rank's keys and values."""
         rl = self.config.rl
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
@@ -338,10 +341,10 @@ class Sizes:
 
     # Activations, as bytes of one block.
     def activations(self, layer: Layer) -> float:
-        """What one block keeps in all (``activation.policy none``).
+        """Bytes that one block keeps without recomputation (``activation.policy none``).
 
-        A norm keeps, beside its input: compiled its result, which the product after it keeps; eager
-        also the input in fp32 and the normalised value.
+        Beside its input, a compiled norm keeps its result, which the product after it keeps too; an
+        eager norm also keeps its input in fp32 and the normalised value.
         """
         w, is_compiled = self.width, self.share.is_compiled
         inputs = 2 * w + 2 * w if is_compiled else 2 * (FP32 + 2 * w)  # residuals, both norms
@@ -349,7 +352,7 @@ class Sizes:
         return self.share.own_tokens * self.arch.hidden_size * inputs + kept
 
     def saved(self, layer: Layer) -> float:
-        """What one block keeps from its forward to its backward, by ``activation.policy``."""
+        """Bytes that one block keeps for its backward, by ``activation.policy``."""
         policy, names = self.config.activation.policy, self.config.activation.save
         if policy == "none":
             return self.activations(layer)
@@ -360,52 +363,54 @@ class Sizes:
         return block_input + sum(k.get(name, 0.0) for k in kept for name in names)
 
     def away(self, layer: Layer) -> float:
-        """What of that is on the host meanwhile (``activation.offload``)."""
+        """Bytes of those that wait on the host (``activation.offload``)."""
         saved, offload = self.saved(layer), self.config.activation.offload
         if offload != "auto":
             return offload * saved
         return min(saved, link_bytes(layer, self.config.data.seq_len, self.share.own_tokens))
 
     def host(self) -> float:
-        """Bytes of it, of all blocks but those that keep what they have."""
+        """Bytes on the host, of all blocks except those that keep theirs on the device."""
         most = max(map(self.away, self.layers))
         return max(0.0, self.passes * self.all_layers(self.away) - self.staying * most)
 
     @property
     def staying(self) -> float:
-        """The last block of each pass over a stage, and the one that is on its way back."""
+        """Blocks that do: the last of each pass over a stage, and the one on its way back."""
         return self.passes * self.num_stages + 1
 
     def all_activations(self) -> float:
-        """Of every block, and of the final norm and the hidden states, which are never compiled."""
+        """Bytes kept by all blocks, the final norm and the hidden states, which are never
+        compiled."""
         tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * self.width)
         kept = self.passes * (self.all_layers(self.saved) + self.share.own_tokens * tail)
         return kept - self.host()
 
     def backward_set(self, layer: Layer) -> float:
-        """What one block's backward holds beside what was saved.
+        """Bytes of one block's backward beside what was saved.
 
-        Recomputed activations; the gradients of what is wider than the residual stream, and of the
-        parameters in the compute dtype (fp32 where the weights are).
+        They are recomputed activations, gradients of whatever is wider than the residual stream,
+        and gradients of the parameters in the compute dtype (fp32 if the weights are).
         """
         recomputed = self.activations(layer) - self.saved(layer)
         gradients = self.share_trained * self.width * self.numbers(layer)
         return recomputed + gradients + sum(part.working_set(self.share) for part in layer)
 
     def loss_gradients(self) -> float:
-        """Of the head and the hidden states, made in the loss's forward."""
+        """Bytes of the gradients of head and hidden states, which the loss's forward makes."""
         hidden = self.share.tokens * self.arch.hidden_size
         head = self.share_trained * self.vocabulary_numbers()
         return self.is_last * self.width * (head + hidden)
 
     def logits_chunk(self) -> float:
-        """The logits that are there at once."""
+        """Bytes of the logits that exist at once."""
         numbers = self.share.tokens * self.arch.vocab_size / self.dims.tp
         return self.is_last * self.width * min(numbers, CHUNK_ELEMENTS)
 
 
 def _start_of_backward(s: Sizes) -> MemoryEstimate:
-    """Every block's activations; either the loss is at work or the last block's backward."""
+    """Estimate the start of the backward, in the loss or in the last block, with all
+    activations."""
     head = s.share_updated * s.share_trained * s.vocabulary_numbers()
     reduced = head if s.is_alone and not s.is_accumulating else s.local_updated()
     backward = max(map(s.backward_set, s.layers))
@@ -422,7 +427,7 @@ def _start_of_backward(s: Sizes) -> MemoryEstimate:
 
 
 def _generating(s: Sizes) -> MemoryEstimate:
-    """Between updates. Buckets of gradients stay where ranks reduce into them, or are offloaded."""
+    """Estimate generation, between updates; buckets of gradients stay unless they are offloaded."""
     is_offloaded = s.config.rl.offload
     gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
     return MemoryEstimate(
@@ -439,7 +444,7 @@ def _generating(s: Sizes) -> MemoryEstimate:
 
 
 def _end_of_backward(s: Sizes) -> MemoryEstimate:
-    """The first block's backward, with the gradients of all others; the embedding's comes last."""
+    """Estimate the first block's backward, with the gradients of all others but the embedding."""
     first, still_to_come = next(iter(s.layers)), 0.0
     if s.is_alone and not s.is_accumulating:
         vocabulary = 0.0 if s.arch.tie_embeddings else s.vocabulary_numbers()

@@ -1,7 +1,7 @@
-"""What the user sees and keeps: terminal lines or a progress bar, metrics.jsonl, TensorBoard, plot.
+"""Reports of a run: terminal lines or a progress bar, metrics.jsonl, TensorBoard, plots.
 
-Every number of a logged step is one flat mapping of names to floats; each output draws from it.
-``None`` stands for "not known here" (MFU on a CPU) and for a value that is not finite.
+The numbers of a logged step are one flat mapping of names to floats, from which each output takes
+what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.fsdp.mapped import peak_bytes
 
-LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
-UNHEALTHY_LOGS = 20
-"""Logged steps in a row in which a layer's routing has to be unhealthy before it is said: the first
-steps of a run are uneven, and so is a single small batch."""
+_LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
+_UNHEALTHY_LOGS = 20
+"""Logged steps in a row in which a layer's routing must be unhealthy before the user is told: the
+first steps of a run are uneven, and so is a single small batch."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
+    """Return the dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     kind = kind_of(torch.cuda.get_device_name(device))
@@ -41,7 +41,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory used so far: the run's own on CUDA, the process's resident set on a CPU."""
+    """Return the peak memory so far: the run's own on CUDA, the resident set on a CPU."""
     if device.type == "cuda":
         return peak_bytes(device) / 2**30
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -49,7 +49,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Throughput:
-    """Wall time and tokens of training alone: evaluation and checkpoints stop the clock."""
+    """A clock of training alone, and its tokens; evaluation and checkpoints stop it."""
 
     def __init__(self, flops_per_token: float, device: torch.device) -> None:
         self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
@@ -58,11 +58,11 @@ class Throughput:
         self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
 
     def start(self) -> None:
-        """Let the clock run."""
+        """Start the clock."""
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Halt the clock, once the device has done what it was given."""
+        """Wait for the device, and stop the clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._started is not None:
@@ -70,16 +70,16 @@ class Throughput:
             self._started = None
 
     def count(self, tokens: int) -> None:
-        """Add one step of ``tokens`` on this device."""
+        """Count one step of ``tokens`` tokens on this device."""
         self._tokens += tokens
         self._steps += 1
 
     def count_blocked(self, seconds: float) -> None:
-        """Add time in which a checkpoint kept training from going on."""
+        """Count seconds in which a checkpoint held training up."""
         self._blocked += seconds
 
     def take(self) -> dict[str, float | None]:
-        """Rates since the last call, per device."""
+        """Return the rates since the last call, per device."""
         seconds = max(self._seconds, 1e-9)
         rate = self._tokens / seconds
         flops = rate * self.flops_per_token
@@ -99,8 +99,8 @@ class Throughput:
 class MetricsLog:
     """Writes each logged step to metrics.jsonl, TensorBoard and the terminal.
 
-    ``resume_step``: lines after it are dropped from an existing metrics.jsonl, since the resumed
-    run writes them again.
+    Lines of an existing metrics.jsonl after ``resume_step`` are dropped: the resumed run writes
+    them again.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
-        # Not in place: a disk that is full, or a kill, would take lines that are long written.
+        # Not in place: a full disk or a kill would lose lines that were written long ago.
         text = "".join(json.dumps(row) + "\n" for row in kept)
         write_atomically(self.path, lambda new: new.write_text(text, "utf-8"))
         self._file = self.path.open("a", encoding="utf-8")
@@ -155,7 +155,7 @@ class MetricsLog:
         self.console.print(text, markup=False)
 
     def end_progress(self) -> None:
-        """The bar stays where it is; what is logged or said from here on comes below it."""
+        """Leave the bar where it is; later lines are printed below it."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -169,7 +169,7 @@ class MetricsLog:
 
 
 class SilentLog(MetricsLog):
-    """The log of a rank that speaks through another's."""
+    """The log of ranks other than the main one, which writes nothing."""
 
     def __init__(self) -> None:
         pass
@@ -183,7 +183,7 @@ class SilentLog(MetricsLog):
 def opening_lines(
     config: Config, arch: Architecture, hardware: str, trained_on: str, step: int, total_steps: int
 ) -> list[str]:
-    """What is about to run, on what, from ``step`` on."""
+    """Describe the run that is about to start at ``step``: model, hardware, data, settings."""
     length = "train.steps" if config.train.epochs is None else "train.epochs"
     lines = [
         f"moetrain: {arch.family}, {arch.num_params():,} parameters "
@@ -201,7 +201,7 @@ def opening_lines(
 
 
 def _describe(row: Mapping[str, float | None]) -> str:
-    """The few numbers a person watches."""
+    """Format the few numbers that a person watches."""
     forms = {
         "loss": ("loss", "{:.4f}"),
         "eval_loss": ("held-out loss", "{:.4f}"),
@@ -228,13 +228,14 @@ def _describe(row: Mapping[str, float | None]) -> str:
 
 
 def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, float]:
-    """Expert load (the fullest over the mean), router entropy (nats) and experts without a token.
+    """Return expert load (fullest over mean), router entropy (nats) and unused experts, by name.
 
-    Of all layers the worst load, and for groups of neighbouring ones the means of both.
+    Load is given as the worst of all layers, and load and entropy as means over groups of
+    neighbouring layers.
 
     Args:
-        routing: of a whole global batch.
-        layers: the model's numbers of the MoE layers.
+        routing: statistics of a whole global batch.
+        layers: indices of the MoE layers in the model.
     """
     counts_LE = routing.counts_LE.float()
     load_L = counts_LE.amax(1) / counts_LE.mean(1)
@@ -243,7 +244,7 @@ def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, fl
         "expert_load_max": load_L.max().item(),
         "experts_without_tokens": (counts_LE == 0).sum().item(),
     }
-    for group in torch.arange(len(layers)).tensor_split(min(LAYER_GROUPS, len(layers))):
+    for group in torch.arange(len(layers)).tensor_split(min(_LAYER_GROUPS, len(layers))):
         first, last = int(group[0]), int(group[-1])
         is_one = first == last
         label = f"layer_{layers[first]}" if is_one else f"layers_{layers[first]}-{layers[last]}"
@@ -253,20 +254,20 @@ def routing_health(routing: RoutingStats, layers: Sequence[int]) -> dict[str, fl
 
 
 class RoutingWatch:
-    """Finds, once in a run each, that experts of a layer have died and that one takes most tokens.
+    """Finds dead experts, and experts that take most tokens; reports each once in a run.
 
-    Dead is an expert that no token of :data:`UNHEALTHY_LOGS` logged steps in a row chose; one takes
-    most tokens if more than half of them choose it, and more than twice as many as its share.
+    An expert is dead if no token of :data:`_UNHEALTHY_LOGS` logged steps in a row chose. It takes
+    most tokens if more than half of them choose it, and more than twice its share.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
-        """``layers``: the model's numbers of the MoE layers."""
+        """Watch the MoE layers, whose indices in the model are ``layers``."""
         self.layers = layers
         self._seen: dict[str, torch.Tensor] = {}
         self._said: set[str] = set()
 
     def update(self, routing: RoutingStats) -> list[str]:
-        """Take in one logged step of a whole global batch; returns what is new to say.
+        """Look at one logged step of a whole global batch; returns new lines for the user.
 
         Waits for the device.
         """
@@ -277,7 +278,7 @@ class RoutingWatch:
         for what, is_so_LE in (("dead", counts_LE == 0), ("crowded", crowded_LE)):
             # Logged steps in a row, for each expert.
             self._seen[what] = (self._seen.get(what, 0) + is_so_LE.int()) * is_so_LE
-            lasting_LE = self._seen[what] >= UNHEALTHY_LOGS
+            lasting_LE = self._seen[what] >= _UNHEALTHY_LOGS
             if what not in self._said and lasting_LE.any():
                 self._said.add(what)
                 found.append(self._describe(what, lasting_LE))
@@ -291,33 +292,33 @@ class RoutingWatch:
             "crowded": f"{number} of {of} experts took most of their layer's tokens",
         }[what]
         return (
-            f"routing is uneven: {state} in {UNHEALTHY_LOGS} logged steps in a row (layers "
+            f"routing is uneven: {state} in {_UNHEALTHY_LOGS} logged steps in a row (layers "
             f"{', '.join(map(str, layers[:8]))}{', ...' if len(layers) > 8 else ''}); raise "
             "moe.aux_loss_coef with moe.aux_loss_layers each, or set moe.bias_update_rate"
         )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line cut short by a crash is dropped."""
+    """Read the lines of a metrics.jsonl, without a last line that a crash cut short."""
     if not path.exists():
         return []
     lines = path.read_text("utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-LOSSES = (("loss", "training", ""), ("eval_loss", "held out", "o"))
-"""Curves: of what in the metrics, called what, with which marker."""
+_LOSSES = (("loss", "training", ""), ("eval_loss", "held out", "o"))
+"""Curves of a plot: name in the metrics, label, marker."""
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:
     """Draw the training and held-out curves of ``metrics`` (a metrics.jsonl) into a PNG."""
-    plot_curves(metrics, picture, LOSSES, "loss (nats a token)")
+    plot_curves(metrics, picture, _LOSSES, "loss (nats a token)")
 
 
 def plot_curves(
     metrics: Path, picture: Path, curves: Sequence[tuple[str, str, str]], unit: str
 ) -> None:
-    """Draw ``curves``, as :data:`LOSSES` are, over the steps of ``metrics``."""
+    """Draw ``curves`` of (name in the metrics, label, marker) over the steps of ``metrics``."""
     from matplotlib.figure import Figure  # slow to import, needed once
 
     rows = read_metrics(metrics)

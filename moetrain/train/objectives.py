@@ -1,12 +1,12 @@
-"""Objectives: what a model's hidden states are to become, as named shares of a global mean.
+"""Objectives: losses of a model's hidden states, as named terms with global denominators.
 
-An objective names *terms*. Every term is a sum over this micro-batch's tokens divided by a number
-of the whole global batch, so that losses and gradients add up to the global batch's however it is
-split: a step's loss is the sum of every micro-batch's on every rank. What is counted for those
-denominators (:meth:`Objective.sizes`) is known on the host before the step runs.
+Each *term* is a sum over this micro-batch's tokens divided by a count of the whole global batch.
+Losses and gradients thus add up to those of the global batch however it is split: a step's loss is
+the sum over all micro-batches of all ranks. The denominators (:meth:`Objective.sizes`) are counted
+on the host before the step runs.
 
-A new term is a line in an objective's ``terms``, or an objective of its own; who runs micro-batches
-(:mod:`moetrain.train.engine`) and who logs sums knows none of them by name.
+A new term is a line in an objective's ``terms``, or an objective of its own. The engine that runs
+micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no term by name.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from moetrain.models.transformer import Inputs, Transformer
 
 
 class MicroBatch(Protocol):
-    """What goes through the model at once; objectives find further fields on their own kind."""
+    """Rows that go through the model at once; objectives use further fields of their own kind."""
 
     @property
     def inputs(self) -> Inputs:
-        """What the model sees of it."""
+        """The model's inputs."""
         ...
 
     def to(self, device: torch.device) -> Self:
-        """The same on ``device``, without waiting for it."""
+        """Return a copy on ``device``, without waiting for it."""
         ...
 
 
-class Targeted(MicroBatch, Protocol):
+class _Targeted(MicroBatch, Protocol):
     """A micro-batch of tokens that each predict another."""
 
     @property
     def targets_BS(self) -> torch.Tensor:
-        """int64, what each position predicts; below 0: nothing."""
+        """int64: the token that each position predicts; below 0: none."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are no pads."""
+        """Tokens that are not padding."""
         ...
 
 
@@ -56,35 +56,35 @@ class ExpertLoad(NamedTuple):
     counts_LE: torch.Tensor
     """int32: (token, slot) pairs that chose each expert."""
     num_tokens: torch.Tensor
-    """int64 (0-d): tokens of that part, one at least."""
+    """int64 (0-d): tokens of that part, at least one."""
 
 
 class Outputs(NamedTuple):
-    """What the model made of one micro-batch."""
+    """The model's outputs for one micro-batch."""
 
     hidden_BSD: torch.Tensor
-    """After the final norm; for the functions of ``model.vocabulary``."""
+    """Hidden states after the final norm, for the functions of ``model.vocabulary``."""
     routing: RoutingStats | None
-    """Of this micro-batch on this rank; None: no MoE layer."""
+    """Statistics of this micro-batch on this rank; None: the model has no MoE layer."""
     load: ExpertLoad | None
-    """None: no MoE layer, or an objective that does not balance."""
+    """None: the model has no MoE layer, or the objective does not balance experts."""
     share: float = 1.0
-    """What a term made of hidden states or token losses is to be multiplied by: 1 / tensor parallel
-    ranks, each of which has all of them. ``vocabulary.loss_sum`` is such a share already."""
+    """Factor of terms that are made of hidden states or token losses: 1 / tensor parallel ranks,
+    each of which has all of them. ``vocabulary.loss_sum`` contains this factor already."""
 
 
 class Term(NamedTuple):
-    """One summand of what is minimised, ``coefficient * value``."""
+    """One summand of the loss, ``coefficient * value``."""
 
     value: torch.Tensor
     """0-d fp32, differentiable: this micro-batch's share of the global batch's mean."""
     coefficient: float = 1.0
 
 
-B_contra = TypeVar("B_contra", bound=MicroBatch, contravariant=True)
+_B_contra = TypeVar("_B_contra", bound=MicroBatch, contravariant=True)
 
 
-class Objective(Protocol[B_contra]):
+class Objective(Protocol[_B_contra]):
     """Turns hidden states and the head's matrix into named terms."""
 
     @property
@@ -92,43 +92,43 @@ class Objective(Protocol[B_contra]):
         """Whether a term needs ``Outputs.load``, which has to travel between ranks."""
         ...
 
-    def sizes(self, batches: Sequence[B_contra]) -> dict[str, int]:
-        """This rank's share of every denominator (one at least), counted on the host."""
+    def sizes(self, batches: Sequence[_B_contra]) -> dict[str, int]:
+        """Count this rank's share of every denominator, on the host; there is at least one."""
         ...
 
     def terms(
         self,
         model: Transformer,
         outputs: Outputs,
-        batch: B_contra,
+        batch: _B_contra,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
-        """The terms by name: the same names, at least one, for every micro-batch and rank.
+        """Return the terms by name: at least one, and the same names for all micro-batches.
 
         Args:
             batch: on the device.
-            sizes: of all ranks (0-d, on the device), one at least.
+            sizes: denominators over all ranks, at least 1 (0-d, on the device).
         """
         ...
 
 
 class CrossEntropy:
-    """The mean cross-entropy of the targets, nats a token."""
+    """The mean cross-entropy of the targets, in nats a token."""
 
     balances = False
 
-    def sizes(self, batches: Sequence[Targeted]) -> dict[str, int]:
+    def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
         return {"targets": sum(int((b.targets_BS >= 0).sum()) for b in batches)}
 
     def terms(
         self,
         model: Transformer,
         outputs: Outputs,
-        batch: Targeted,
+        batch: _Targeted,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
         targets_T = batch.targets_BS.flatten()
-        # The weight is in there rather than on the result: the gradients are then rounded once.
+        # The weight goes in rather than onto the result, so that gradients are rounded once.
         weights_T = torch.ones_like(targets_T, dtype=torch.float32) * (1 / sizes["targets"])
         hidden_TD = outputs.hidden_BSD.flatten(0, 1)
         loss = model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)
@@ -137,7 +137,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The routers' auxiliary losses, beside whatever else an objective is about."""
+    """The routers' auxiliary losses, which an objective adds to its own terms."""
 
     load_balancing: float
     router_z: float
@@ -146,7 +146,7 @@ class RouterLosses:
 
     @classmethod
     def of(cls, config: Config, arch: Architecture) -> Self:
-        """What ``config`` asks for, and ``arch`` where that leaves it open."""
+        """Return the losses that ``config`` asks for, or ``arch`` where a setting is unset."""
         moe = config.moe
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         return cls(aux, moe.z_loss_coef, moe.pools_aux_loss(config.model.path))
@@ -156,7 +156,7 @@ class RouterLosses:
         return self.load_balancing > 0
 
     def router_terms(self, outputs: Outputs, num_tokens: torch.Tensor) -> dict[str, Term]:
-        """Those that are on; ``num_tokens`` of the global batch are no pads (0-d)."""
+        """Return the terms that are on; ``num_tokens`` (0-d) counts the global batch's tokens."""
         terms, routing, load = {}, outputs.routing, outputs.load
         if routing is None:
             return terms
@@ -164,7 +164,7 @@ class RouterLosses:
             balance = load_balancing_loss(
                 load.counts_LE, routing.prob_sum_LE, load.num_tokens, pooled=self.is_pooled
             )
-            # Of a part of the global batch: weighted by its share of the tokens.
+            # This is the loss of a part of the global batch, weighted by its share of the tokens.
             share = load.num_tokens / num_tokens
             terms["load_balancing"] = Term(share * balance, self.load_balancing)
         if self.router_z > 0:
@@ -174,16 +174,16 @@ class RouterLosses:
 
 
 class Pretraining(RouterLosses, CrossEntropy):
-    """:class:`CrossEntropy`, and the routers' auxiliary losses with these coefficients."""
+    """:class:`CrossEntropy` and the routers' auxiliary losses."""
 
-    def sizes(self, batches: Sequence[Targeted]) -> dict[str, int]:
+    def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
         return {**super().sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
 
     def terms(
         self,
         model: Transformer,
         outputs: Outputs,
-        batch: Targeted,
+        batch: _Targeted,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
         terms = super().terms(model, outputs, batch, sizes)
@@ -191,10 +191,10 @@ class Pretraining(RouterLosses, CrossEntropy):
 
 
 def routing_losses(routing: RoutingStats, *, pooled: bool) -> dict[str, float]:
-    """The auxiliary losses by name, from the sums over a whole global batch.
+    """Return the auxiliary losses by name, from the sums over a whole global batch.
 
-    Whatever is trained (``moe.aux_loss_scope``, a coefficient of 0), these are the global batch's,
-    so that runs compare. Waits for the device.
+    They are the global batch's whatever ``moe.aux_loss_scope`` and the coefficients are, so that
+    runs can be compared. Waits for the device.
     """
     balance = load_balancing_loss(
         routing.counts_LE, routing.prob_sum_LE, routing.num_tokens, pooled=pooled

@@ -231,7 +231,7 @@ def _shown(value: Any) -> str:
 # ---- host memory: what settings ask for ----------------------------------------------------------
 
 
-class Room(NamedTuple):
+class _Room(NamedTuple):
     """Host memory that processes may still take on this machine."""
 
     available: float
@@ -245,7 +245,7 @@ class Room(NamedTuple):
         return self.available if math.isinf(self.allowed) else self.allowed
 
 
-def host_takes(
+def _host_takes(
     config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
 ) -> list[Takes]:
     """Return what a process of each pipeline rank takes, without settings that ask for nothing."""
@@ -269,13 +269,13 @@ def plan_host(config: Config, arch: Architecture) -> str:
     """
     machine = planned_machine(config)
     dims = plan_world(config, arch, machine.processes)
-    of_stages = host_takes(config, arch, dims, compute_dtype(config, machine.device))
+    of_stages = _host_takes(config, arch, dims, compute_dtype(config, machine.device))
     takes = _sum(one for one in of_stages for _ in range(dims.world_size // dims.pp))
     if not takes:
         return ""
     return (
         f"host memory of {dims.world_size} processes, estimated: {_described(takes)}; "
-        f"this machine has {room_here().most / GIB:.1f} GiB"
+        f"this machine has {_room_here().most / GIB:.1f} GiB"
     )
 
 
@@ -285,11 +285,11 @@ def check_host(config: Config, arch: Architecture, world: World) -> None:
     Raises:
         ConfigError: it names the setting that takes most, and how much memory there is.
     """
-    of_stages = host_takes(config, arch, world.dims, compute_dtype(config, world.device))
+    of_stages = _host_takes(config, arch, world.dims, compute_dtype(config, world.device))
     if not any(of_stages):
         return
     mine = of_stages[world.rank // (world.size // world.dims.pp)]
-    report = json.dumps([socket.gethostname(), mine, room_here()])
+    report = json.dumps([socket.gethostname(), mine, _room_here()])
     reports = [report] if world.rendezvous is None else world.rendezvous.gather(report)
     problem = json.loads(
         world.broadcast(json.dumps(_what_is_wrong(config, map(json.loads, reports))))
@@ -304,11 +304,11 @@ def _what_is_wrong(
     """Return a setting and its problem, or None if all machines have enough; may warn.
 
     Args:
-        reports: for each process its machine's name, what it takes, and a :class:`Room`.
+        reports: for each process its machine's name, what it takes, and a :class:`_Room`.
     """
-    by_host: dict[str, list[tuple[Takes, Room]]] = {}
+    by_host: dict[str, list[tuple[Takes, _Room]]] = {}
     for name, takes, room in reports:
-        by_host.setdefault(name, []).append((takes, Room(*room)))
+        by_host.setdefault(name, []).append((takes, _Room(*room)))
     for name, found in by_host.items():
         takes, room = _sum(takes for takes, _ in found), found[0][1]
         setting = max(takes, key=lambda key: takes[key], default="")
@@ -346,7 +346,7 @@ def _described(takes: Takes) -> str:
 # ---- host memory: what the machine has -----------------------------------------------------------
 
 
-def room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room:
+def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> _Room:
     """Return the memory left on this machine by Linux's account; elsewhere all counts as free.
 
     Args:
@@ -355,7 +355,7 @@ def room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"))
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if (table := _table(proc / "meminfo")) and "MemAvailable:" in table:
         available = table["MemAvailable:"] * 1024.0
-    return Room(available, min(_left(proc / "self" / "cgroup", groups), default=math.inf))
+    return _Room(available, min(_left(proc / "self" / "cgroup", groups), default=math.inf))
 
 
 def _left(mine: Path, groups: Path) -> Iterator[float]:

@@ -1,11 +1,11 @@
-"""``log.profile``: what a few steps of a run spend their time and memory on, by rank.
+"""``log.profile``: traces of a few steps of a run, their time and their memory, on each rank.
 
     output_dir/profile/steps-5-7-rank-0.json.gz    a Chrome trace, for ui.perfetto.dev
-    output_dir/profile/steps-5-7-rank-0.pickle     on CUDA, of memory: pytorch.org/memory_viz
+    output_dir/profile/steps-5-7-rank-0.pickle     memory on CUDA, for pytorch.org/memory_viz
 
-A trace has every op with its shapes, every kernel, and the ranges of
-:mod:`moetrain.kernels.annotate`. The history of memory has each allocation with the lines that made
-it. Nothing is attached to a model, and the steps before and after are those of a run without it.
+A trace holds every op with its shapes, every kernel, and the ranges of
+:mod:`moetrain.kernels.annotate`. The history of memory holds each allocation with the lines that
+made it. Nothing is attached to the model, so all other steps run as without a profile.
 
 Left out on purpose: reading traces (scripts/bench_train.py adds one up by part).
 """
@@ -24,13 +24,14 @@ from moetrain.config import LogSection
 from moetrain.config.sections import WARM_PROFILE_STEPS
 from moetrain.train.metrics import Throughput
 
-FOLDER = "profile"
-MOST_ALLOCATIONS = 2_000_000
-"""In a history of memory: those of some steps of a large model; older ones are dropped."""
+_FOLDER = "profile"
+_MOST_ALLOCATIONS = 2_000_000
+"""Allocations in a history of memory, enough for some steps of a large model; older ones are
+dropped."""
 
 
 def new_profiler(device: torch.device) -> torch.profiler.profile:
-    """A profiler of the host and of ``device``."""
+    """Return a profiler of the host and of ``device``."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -38,10 +39,10 @@ def new_profiler(device: torch.device) -> torch.profiler.profile:
 
 
 class Profile:
-    """Traces the steps that ``settings`` ask for, as it is told that one after the other is over.
+    """Traces the steps that ``settings`` ask for; :meth:`step_done` tells it when a step is over.
 
-    Within ``with``: what is being traced when that ends is written too, unless an error ends it;
-    then nothing is. In any case nothing stays on.
+    Use it in ``with``. A trace that is incomplete at the end is written too, unless an error ended
+    the run. Profilers are switched off in any case.
     """
 
     def __init__(
@@ -52,15 +53,17 @@ class Profile:
         clock: Throughput,
         say: Callable[[str], None],
     ) -> None:
-        """``folder``: the run's; ``clock``: its clock, of which starting and writing are no part;
-        ``say`` is told what has been written."""
+        """Take the run's folder and its clock, which stops while traces start and are written.
+
+        ``say`` is called with a line for the user.
+        """
         self.settings, self.clock, self.say = settings, clock, say
         self.device = clock.device
-        self.folder, self.rank = folder / FOLDER, rank
+        self.folder, self.rank = folder / _FOLDER, rank
         self._done = self._last = self._first = 0
-        """Steps of this process, the last of them, and the first that is kept."""
+        """Steps that this process has done, the last of them, and the first that is kept."""
         self._is_kept = False
-        """Whether what is traced now is to be written."""
+        """Whether the steps that are being traced will be written."""
         self._on = ExitStack()
         self._profiler: torch.profiler.profile | None = None
 
@@ -74,7 +77,7 @@ class Profile:
         traceback: TracebackType | None,
     ) -> None:
         with self._on:
-            if kind not in (None, SystemExit):  # the latter: it was stopped, and has saved
+            if kind not in (None, SystemExit):  # SystemExit: the run was stopped, and has saved
                 return
             if self._is_kept and self._first <= self._last:
                 self._write()
@@ -82,7 +85,7 @@ class Profile:
                 self.say("nothing was traced: the run ended before the steps of log.profile")
 
     def step_done(self, step: int) -> None:
-        """Step ``step`` of the run is over."""
+        """Take note that step ``step`` of the run is over."""
         if not self.settings.profile:
             return
         self._done, self._last = self._done + 1, step
@@ -99,11 +102,11 @@ class Profile:
             self._profiler = self._on.enter_context(new_profiler(self.device))
 
     def _keep(self) -> None:
-        """Throw away what was traced so far, and keep what comes."""
+        """Throw away what was traced so far, and keep what follows."""
         self._on.close()
         self._first, self._is_kept = self._last + 1, True
         if self.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
             self._on.callback(torch.cuda.memory._record_memory_history, None)
         if self.settings.profile_as == "nvtx":
             torch.cuda.profiler.start()

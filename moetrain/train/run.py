@@ -52,7 +52,7 @@ _SAVE = 1 << 32
 """Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
 
 
-class BadSteps(RunFailed):
+class _BadSteps(RunFailed):
     """Too many steps in a row were not finite; the state is that before them."""
 
 
@@ -60,7 +60,7 @@ class GivenUp(Exception):
     """A stop signal came within a step, of which nothing is kept."""
 
 
-class StepWatch:
+class _StepWatch:
     """Counts skipped steps and ranks' requests on the device, and reads the counts one step late.
 
     The host thus never waits for the step under way. A skipped step changes nothing, so one step
@@ -87,7 +87,7 @@ class StepWatch:
             requests: 0-d, a sum over ranks: stop signals, and ``_SAVE`` for a checkpoint.
 
         Raises:
-            BadSteps: the limit was reached by the steps before this one.
+            _BadSteps: the limit was reached by the steps before this one.
         """
         self.check()
         self._steps += 1
@@ -96,20 +96,20 @@ class StepWatch:
         self._late = LateNumbers(self._counts)
 
     def check(self) -> None:
-        """Raise :class:`BadSteps` if the limit was reached by the steps counted so far."""
+        """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
         self.asked_to_save, self.asked_to_stop = requests >= _SAVE, requests % _SAVE > 0
         if in_row >= self.limit:
-            raise BadSteps(
+            raise _BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
                 "(train.max_bad_steps); lower optim.lr, or look at the data"
             )
 
     def check_end(self) -> None:
-        """Raise :class:`BadSteps` as :meth:`check` does, or if no step of the run was good."""
+        """Raise :class:`_BadSteps` as :meth:`check` does, or if no step of the run was good."""
         self.check()
         if 0 < self._steps == self.in_row():
-            raise BadSteps(
+            raise _BadSteps(
                 f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was "
                 "trained; look at the weights it started from, and at the data"
             )
@@ -160,7 +160,7 @@ def garbage_collector_off() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Stepped(Protocol):
+class _Stepped(Protocol):
     """The result of a step, as far as a run has to know it."""
 
     @property
@@ -169,7 +169,7 @@ class Stepped(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Stepped)
+S = TypeVar("S", bound=_Stepped)
 
 
 class Run(ABC, Generic[S]):
@@ -190,7 +190,7 @@ class Run(ABC, Generic[S]):
         """Stop signals that came to this process."""
         self.continues: Path | None = None
         """The newest checkpoint that this run has resumed or written."""
-        self.watch = StepWatch(self.device, config.train.max_bad_steps)
+        self.watch = _StepWatch(self.device, config.train.max_bad_steps)
         self.routing_watch = RoutingWatch(arch.moe_layer_indices)
         is_frozen = config.lora.rank > 0
         flops = arch.flops_per_token(config.data.seq_len, is_frozen=is_frozen)
@@ -328,7 +328,7 @@ class Run(ABC, Generic[S]):
             self.log.end_progress()
             self.finish()
             self.world.leave()
-        except BadSteps as failure:
+        except _BadSteps as failure:
             raise RunFailed(f"{failure}; {self.save_failed()}") from None
         finally:
             self.log.close()

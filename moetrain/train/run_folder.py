@@ -1,4 +1,4 @@
-"""A run's output folder: whether a run can use it, who may write to it, which checkpoint continues.
+"""A run's output folder: whether a run can use it, who writes to it, which checkpoint it resumes.
 
 The checkpoints of a folder are one branch of training, the higher step the newer; ``auto`` resumes
 the newest intact one. Whatever would break that (steps after the resumed one, or another run's
@@ -39,7 +39,7 @@ from moetrain.parallel.world import World
 logger = logging.getLogger("moetrain")
 
 CHECKPOINTS = "checkpoints"
-BEGUN = ".begun"
+_BEGUN = ".begun"
 """Marker file: what lies in the folder belongs to the run that was last started there."""
 _LOCK = ".lock"
 _VISIBLE_SECONDS = 60.0
@@ -60,11 +60,11 @@ _FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions
 
 
 def check_output_folder(folder: Path) -> None:
-    """Whether a run can write to ``folder``; leaves nothing behind, and so makes nothing.
+    """Check that a run can write to ``folder``, without creating anything.
 
     Raises:
-        ConfigError: it, or what a run keeps in it, is or lies under what is no folder, is too long,
-            or cannot be written to.
+        ConfigError: the folder or a path that a run needs in it is blocked by another file, has too
+            long a name, or cannot be written to.
     """
 
     def error(problem: str) -> ConfigError:
@@ -100,7 +100,7 @@ def check_output_folder(folder: Path) -> None:
 
 
 def _is_of_a_run(file: Path) -> bool:
-    """Whether a run may replace ``file``, its ``config.json``; not: it is a checkpoint's, say."""
+    """Return whether ``file`` is a run's ``config.json``, and not a model's, or is missing."""
     if not file.exists():
         return True
     try:
@@ -111,7 +111,7 @@ def _is_of_a_run(file: Path) -> bool:
 
 
 def check_own_files_are_no_data(config: Config) -> None:
-    """Whether what is trained on, what is evaluated on and what the run writes lie apart.
+    """Check that training data, evaluation data and output folder lie apart.
 
     Raises:
         ConfigError: the next run would read this one's files as data, or no row is held out.
@@ -138,10 +138,10 @@ def check_own_files_are_no_data(config: Config) -> None:
 
 
 def check_room(folder: Path, config: Config, arch: Architecture) -> None:
-    """Whether the disk of ``folder`` holds what the run will write.
+    """Check that the disk of ``folder`` has room for what the run will write.
 
     Raises:
-        ConfigError: it names the bytes there are, those that are needed, and for what.
+        ConfigError: it names the free bytes, the bytes needed, and what needs them.
     """
     checkpoint, steps = config.checkpoint, config.train.steps
     saves = int(checkpoint.at_end)
@@ -174,7 +174,7 @@ def check_room(folder: Path, config: Config, arch: Architecture) -> None:
 
 
 def _bytes_of_checkpoints(root: Path) -> int:
-    """Without the lock: another run may be removing some meanwhile; links count for themselves."""
+    """Add up checkpoints' files, some of which another run may be removing at the same time."""
     total = 0
     for path, _, names in os.walk(root):  # which passes over a folder that is gone
         for name in names if os.path.basename(path).startswith("step-") else ():
@@ -189,14 +189,14 @@ def _gib(num_bytes: int) -> str:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Meanwhile this process alone writes to ``folder``, which is made if there is none.
+    """Let this process alone write to ``folder`` while inside; the folder is made if it is missing.
 
-    What killed saves left there is removed first. The kernel ends the claim of a process that ends,
-    in whatever way. A folder that was made for a run whose settings or data turn out to be wrong
-    goes again.
+    Leftovers of killed saves are removed first. The claim is a lock that the kernel releases when
+    the process ends, in whatever way. A folder made for a run whose settings or data turn out to be
+    wrong is removed again.
 
     Raises:
-        ConfigError: it is being written already, or cannot be.
+        ConfigError: another run writes to it, or it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -217,7 +217,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def _unmake(made: list[Path]) -> None:
-    """Remove the folders ``made``, innermost first, as far as nothing but a lock is in them."""
+    """Remove the folders ``made``, innermost first, unless they hold more than a lock."""
     with suppress(OSError):  # something is
         if made and [path.name for path in made[0].iterdir()] == [_LOCK]:
             (made[0] / _LOCK).unlink()
@@ -226,7 +226,7 @@ def _unmake(made: list[Path]) -> None:
 
 
 def _lock(descriptor: int, folder: Path) -> bool:
-    """Whether the file is locked now and says by whom; not: there are no locks here."""
+    """Lock the file and write into it who did; returns False if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -251,14 +251,14 @@ def _lock(descriptor: int, folder: Path) -> bool:
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """Check that every rank can write to one and the same ``folder``, which the main rank has made.
+    """Check that every rank can write to the same ``folder``, which the main rank has made.
 
-    Every rank writes a small file of its own, which the main rank must see and read; all are
-    removed again. Collective: all ranks return, or all raise the same error.
+    Each rank writes a small file, which the main rank must be able to read; all are removed again.
+    Collective: all ranks return, or all raise the same error.
 
     Raises:
-        ConfigError: a rank cannot write there, or what it writes is not seen by the main rank, as
-            on machines that each have a disk of their own.
+        ConfigError: a rank cannot write there, or the main rank does not see its file, as on
+            machines that each have their own disk.
     """
     if world.rendezvous is None:
         return
@@ -275,7 +275,7 @@ def check_shared(folder: Path, world: World) -> None:
 
 
 def _write_mark(file: Path, token: str) -> str:
-    """Write ``token`` to ``file``; returns what is wrong, or nothing."""
+    """Write ``token`` to ``file``; returns a problem, or an empty text."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
         try:
@@ -290,7 +290,7 @@ def _write_mark(file: Path, token: str) -> str:
 
 
 def _not_shared(folder: Path, token: str, reports: list[tuple[str, str]]) -> str:
-    """Of the main rank, given every rank's machine and problem: what is wrong, or nothing."""
+    """Return the first problem of ranks' ``(machine, problem)`` reports, or an empty text."""
     problems = {rank: problem for rank, (_, problem) in enumerate(reports) if problem}
     deadline = time.monotonic() + _VISIBLE_SECONDS
     for rank in () if problems else range(len(reports)):
@@ -317,9 +317,9 @@ def _holds(file: Path, token: str) -> bool:
 
 
 def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` asks for; None: start afresh.
+    """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
 
-    ``auto`` passes over damaged checkpoints, with a warning, to the newest that is intact; those of
+    ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those of
     step ``before`` and later are known to be damaged.
 
     Raises:
@@ -354,10 +354,12 @@ def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Pat
 
 
 def resume_now(resume: str, folder: Path, restarts: int) -> str:
-    """What ``checkpoint.resume`` means after the launcher has started a run again ``restarts``
-    times: ``auto``, once the run it has first started has got as far as :func:`set_aside` and saved
-    something; before, it begins where it first did."""
-    mark = folder / BEGUN
+    """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
+
+    It is ``auto`` once the first run has come to :func:`set_aside` and has saved something; before
+    that, the run begins where it first did.
+    """
+    mark = folder / _BEGUN
     if restarts and mark.exists():
         return "auto" if list_checkpoints(folder / CHECKPOINTS) else resume
     mark.unlink(missing_ok=True)
@@ -365,7 +367,7 @@ def resume_now(resume: str, folder: Path, restarts: int) -> str:
 
 
 def where_it_failed(saved: Path) -> str:
-    """What to say of ``saved``, the checkpoint of a failed run."""
+    """Tell the user about ``saved``, the checkpoint of a failed run."""
     good = list_checkpoints(saved.parent)[-1:]
     return (
         f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume with "
@@ -374,11 +376,11 @@ def where_it_failed(saved: Path) -> str:
 
 
 def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
-    """Move out of the way what a run from checkpoint ``resumed`` at ``step`` does not continue.
+    """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
 
-    None: a fresh run, in whose way are an earlier one's checkpoints and metrics; and so they are if
-    ``resumed`` lies elsewhere. Else the checkpoints of ``folder`` after ``step``, with a copy of
-    the metrics, whose later lines the run will drop.
+    A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
+    checkpoints and metrics. Any other moves the checkpoints after ``step``, with a copy of the
+    metrics, whose later lines it will drop.
     """
     root = folder / CHECKPOINTS
     checkpoints = list_checkpoints(root)
@@ -398,7 +400,7 @@ def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
             if (folder / name).exists():
                 (folder / name).rename(old / name)
         logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
-    (folder / BEGUN).touch()
+    (folder / _BEGUN).touch()
 
 
 def _next_earlier(folder: Path) -> Path:

@@ -41,7 +41,7 @@ from moetrain.train.run_folder import check_output_folder, check_own_files_are_n
 
 logger = logging.getLogger("moetrain")
 
-LONGEST_DEFAULT_ROW = 4096
+_LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents
 are shorter."""
 
@@ -77,7 +77,7 @@ class Session:
         self.arch = arch
         self.world = join_world(config, arch)
         device = self.world.device
-        check_what_can_run(config, arch, device)
+        _check_what_can_run(config, arch, device)
         sizes = config, arch, self.world.dims, compute_dtype(config, device)
         capacity = device_capacity(device)
         if sleep == "auto":
@@ -112,7 +112,7 @@ def _with_generation_bits(config: Config, device: torch.device) -> Config:
 
 
 def prepare(config: Config) -> tuple[Config, Architecture]:
-    """The settings with what the checkpoint decides, and the model; before anything slow.
+    """Resolve the settings and the model, and check the output folder, before anything slow.
 
     Raises:
         ConfigError: the run cannot write to its folder, the model or the settings that depend on it
@@ -137,7 +137,7 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
 
 
 def resolve_run(config: Config) -> tuple[Config, Architecture]:
-    """``config`` with the values that its model decides where nobody else has, and the model.
+    """Return ``config`` with settings that its model decides, unless a source did, and the model.
 
     With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
     what the model takes, up to 4096.
@@ -154,7 +154,7 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
-        config = config.filled({"compile.enabled": runs_on_cuda(config)}, "auto, by the device")
+        config = config.filled({"compile.enabled": _runs_on_cuda(config)}, "auto, by the device")
         config.check()
     # What a model with scaled rotary embeddings reaches; its config.json may say less.
     scaled = int(arch.rope.factor * (arch.rope.original_max_positions or 0))
@@ -169,8 +169,8 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     return config, arch
 
 
-def runs_on_cuda(config: Config) -> bool:
-    """Whether ``train.device`` means a GPU, on this machine or on what is planned for."""
+def _runs_on_cuda(config: Config) -> bool:
+    """Return whether ``train.device`` means a GPU, here or on the machine that is planned for."""
     device, is_planned = config.train.device, (config.launch.gpus or config.launch.gpu) is not None
     return device == "cuda" or (device == "auto" and (is_planned or torch.cuda.is_available()))
 
@@ -190,10 +190,10 @@ def _check_widths(config: Config, arch: Architecture) -> None:
 
 
 def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
-    """The settings that the checkpoint ``path`` decides, as nobody has set them."""
+    """Return the settings that nobody has set and that the checkpoint ``path`` decides."""
     values: dict[str, Any] = {}
     if not config.is_set("data.seq_len"):
-        values["data.seq_len"] = min(arch.max_positions, LONGEST_DEFAULT_ROW)
+        values["data.seq_len"] = min(arch.max_positions, _LONGEST_DEFAULT_ROW)
     # The synthetic source needs none: it only shows samples in it, of which there are none.
     if not config.is_set("data.tokenizer") and config.data.source != "synthetic":
         folder = Path(path).expanduser()
@@ -209,8 +209,8 @@ def _of_model(config: Config, path: str, arch: Architecture) -> dict[str, Any]:
     return values
 
 
-def check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
-    """Reject what this device or this layout cannot run.
+def _check_what_can_run(config: Config, arch: Architecture, device: torch.device) -> None:
+    """Refuse settings that this device or this layout cannot run.
 
     Raises:
         ConfigError: it names the setting, the value and what to use instead.

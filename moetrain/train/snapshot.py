@@ -1,7 +1,7 @@
-"""What of a run's state goes into a checkpoint, and back: weights, optimizer, random numbers.
+"""Checkpoints of a run: weights, optimizer, random numbers and progress, saved and restored.
 
-Tensors are in parts on the ranks and in pieces in the files, each of which says where in the whole
-it lies; so a checkpoint goes on on any mesh, where every rank reads its own part alone.
+Ranks hold parts of tensors, and files hold pieces, each of which says where in the whole it lies. A
+checkpoint can thus be resumed on any mesh, where each rank reads only its own part.
 """
 
 from __future__ import annotations
@@ -33,20 +33,17 @@ ENGINE_GROUPS = ("model", "optim")
 
 
 class Snapshots:
-    """Saves what a run has come to: at once, or behind its back (``checkpoint.asynchronous``).
-
-    Every rank makes the same calls.
-    """
+    """Saves an engine, at once or in the background (``checkpoint.asynchronous``). Collective."""
 
     def __init__(self, engine: Engine) -> None:
-        """Raises RunFailed: there is no host memory for copies that are written later."""
+        """Reserve host memory for copies; raises RunFailed if there is too little."""
         self.engine, self.settings = engine, engine.config.checkpoint
         self.saver = Saver(engine.world.own_rendezvous())
         self.staging: Staging | None = None
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
-            # Before there is anything to be kept waiting.
+            # Reserving takes time, which nothing waits for yet.
             if self.settings.interval or self.settings.minutes:
                 self.staging.reserve(state_bytes(engine))
 
@@ -58,16 +55,17 @@ class Snapshots:
         *,
         failed: bool,
     ) -> Path:
-        """Begin to write a checkpoint under ``root``, once the one before is written.
+        """Begin to write a checkpoint under ``root``, once the previous one is written.
 
-        It is complete when :meth:`wait` returns; without copies nothing may change before.
+        It is complete when :meth:`wait` returns. Unless it is written from copies
+        (``checkpoint.asynchronous``), nothing may change before.
 
         Args:
-            progress: as JSON.
+            progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
 
         Raises:
-            RunFailed: it, or the one before, cannot be written.
+            RunFailed: this checkpoint or the previous one cannot be written.
         """
         self.wait()
         engine, keep = self.engine, self.settings.keep
@@ -88,16 +86,16 @@ class Snapshots:
         return plan.path
 
     def finished(self) -> Saved | None:
-        """What was written since the last call, if it is complete; RunFailed: it failed."""
+        """Return the checkpoint completed since the last call, if any; raises RunFailed."""
         return self.saver.finished()
 
     def wait(self) -> Saved | None:
-        """:meth:`finished`, when it is."""
+        """Wait for the checkpoint that is being written, then return as :meth:`finished`."""
         return self.saver.wait()
 
 
 def _random_numbers(world: World) -> dict[str, TensorSlice]:
-    """The main rank's state of random numbers, which is every rank's after a resumption."""
+    """Return the main rank's random state, which all ranks have after a resumption."""
     if not world.is_main:
         return {}
     rng = {"cpu": torch.get_rng_state()}
@@ -107,7 +105,7 @@ def _random_numbers(world: World) -> dict[str, TensorSlice]:
 
 
 def state_bytes(engine: Engine) -> int:
-    """What copies of what this rank writes take, moments that are still to come included."""
+    """Return the bytes of a copy of what this rank writes, with moments not yet allocated."""
     total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
     for name, member in engine.fsdp.members.items():
         if not member.rule.trainable:
@@ -124,23 +122,28 @@ def state_bytes(engine: Engine) -> int:
 def find_snapshot(
     resume: str, folder: Path, arch: Architecture, world: World, before: int | None = None
 ) -> Checkpoint | None:
-    """What ``resume`` asks for, chosen by the main rank; None: start afresh.
+    """Open the checkpoint that ``resume`` asks for, chosen by the main rank. Collective.
 
-    ``before``: of what ``auto`` finds, only a checkpoint of an earlier step.
+    Args:
+        before: with ``auto``, take only a checkpoint of an earlier step than this.
 
-    Collective; raises :class:`ConfigError` as ``find_checkpoint`` and :func:`check_continues` do.
+    Returns:
+        None if the run starts anew.
+
+    Raises:
+        ConfigError: as ``find_checkpoint``, or the checkpoint is of another model.
     """
     path = find_checkpoint(resume, folder, before) if world.is_main else None
     shared = world.broadcast("" if path is None else str(path))
     if not shared:
         return None
     found = open_checkpoint(Path(shared))
-    check_continues(found, arch)
+    _check_continues(found, arch)
     return found
 
 
-def check_continues(found: Checkpoint, arch: Architecture) -> None:
-    """Raise :class:`ConfigError` if a run of ``arch`` is no continuation of ``found``."""
+def _check_continues(found: Checkpoint, arch: Architecture) -> None:
+    """Raise ConfigError if ``found`` is not a checkpoint of ``arch``."""
     mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
     if mine != theirs:
         key = next(k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k))
@@ -152,16 +155,17 @@ def check_continues(found: Checkpoint, arch: Architecture) -> None:
 
 
 def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> str:
-    """Inverse of :meth:`Snapshots.save`; every byte is read by a rank, and checked.
+    """Load ``found`` into ``engine``; every byte is read by some rank, and checked. Collective.
 
-    Collective. Returns what is damaged, the same on every rank; the engine's state is then neither
-    this nor that. Empty: all is well.
+    Returns:
+        What is damaged, the same on every rank, or an empty text. The engine's state is undefined
+        if anything is.
 
     Raises:
-        ConfigError: tensors of other names, shapes, dtypes; or as :func:`check_same_run`.
+        ConfigError: tensors have other names, shapes or dtypes; or as :func:`check_same_run`.
     """
     check_same_run(found, engine, data, total_steps)
-    check_same_frozen(found, engine)
+    _check_same_frozen(found, engine)
     world = engine.world
     try:
         for group in ENGINE_GROUPS:  # one after the other: each may be most of the memory
@@ -193,9 +197,11 @@ def _set_random_numbers(found: Checkpoint, device: torch.device) -> None:
         ) from None
 
 
-def check_same_frozen(found: Checkpoint, engine: Engine) -> None:
-    """Raise :class:`ConfigError` unless what is not trained, and so is not in the checkpoint, has
-    the values that it had. Collective."""
+def _check_same_frozen(found: Checkpoint, engine: Engine) -> None:
+    """Raise ConfigError unless frozen weights, which are not in ``found``, are as they were.
+
+    Collective.
+    """
     if found.state.get("frozen", "") == engine.fingerprint:
         return
     model, seed = engine.config.model, engine.config.train.seed
@@ -209,13 +215,13 @@ def check_same_frozen(found: Checkpoint, engine: Engine) -> None:
 
 
 def check_same_run(found: Checkpoint, engine: Engine, data: str, total_steps: int) -> None:
-    """Reject the end of a run on other rows than those of ``data``, or from other weights.
+    """Refuse to resume a finished run with other data, or from another ``model.path``.
 
-    Other rows may follow those that a checkpoint was trained on, and the checkpoint it began from
-    may have moved, which the main rank says; but a run that is over would do nothing with either.
+    A run that is not over may go on with other rows, and the checkpoint it began from may have
+    moved: the main rank warns of either. A run that is over would do nothing with them.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the run is over, and data or ``model.path`` changed.
     """
     changed = []
     if found.state.get("data", data) != data:  # earlier versions did not note it

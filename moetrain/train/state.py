@@ -39,7 +39,7 @@ from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 
 Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
-OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
+_OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 
 
 class ModelState:
@@ -223,13 +223,13 @@ class ModelState:
             RuntimeError: called within :meth:`work`.
             RunFailed: the system does not provide enough pinned memory.
         """
-        if odd := set(what) - set(OFFLOADED):
-            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(OFFLOADED)}")
+        if odd := set(what) - set(_OFFLOADED):
+            raise ValueError(f"Engine.offload: {sorted(odd)} are none of {', '.join(_OFFLOADED)}")
         self.fsdp.check_idle()
         if not self.fsdp.weights.is_offloaded:  # else there was no step since
             self.fsdp.settle()
         self.before_change()
-        what = what or OFFLOADED
+        what = what or _OFFLOADED
         if "workspaces" in what:
             self.fsdp.release()
         for name, arena in self._arenas.items():
