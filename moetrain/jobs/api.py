@@ -67,7 +67,7 @@ class Limits:
     """Log-probabilities of likeliest tokens in one answer."""
 
 
-class JobBody(JsonBody):
+class _JobBody(JsonBody):
     """The body of a request."""
 
     changes: ClassVar[bool] = False
@@ -103,7 +103,7 @@ class Datum(JsonBody):
         )
 
 
-class Texts(JobBody):
+class Texts(_JobBody):
     """A request for a forward pass over texts."""
 
     data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=_MOST_TEXTS)
@@ -188,14 +188,14 @@ class Forward(Texts):
     temperature: float = Field(default=1.0, gt=0)
 
 
-class OptimStep(JobBody):
+class OptimStep(_JobBody):
     """A request to update the adapter with the step's gradients."""
 
     changes: ClassVar[bool] = True
     lr: float = Field(gt=0, le=1e6)
 
 
-class Sampling(JobBody):
+class Sampling(_JobBody):
     """A request to continue prompts with the adapter as it is."""
 
     prompts: Annotated[list[_Ints], FIRST] = Field(min_length=1)
@@ -255,13 +255,13 @@ class Sampling(JobBody):
             )
 
 
-class Save(JobBody):
+class Save(_JobBody):
     """A request to keep the job's state, adapter and moments, under a name."""
 
     name: str = Field(pattern=f"^{NAME}$")
 
 
-class Load(JobBody):
+class Load(_JobBody):
     """A request to go back to a save."""
 
     changes: ClassVar[bool] = True
@@ -280,7 +280,7 @@ class Nothing(JsonBody):
     """The empty body of a request that is described by its path."""
 
 
-KINDS: Mapping[str, type[JobBody]] = {
+KINDS: Mapping[str, type[_JobBody]] = {
     "forward_backward": ForwardBackward,
     "forward": Forward,
     "optim_step": OptimStep,
@@ -290,7 +290,7 @@ KINDS: Mapping[str, type[JobBody]] = {
 }
 
 
-def parse(kind: str, body: object, limits: Limits) -> JobBody:
+def parse(kind: str, body: object, limits: Limits) -> _JobBody:
     """Parse and check the JSON value ``body`` of a request ``kind``; raises BadRequest."""
     if kind not in KINDS:
         raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")

@@ -36,7 +36,7 @@ class JobRun:
     """One run of the service. ``JobRun(config).fit()`` is all there is to call."""
 
     def __init__(self, config: Config) -> None:
-        check_settings(config)
+        _check_settings(config)
         self.config = config
 
     def fit(self) -> None:
@@ -104,7 +104,7 @@ def access_of(config: Config) -> Access:
     return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
 
 
-def check_settings(config: Config) -> None:
+def _check_settings(config: Config) -> None:
     """Raise ConfigError for settings that the service cannot have."""
     if not config.lora.rank:
         raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
@@ -116,10 +116,10 @@ def check_settings(config: Config) -> None:
 
 def inspect(config: Config, arch: Architecture) -> None:
     """Check the settings before several processes start."""
-    check_settings(config)
+    _check_settings(config)
 
 
 def plan(config: Config, arch: Architecture) -> str:
     """Refuse what the service would refuse, and describe the memory that it takes."""
-    check_settings(config)
+    _check_settings(config)
     return plan_memory(config, arch)

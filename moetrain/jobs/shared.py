@@ -34,7 +34,7 @@ from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
 
 
-class Pending(NamedTuple):
+class _Pending(NamedTuple):
     """Gradients that forward_backward has left for the next step."""
 
     gradients: dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class SharedEngine(Engine):
         return not self._since_step
 
     @torch.no_grad()
-    def set_aside(self) -> Pending | None:
+    def set_aside(self) -> _Pending | None:
         """Take the gradients of the step so far out of the engine; None: there are none."""
         if self.is_between_steps:
             return None
@@ -66,12 +66,12 @@ class SharedEngine(Engine):
                 assert bucket.squares_B is not None
                 kept |= {f"{i}.gradient": to_host(bucket.gradient_N)}
                 kept |= {f"{i}.squares": to_host(bucket.squares_B)}
-        pending = Pending(kept, self._since_step)
+        pending = _Pending(kept, self._since_step)
         self._forget()
         return pending
 
     @torch.no_grad()
-    def take_back(self, pending: Pending | None) -> None:
+    def take_back(self, pending: _Pending | None) -> None:
         """Put gradients back that :meth:`set_aside` has taken out."""
         self._forget()
         if pending is None:
@@ -125,7 +125,7 @@ class Held:
 
     state: dict[str, torch.Tensor]
     """Tensors by name; empty while they are in :attr:`file`, as are gradients."""
-    pending: Pending | None
+    pending: _Pending | None
     progress: Progress
     saved: int
     """Requests that the newest checkpoint has seen; 0: there is none."""

@@ -105,7 +105,7 @@ def score(
     """
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:
-        return torch.stack(batch_stats(engine.model, hidden_BSD, batch, temperature))
+        return torch.stack(_batch_stats(engine.model, hidden_BSD, batch, temperature))
 
     shapes = [(2, *batch.targets_BS.shape) for batch in batches]
     with engine.work(), torch.no_grad(), engine.exact_sizes():
@@ -113,7 +113,7 @@ def score(
     return [TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
 
 
-def batch_stats(
+def _batch_stats(
     model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
 ) -> TokenStats:
     """Return :func:`token_stats` [B, S] of the batch's targets, from the backbone's output."""
@@ -304,7 +304,7 @@ class PolicyObjective:
         Raises:
             ValueError: there is a KL in the loss, and the batch has no ``reference_BS``.
         """
-        stats = batch_stats(model, outputs.hidden_BSD, batch, self.settings.temperature)
+        stats = _batch_stats(model, outputs.hidden_BSD, batch, self.settings.temperature)
         terms = self.token_terms(stats, batch, sizes)
         mine = {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}
         return mine | self.routers.router_terms(outputs, sizes["tokens"])

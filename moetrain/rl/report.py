@@ -16,11 +16,11 @@ from moetrain.rl.trajectory import Trajectory
 
 _SHOWN = 8
 """Trajectories written out at each evaluation."""
-PartName = Literal["generate", "rewards", "train", "weights", "offload", "evaluate", "other"]
+_PartName = Literal["generate", "rewards", "train", "weights", "offload", "evaluate", "other"]
 """generate: trajectories, and waiting for other ranks'; rewards: waiting for environments while
 nothing is left to generate; train: scoring and updates; weights: the trainer's into the generator;
 offload: moments, and the generator's memory, going and coming back; other: checkpoints, reports."""
-PARTS: tuple[PartName, ...] = get_args(PartName)
+PARTS: tuple[_PartName, ...] = get_args(_PartName)
 
 
 def figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
@@ -60,25 +60,25 @@ class TimeSplit:
         self.total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         """Sums of everything that :meth:`take` has returned."""
         self._since: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._part: PartName = "other"
+        self._part: _PartName = "other"
         self._started = time.perf_counter()
 
     @contextmanager
-    def part(self, name: PartName) -> Iterator[None]:
+    def part(self, name: _PartName) -> Iterator[None]:
         """Count the time inside as ``name``. Waits for the device at both ends."""
         around = self._part
         self._go_on_as(name)
         yield
         self._go_on_as(around)
 
-    def _go_on_as(self, name: PartName) -> None:
+    def _go_on_as(self, name: _PartName) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self._since[self._part] += now - self._started
         self._part, self._started = name, now
 
-    def move(self, seconds: float, source: PartName, target: PartName) -> None:
+    def move(self, seconds: float, source: _PartName, target: _PartName) -> None:
         """Count ``seconds`` of ``source`` as ``target``'s instead."""
         self._since[source] -= seconds
         self._since[target] += seconds

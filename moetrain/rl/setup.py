@@ -50,7 +50,7 @@ _CODE = re.compile(r"^[0-9a-f]{64}:")
 """The digest that stands for a file of Python in an identity."""
 
 
-class Setup(NamedTuple):
+class _Setup(NamedTuple):
     """The result of :func:`set_up`."""
 
     total_steps: int
@@ -82,7 +82,7 @@ def plan(config: Config, arch: Architecture) -> str:
     return plan_memory(config, arch, generates=True)
 
 
-def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
+def set_up(config: Config, arch: Architecture, device_type: str) -> _Setup:
     """Open everything that ``config`` names: imports the user's files and makes the environment.
 
     Raises:
@@ -113,7 +113,7 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> Setup:
         raise ConfigError("rl.supervised_steps", problem)
     tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
     identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
-    return Setup(total_steps, num_groups, num_pages, tokenizer, environment, tasks, identity)
+    return _Setup(total_steps, num_groups, num_pages, tokenizer, environment, tasks, identity)
 
 
 def _steps(config: Config) -> int:

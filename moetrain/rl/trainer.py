@@ -55,7 +55,7 @@ _CURVES = (
 )
 
 
-class Rollout(NamedTuple):
+class _Rollout(NamedTuple):
     """The trajectories of one step, of all ranks, with their advantages."""
 
     trajectories: list[Trajectory]
@@ -229,14 +229,14 @@ class RlTrainer(Run[Learned]):
 
     # ---- trajectories --------------------------------------------------------------------------
 
-    def roll_out(self) -> Rollout:
+    def roll_out(self) -> _Rollout:
         """Return the trajectories that are due, of all ranks, in the same order on each."""
         rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
         found = self._next_groups(self.setup.num_groups)
         worth = advantages(self._outcomes(found), rl)
         for _ in range(rl.resample):
-            missing = self.setup.num_groups - worth_learning(found, worth)
+            missing = self.setup.num_groups - _worth_learning(found, worth)
             if missing <= 0:
                 break
             found += self._next_groups(missing)
@@ -250,7 +250,7 @@ class RlTrainer(Run[Learned]):
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
         row = figures(found) | {
             "prompts": self.window.taken - first,
-            "useful_groups": worth_learning(found, worth),
+            "useful_groups": _worth_learning(found, worth),
             "advantage_spread": worth.spread,
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
@@ -258,7 +258,7 @@ class RlTrainer(Run[Learned]):
             "generated_tokens_per_second_per_device": rate / self.world.size,
         }
         row |= {f"left_out/{reason}": number for reason, number in worth.left_out.items()}
-        return Rollout(found, worth.values, row)
+        return _Rollout(found, worth.values, row)
 
     def _next_groups(self, number: int) -> list[Trajectory]:
         """Return the trajectories of the next ``number`` prompts, of all ranks."""
@@ -435,7 +435,7 @@ class RlTrainer(Run[Learned]):
                 self.collector.resume(trajectory)
 
 
-def worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
+def _worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
     """Count the groups with a trajectory that is trained."""
     pairs = zip(trajectories, worth.values, strict=True)
     return len({t.group for t, value in pairs if value is not None})

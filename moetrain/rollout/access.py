@@ -42,16 +42,16 @@ CONNECTIONS = 1024
 """Connections at once at most; fewer where half of the process's file limit is less."""
 IDLE_SECONDS = 60.0
 """Time that a client may keep the server waiting, for a request or while reading an answer."""
-SLOWEST = 16 << 10
+_SLOWEST = 16 << 10
 """Bytes, sent or read, that earn a client another second: slower clients are closed."""
-PIECE = 64 << 10
+_PIECE = 64 << 10
 """Bytes of an answer that are handed to the connection at once, so that a reader's progress shows:
 the size above which asyncio makes a writer wait until a quarter is left."""
 
 ErrorBody = Callable[[int, str], object]
 """Makes the JSON that reports a status and a problem."""
 Send = Callable[[Any], Awaitable[None]]
-App = Callable[[Any, Any, Send], Awaitable[None]]
+_App = Callable[[Any, Any, Send], Awaitable[None]]
 """An ASGI application: ``app(scope, receive, send)``."""
 Auth = Literal["auto", "token", "none"]
 
@@ -90,7 +90,7 @@ class Access:
     @property
     def is_open(self) -> bool:
         """Whether everybody who can connect is served."""
-        return self.auth == "none" or (self.auth == "auto" and is_loopback(self.host))
+        return self.auth == "none" or (self.auth == "auto" and _is_loopback(self.host))
 
     def token(self) -> str | None:
         """Return the token that clients must send; None: none is needed.
@@ -115,7 +115,7 @@ class Access:
         print(f"the bearer token is in {path}", flush=True)
         return token
 
-    def server(self, app: App, error_body: ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
+    def server(self, app: _App, error_body: ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
         """Make a server of ``app`` behind authentication, and the listening socket it runs with.
 
         Args:
@@ -139,9 +139,9 @@ class Access:
             uvicorn.Config(self._guarded(app, token, error_body), **settings)
         ), listener
 
-    def _guarded(self, app: App, token: str | None, error_body: ErrorBody) -> App:
+    def _guarded(self, app: _App, token: str | None, error_body: ErrorBody) -> _App:
         """Wrap ``app``: refuse requests without ``token``, or, if it is None, for another host."""
-        is_local = token is None and is_loopback(self.host)
+        is_local = token is None and _is_loopback(self.host)
 
         async def handle(scope: Any, receive: Any, send: Any) -> None:
             headers = dict(scope.get("headers", ()))
@@ -175,7 +175,7 @@ class Access:
         return ConfigError(f"{self.section}{name}", problem)
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
@@ -188,7 +188,7 @@ def is_loopback(host: str) -> bool:
 def _names_this_machine(address: str) -> bool:
     """Whether ``HOST[:PORT]`` is a loopback address, without asking a name server."""
     try:
-        return is_loopback(urlsplit(f"//{address}").hostname or "")
+        return _is_loopback(urlsplit(f"//{address}").hostname or "")
     except ValueError:
         return False
 
@@ -218,9 +218,9 @@ def _in_pieces(send: Send) -> Send:
 
     async def pieces(message: dict[str, Any]) -> None:
         body = message.get("body", b"")
-        last = max(0, len(body) - 1) // PIECE * PIECE
-        for start in range(0, last, PIECE):
-            await send({**message, "body": body[start : start + PIECE], "more_body": True})
+        last = max(0, len(body) - 1) // _PIECE * _PIECE
+        for start in range(0, last, _PIECE):
+            await send({**message, "body": body[start : start + _PIECE], "more_body": True})
         await send({**message, "body": body[last:]} if last else message)
 
     return pieces
@@ -254,7 +254,7 @@ def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._earn(PIECE * 3 // 4)
+            self._earn(_PIECE * 3 // 4)
 
         def on_response_complete(self) -> None:
             self.waited = 0.0
@@ -268,7 +268,7 @@ def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
             self._refuse(400, "the request is no HTTP/1.1")
 
         def _earn(self, num_bytes: int) -> None:
-            self.waited = max(0.0, self.waited - num_bytes / SLOWEST)
+            self.waited = max(0.0, self.waited - num_bytes / _SLOWEST)
 
         def _watch(self) -> None:
             self.timer = self.loop.call_later(IDLE_SECONDS / 60, self._look)

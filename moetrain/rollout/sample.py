@@ -21,13 +21,13 @@ from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog
 
-PROMPT_TOKENS = 16  # of a held-out row, given to the sample
+_PROMPT_TOKENS = 16  # of a held-out row, given to the sample
 TEMPERATURE = 0.7
-SPARE = 3 * 2**30
+_SPARE = 3 * 2**30
 """Bytes on a GPU beside the generator's weights: a sequence's cache, two units that travel."""
 
 
-class SampleError(ValueError):
+class _SampleError(ValueError):
     """No text can be sampled; the message says why."""
 
 
@@ -40,7 +40,7 @@ def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> Non
     """
     try:
         text = data.tokenizer.decode(_sample(engine, data))
-    except SampleError as error:  # the run did what it was for
+    except _SampleError as error:  # the run did what it was for
         log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
         return
     if engine.world.is_main:
@@ -51,11 +51,11 @@ def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> Non
 def prompt_ids(data: Data, text: str | None) -> list[int]:
     """The tokens that a sample continues: of ``text``, else of the first held-out row."""
     if text is None:
-        return (data.eval or data.train).row(0).tokens_S[:PROMPT_TOKENS].tolist()
+        return (data.eval or data.train).row(0).tokens_S[:_PROMPT_TOKENS].tolist()
     try:
         return data.tokenizer.encode_prompt(text)
     except ValueError as error:
-        raise SampleError(str(error)) from None
+        raise _SampleError(str(error)) from None
 
 
 def _sample(engine: Engine, data: Data) -> list[int]:
@@ -63,14 +63,14 @@ def _sample(engine: Engine, data: Data) -> list[int]:
     train, seq_len = engine.config.train, engine.config.data.seq_len
     ids = prompt_ids(data, train.sample_prompt)
     if not ids:
-        raise SampleError("the prompt has no tokens")
+        raise _SampleError("the prompt has no tokens")
     _check_memory(engine)
     model, experts = replica(engine)
     num_pages = -(-seq_len // PAGE_SIZE)
     try:
         generator = Generator(model, data.tokenizer, num_pages=num_pages, experts=experts)
     except ValueError as error:
-        raise SampleError(str(error)) from None
+        raise _SampleError(str(error)) from None
     WeightUpdate(engine, generator)()
     window = min(seq_len, generator.longest)
     return _continued(generator, ids, train, window, data.tokenizer.eos_id)
@@ -79,12 +79,12 @@ def _sample(engine: Engine, data: Data) -> list[int]:
 def _check_memory(engine: Engine) -> None:
     """Raise :class:`SampleError` on every rank if one has no room for the generator."""
     engine.fsdp.release()
-    needed = replica_bytes(engine) + SPARE
+    needed = replica_bytes(engine) + _SPARE
     free = _free_bytes(engine.world.device)
     lacking = torch.tensor([float(free < needed)], device=engine.world.device)
     lacking = engine.world.sum_all(lacking)
     if lacking.item() > 0:
-        raise SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+        raise _SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -126,5 +126,5 @@ def _continued(
         if is_finite and reason == "length" and len(ids) < end:
             generator.submit(request())
     if not is_finite:
-        raise SampleError("the model's logits are not finite")
+        raise _SampleError("the model's logits are not finite")
     return ids

@@ -162,11 +162,11 @@ def _last_of(c: Completion) -> Update:
     return Update(c.index, c.tokens[-1], c.logprobs[-1], top, c.finish_reason, result)
 
 
-Item = tuple[int, str, Update]
+_Item = tuple[int, str, Update]
 """One token of one choice: the choice's number, the text that the token adds, and the update."""
 
 
-class GenerationFailed(Exception):
+class _GenerationFailed(Exception):
     """The server failed to generate; the message is one line for the client."""
 
 
@@ -205,7 +205,7 @@ class _Server:
         ]
         refusals = {
             RequestError: lambda error: (400, error.problem),
-            GenerationFailed: lambda error: (500, str(error)),
+            _GenerationFailed: lambda error: (500, str(error)),
         }
         self.app = json_app(routes, error_body, refusals, self.lifespan)
 
@@ -256,7 +256,7 @@ class _Events(StreamingResponse):
     """Server-sent events, whose updates are closed however the response ends."""
 
     def __init__(
-        self, events: AsyncGenerator[str, None], updates: AsyncGenerator[Item, None]
+        self, events: AsyncGenerator[str, None], updates: AsyncGenerator[_Item, None]
     ) -> None:
         super().__init__(events, media_type="text/event-stream")
         self.updates = updates
@@ -323,13 +323,13 @@ class _Answer:
             **self.asked.sampling(),
         )
 
-    async def updates(self) -> AsyncGenerator[Item, None]:
+    async def updates(self) -> AsyncGenerator[_Item, None]:
         """Yield each token of each choice as it comes.
 
         Raises:
             HTTPException: too much is being served.
             RequestError: the request can never be served.
-            GenerationFailed: a step failed.
+            _GenerationFailed: a step failed.
         """
         server, n = self.server, self.params.n
         queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
@@ -343,7 +343,7 @@ class _Answer:
                 queue.put_nowait(error)
             except Exception as error:  # a failed step fails all requests that it served
                 logger.error("generation failed", exc_info=error)
-                queue.put_nowait(GenerationFailed(FAILED))
+                queue.put_nowait(_GenerationFailed(FAILED))
 
         def give_back(task: asyncio.Task[None]) -> None:
             server.open -= n
@@ -364,7 +364,7 @@ class _Answer:
                     number, update = item
                     if not math.isfinite(update.logprob):
                         logger.error("%s", _NOT_FINITE)
-                        raise GenerationFailed(_NOT_FINITE)
+                        raise _GenerationFailed(_NOT_FINITE)
                     yield number, self._take(self.choices[number], update), update
         finally:
             for task in tasks:
@@ -379,7 +379,7 @@ class _Answer:
         choice.content += new
         return new
 
-    async def whole(self, updates: AsyncGenerator[Item, None]) -> Response:
+    async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
         """Return the reply in one piece."""
         async for _ in updates:
             pass
@@ -392,7 +392,7 @@ class _Answer:
         return reply(self._reply(choices) | {"usage": usage})
 
     async def events(
-        self, first: Item, updates: AsyncGenerator[Item, None]
+        self, first: _Item, updates: AsyncGenerator[_Item, None]
     ) -> AsyncGenerator[str, None]:
         """Yield the reply token by token as server-sent events; an error is the last one."""
         try:
@@ -400,7 +400,7 @@ class _Answer:
             async for item in updates:
                 yield self._event(*item)
             yield "data: [DONE]\n\n"
-        except GenerationFailed as error:
+        except _GenerationFailed as error:
             yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
 
     def _event(self, number: int, new: str, update: Update) -> str:

@@ -37,7 +37,7 @@ class Jsonl(TextEnvironment):
         super().__init__(prompts)
         self.lines = _read_lines(Path(os.path.expanduser(path)))
         self.num_tasks = len(self.lines)
-        self.reward = find_reward(reward)
+        self.reward = _find_reward(reward)
         bad = [i for i, line in enumerate(self.lines, 1) if line.get("answer") is None]
         if reward in _SHIPPED and bad:
             raise ConfigError(
@@ -55,7 +55,7 @@ class Jsonl(TextEnvironment):
         return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
 
 
-def find_reward(name: str) -> Reward:
+def _find_reward(name: str) -> Reward:
     """Return the function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``.
 
     Raises:
