@@ -40,7 +40,7 @@ from moetrain.parallel.tensor import ShardedVocabulary, TokenParts, share_tokens
 from moetrain.parallel.world import World
 
 
-def parallelize(
+def _parallelize(
     model: Transformer,
     meshes: Meshes,
     *,
@@ -164,7 +164,7 @@ def place_model(
     model, _ = plan_model(config, arch, dtype)
     stages = stages or Stages.of(config, arch, world.meshes, world.device)
     where = {"device": world.device, "stages": stages}
-    fsdp = parallelize(model, world.meshes, dtype=dtype, config=config, **where)
+    fsdp = _parallelize(model, world.meshes, dtype=dtype, config=config, **where)
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
         folder = resolve(

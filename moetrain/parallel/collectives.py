@@ -33,6 +33,7 @@ ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
 Collective = Callable[..., Any]  # (output, input, ..., group, async_op) -> the work, if async
 
 all_to_all_single: Collective = dist.all_to_all_single
+_all_to_all: Collective = functional.all_to_all_single
 # torch 2.13 renamed these two and warns on the old names.
 if hasattr(dist, "all_gather_single"):
     all_gather_single: Collective = dist.all_gather_single
@@ -58,7 +59,7 @@ def all_gather_rows(x_ND: torch.Tensor, group: str) -> torch.Tensor:
 def sum_scatter_rows(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     """Give this rank's T / W rows of the sum of every rank's ``y_TD``, made in fp32 in rank order
     and rounded once."""
-    arriving_TD = functional.wait_tensor(functional.all_to_all_single(y_TD, None, None, group))
+    arriving_TD = functional.wait_tensor(_all_to_all(y_TD, None, None, group))
     out_N = y_TD.new_empty(y_TD.numel() // ranks)
     return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, y_TD.shape[1])
 

@@ -69,7 +69,7 @@ class TensorSlice(NamedTuple):
     @classmethod
     def all_of(cls, tensor: torch.Tensor) -> TensorSlice:
         """Wrap a whole tensor that this rank alone has."""
-        return cls(tensor, tensor.shape, full_box(tensor.shape))
+        return cls(tensor, tensor.shape, _full_box(tensor.shape))
 
     def is_written_here(self, name: str) -> bool:
         """Tell whether this rank writes the part ``name`` for all that hold it; each writes a like
@@ -77,7 +77,7 @@ class TensorSlice(NamedTuple):
         return zlib.crc32(name.encode()) % self.copies == self.copy
 
 
-def full_box(shape: Sequence[int]) -> Box:
+def _full_box(shape: Sequence[int]) -> Box:
     """Give the box of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 

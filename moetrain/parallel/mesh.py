@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moetrain.config import ConfigError, ParallelSection
 from moetrain.models.architecture import Architecture
 
-DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 
 _NOT_YET = {"cp": "context parallelism"}
@@ -76,7 +76,7 @@ class ParallelDims:
         Raises:
             ConfigError: the degrees do not fit the world or the model; it names them all.
         """
-        given = {name: getattr(degrees, name) for name in (*DENSE_AXES, "ep")}
+        given = {name: getattr(degrees, name) for name in (*_DENSE_AXES, "ep")}
         others = degrees.pp * degrees.dp_replicate * degrees.cp * degrees.tp
         if degrees.dp_shard == -1:
             given["dp_shard"] = max(1, world_size // others)
@@ -106,11 +106,11 @@ class ParallelDims:
 
     def describe(self) -> str:
         """Describe the degrees: ``pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2``."""
-        return ", ".join(f"{name} {getattr(self, name)}" for name in DENSE_AXES)
+        return ", ".join(f"{name} {getattr(self, name)}" for name in _DENSE_AXES)
 
     def _misfit(self) -> str:
         """Give the degree to blame: the first that cannot divide the world, else dp_shard."""
-        names = (name for name in DENSE_AXES if name != "dp_shard")
+        names = (name for name in _DENSE_AXES if name != "dp_shard")
         return next((n for n in names if self.world_size % getattr(self, n)), "dp_shard")
 
     def _check_model(self, arch: Architecture) -> None:
@@ -169,14 +169,14 @@ class Meshes:
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Build the meshes of ``dims``. Collective over the default process group."""
     groups = _Groups(device_type)
-    dense_ranks = torch.arange(dims.world_size).view([getattr(dims, name) for name in DENSE_AXES])
+    dense_ranks = torch.arange(dims.world_size).view([getattr(dims, name) for name in _DENSE_AXES])
     expert_ranks = dense_ranks.view([getattr(dims, name) for name in _EXPERT_AXES])
     fsdp_ranks = dense_ranks.movedim(-1, 2).flatten(3)  # pp, dp_replicate, tp, fsdp
     shared_ranks = dense_ranks.flatten(2).unsqueeze(2)  # pp, dp_replicate, one, fsdp
     efsdp_ranks = expert_ranks.transpose(2, 3)  # pp, dp_replicate, ep, efsdp
     return Meshes(
         dims,
-        groups.mesh(dense_ranks, DENSE_AXES),
+        groups.mesh(dense_ranks, _DENSE_AXES),
         groups.stage_mesh(fsdp_ranks, ("dp_replicate", "tp", "fsdp")),
         groups.stage_mesh(shared_ranks, ("dp_replicate", "one", "fsdp")),
         groups.stage_mesh(efsdp_ranks, ("dp_replicate", "ep", "efsdp")),

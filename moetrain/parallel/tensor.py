@@ -137,8 +137,8 @@ class _GatherTokens(torch.autograd.Function):
         return all_gather_rows(x_ND, group)
 
     @staticmethod
-    def backward(ctx: Any, d_x_TD: torch.Tensor):
-        return sum_scatter_rows(d_x_TD.contiguous(), *ctx.place), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor):
+        return sum_scatter_rows(gradients[0].contiguous(), *ctx.place), None, None
 
 
 class _ScatterTokens(torch.autograd.Function):
@@ -150,8 +150,8 @@ class _ScatterTokens(torch.autograd.Function):
         return sum_scatter_rows(y_TD, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, d_y_ND: torch.Tensor):
-        return all_gather_rows(d_y_ND.contiguous(), ctx.group), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor):
+        return all_gather_rows(gradients[0].contiguous(), ctx.group), None, None
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------

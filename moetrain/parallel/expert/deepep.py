@@ -52,11 +52,11 @@ from moetrain.parallel.processes import machine
 
 logger = logging.getLogger("moetrain")
 
-RANKS = (2, 4, 8)  # what the kernels within a machine are built for
-MAX_TOP_K = 32  # a lane of one warp each
-MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
+_RANKS = (2, 4, 8)  # what the kernels within a machine are built for
+_MAX_TOP_K = 32  # a lane of one warp each
+_MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 # Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
-HIDDEN_MULTIPLE, MAX_HIDDEN = {"bf16": 16, "fp8": 32}, 8176
+_HIDDEN_MULTIPLE, _MAX_HIDDEN = {"bf16": 16, "fp8": 32}, 8176
 
 _AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
@@ -248,22 +248,22 @@ def why_not_here(
     """Say as much of :func:`why_not` as a rank knows by itself."""
     local_experts, width = arch.num_experts // ranks, arch.hidden_size
     top_k = arch.num_experts_per_token
-    if ranks not in RANKS:
+    if ranks not in _RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"
     if device.type != "cuda":
         return f"it takes CUDA devices, and this run is on {device.type}"
     if dtype != torch.bfloat16:
         return f"it takes bfloat16, and this run computes in {str(dtype).removeprefix('torch.')}"
-    multiple = HIDDEN_MULTIPLE[precision]
-    if width % multiple or width > MAX_HIDDEN:
+    multiple = _HIDDEN_MULTIPLE[precision]
+    if width % multiple or width > _MAX_HIDDEN:
         return (
             f"the model's hidden_size is {width}, and it takes multiples of {multiple} up to "
-            f"{MAX_HIDDEN}"
+            f"{_MAX_HIDDEN}"
         )
-    if top_k > MAX_TOP_K:
-        return f"the model sends a token to {top_k} experts, and it takes up to {MAX_TOP_K}"
-    if local_experts > MAX_LOCAL_EXPERTS:
-        return f"a rank has {local_experts} experts, and it takes up to {MAX_LOCAL_EXPERTS}"
+    if top_k > _MAX_TOP_K:
+        return f"the model sends a token to {top_k} experts, and it takes up to {_MAX_TOP_K}"
+    if local_experts > _MAX_LOCAL_EXPERTS:
+        return f"a rank has {local_experts} experts, and it takes up to {_MAX_LOCAL_EXPERTS}"
     try:
         load_deep_ep()
     except ImportError as error:

@@ -65,13 +65,13 @@ def _libraries_of_other_wheels() -> Iterator[Path]:
             yield from sorted(Path(folder).glob(pattern))
 
 
-SEND_TOKENS, RECEIVE_TOKENS = {2: (24, 16), 4: (16, 16)}, 256
+_SEND_TOKENS, _RECEIVE_TOKENS = {2: (24, 16), 4: (16, 16)}, 256
 """Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
 that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
 slower at 24 SMs and 7 to 15% at 48 (LOG.md)."""
 
 
-class Connection(NamedTuple):
+class _Connection(NamedTuple):
     """A buffer that a group's ranks map into each other, and how kernels over it are launched."""
 
     group: dist.ProcessGroup
@@ -81,7 +81,7 @@ class Connection(NamedTuple):
     combine_config: Any
 
 
-_CONNECTIONS: dict[tuple[str, int, int], Connection] = {}
+_CONNECTIONS: dict[tuple[str, int, int], _Connection] = {}
 
 
 def connect(group: dist.ProcessGroup, hidden_size: int, num_sms: int) -> None:
@@ -95,8 +95,8 @@ def connect(group: dist.ProcessGroup, hidden_size: int, num_sms: int) -> None:
         return
     package = load_deep_ep()
     ranks = group.size()
-    if ranks in SEND_TOKENS:
-        configs = [package.Config(num_sms, n, RECEIVE_TOKENS) for n in SEND_TOKENS[ranks]]
+    if ranks in _SEND_TOKENS:
+        configs = [package.Config(num_sms, n, _RECEIVE_TOKENS) for n in _SEND_TOKENS[ranks]]
     else:
         # The package makes configurations for the number of SMs that is set on the class.
         buffers = package.Buffer
@@ -106,7 +106,7 @@ def connect(group: dist.ProcessGroup, hidden_size: int, num_sms: int) -> None:
     size = max(config.get_nvl_buffer_size_hint(width, ranks) for config in configs)
     # Destroyed by us or not at all: the destructor waits for ranks that may have died.
     buffer = package.Buffer(group, size, num_rdma_bytes=0, explicitly_destroy=True)
-    _CONNECTIONS[key] = Connection(group, buffer, package.topk_idx_t, *configs)
+    _CONNECTIONS[key] = _Connection(group, buffer, package.topk_idx_t, *configs)
 
 
 def disconnect() -> None:
@@ -116,7 +116,7 @@ def disconnect() -> None:
 
 
 @contextmanager
-def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[Connection]:
+def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connection]:
     """Give the connection for calls of the package."""
     # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
     # another stream: it allocates results after its stream has waited for ours.

@@ -197,7 +197,7 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
         )
 
 
-class Kept(NamedTuple):
+class _Kept(NamedTuple):
     """Autograd's record of a saved tensor that stays."""
 
     tensor: torch.Tensor
@@ -208,7 +208,7 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-class Sent(NamedTuple):
+class _Sent(NamedTuple):
     """Autograd's record of a saved tensor that travels."""
 
     copy: HostCopy
@@ -221,7 +221,7 @@ class Sent(NamedTuple):
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.place)
 
 
-class Stash:
+class _Stash:
     """The storages that one call of a block has saved."""
 
     def __init__(self, foreign: frozenset[int], send: Callable[[Any], HostCopy | None]) -> None:
@@ -230,14 +230,14 @@ class Stash:
         """By address, while the block runs; then the graph decides how long they live."""
         self.copies: list[ref[HostCopy]] = []
 
-    def pack(self, x: torch.Tensor) -> Kept | Sent:
+    def pack(self, x: torch.Tensor) -> _Kept | _Sent:
         """Make the record of ``x``, which autograd is saving."""
         saved = x.detach()  # else a graph that saves an output of its own nodes would hold itself
         copy = self._copy_of(saved)
         if copy is None:
-            return Kept(saved, x._version)
+            return _Kept(saved, x._version)
         copy.saved.append((saved, x._version))
-        return Sent(copy, x.dtype, (x.storage_offset(), x.shape, x.stride()))
+        return _Sent(copy, x.dtype, (x.storage_offset(), x.shape, x.stride()))
 
     def _copy_of(self, x: torch.Tensor) -> HostCopy | None:
         if (
@@ -292,7 +292,7 @@ class ActivationOffload:
         self.host = HostPages(device)
         self._next = -1
         """The number of the block that goes on with the last block's micro-batch."""
-        self._before: Stash | None = None
+        self._before: _Stash | None = None
         """The last block's."""
         self._blocks_begun = self._busy_until = 0.0
         """Time is counted in blocks begun; the link is busy until the second."""
@@ -309,7 +309,7 @@ class ActivationOffload:
             return self.call(block, x_BSD, context)
         number = self.numbers[block]
         before = self._begin(number, x_BSD)
-        self._before = stash = Stash(_not_its_own(block, context), self._send)
+        self._before = stash = _Stash(_not_its_own(block, context), self._send)
         if number in self.stay:
             outputs = self.call(block, x_BSD, context)
         else:
@@ -326,7 +326,7 @@ class ActivationOffload:
             node.register_prehook(reload)  # which autograd calls on the forward's stream
         return outputs
 
-    def _begin(self, number: int, x_BSD: torch.Tensor) -> Stash | None:
+    def _begin(self, number: int, x_BSD: torch.Tensor) -> _Stash | None:
         """Begin block ``number``; gives the stash of the block before it in the micro-batch."""
         before = self._before if number == self._next else None
         if before is None:
@@ -358,7 +358,7 @@ class ActivationOffload:
         return copy
 
 
-def _unpack(saved: Kept | Sent) -> torch.Tensor:
+def _unpack(saved: _Kept | _Sent) -> torch.Tensor:
     return saved.get()
 
 

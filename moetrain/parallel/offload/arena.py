@@ -25,15 +25,15 @@ import torch
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.mapped import AddressRange, can_map
 
-ALIGNMENT = 256
+_ALIGNMENT = 256
 """Bytes: what CUDA's own allocations begin at, and more than any kernel asks for."""
 _GROWTH = 32 << 20
 """Bytes: what memory behind a range grows by at least. Much less is copied below link speed."""
 
 
 def aligned(size: int) -> int:
-    """Round ``size`` bytes up to whole :data:`ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    """Round ``size`` bytes up to whole :data:`_ALIGNMENT`."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostMemory:

@@ -94,7 +94,7 @@ class Pipeline:
             learns: whether to run the backwards too.
         """
         schedule, steps = self.plan(len(batches), learns)
-        _Pass(self, schedule, batches, finish, learns).run(steps)
+        _Run(self, schedule, batches, finish, learns).run(steps)
 
     def broadcast_names(self, objective: object, names: list[str]) -> list[str]:
         """Give all ranks the names of ``objective``'s terms, which the last stage's rank has.
@@ -142,7 +142,7 @@ class _StageGraph(NamedTuple):
     outputs: _Tensors
 
 
-class _Pass:
+class _Run:
     """One call of :meth:`Pipeline.run`."""
 
     def __init__(

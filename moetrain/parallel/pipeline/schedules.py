@@ -102,7 +102,7 @@ def _one_by_one(r: int, p: int, v: int, m: int) -> Iterator[Action]:
     return _weave(forwards, backwards, warmup)
 
 
-class ScheduleKind(NamedTuple):
+class _ScheduleKind(NamedTuple):
     """How schedules of one name are made."""
 
     actions: Callable[[int, int, int, int], Iterator[Action]]
@@ -120,10 +120,10 @@ class ScheduleKind(NamedTuple):
             raise ValueError(f"{stages} stages a rank, where {name} takes {wanted}")
 
 
-SCHEDULES: Mapping[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(_gpipe),
-    "1f1b": ScheduleKind(_one_by_one),
-    "interleaved_1f1b": ScheduleKind(_one_by_one, range(2, 65), by_rounds=True),
+SCHEDULES: Mapping[str, _ScheduleKind] = {
+    "gpipe": _ScheduleKind(_gpipe),
+    "1f1b": _ScheduleKind(_one_by_one),
+    "interleaved_1f1b": _ScheduleKind(_one_by_one, range(2, 65), by_rounds=True),
 }
 
 
@@ -275,7 +275,7 @@ def in_flight(schedule: Schedule, rank: int) -> list[int]:
 # ---- messages -----------------------------------------------------------------------------------
 
 
-class Transfer(NamedTuple):
+class _Transfer(NamedTuple):
     """One message: what ``made`` it gives to the stage ``receiver``."""
 
     made: Action
@@ -290,7 +290,7 @@ class Transfers(NamedTuple):
     """What a rank sends and receives at one time, in one order on all ranks."""
 
     time: float
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[_Transfer, ...]
 
 
 Step = Action | Transfers
@@ -311,7 +311,7 @@ def plan_steps(schedule: Schedule) -> list[list[Step]]:
     the executor asks: it waits for what is received where it is needed.
     """
     times = simulate(schedule).times
-    batches: list[dict[float, list[Transfer]]] = [{} for _ in schedule.actions]
+    batches: list[dict[float, list[_Transfer]]] = [{} for _ in schedule.actions]
     for action, (_, end) in sorted(times.items(), key=lambda item: (item[1][1], item[0])):
         receiver = schedule.receiver(action)
         if receiver is None:
@@ -319,7 +319,7 @@ def plan_steps(schedule: Schedule) -> list[list[Step]]:
         source, target = (schedule.rank_of_stage[s] for s in (action.stage, receiver))
         if source != target:
             for rank in (source, target):
-                transfer = Transfer(action, receiver, source, target)
+                transfer = _Transfer(action, receiver, source, target)
                 batches[rank].setdefault(end, []).append(transfer)
     plans: list[list[Step]] = []
     for actions, mine in zip(schedule.actions, batches, strict=True):

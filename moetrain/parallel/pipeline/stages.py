@@ -249,7 +249,7 @@ class ModelTensor(NamedTuple):
     """The pipeline ranks that hold it."""
 
 
-class RemoteStage(nn.Module):
+class _RemoteStage(nn.Module):
     """A placeholder for a part of the model that another rank has."""
 
 
@@ -324,9 +324,9 @@ class Stages:
         for names, here in zip(ends, is_here, strict=True):
             units += [[model.get_submodule(name) for name in names]] if here else []
             for name in () if here else names:
-                setattr(model, name, RemoteStage())
+                setattr(model, name, _RemoteStage())
         for i in set(range(self.arch.num_layers)) - set(self.blocks):
-            model.layers[i] = RemoteStage()
+            model.layers[i] = _RemoteStage()
         first = self.rank == self.plan.rank_of_stage[0]  # there the embedding comes before blocks
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
 
