@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: meshes, plans, FSDP, dispatch. Models know nothing of it."""
+"""Spread a model over ranks: meshes, layouts, FSDP, dispatch, stages. Models know nothing of it."""

@@ -1,7 +1,7 @@
 """Join the processes of a run: find this rank's device, make its process group and its meshes.
 
-Apart from :mod:`moetrain.parallel.mesh` because this is where the machine is looked at: its GPUs,
-and the address where ranks meet. One process is a world of one, with meshes like any other.
+This is apart from :mod:`moetrain.parallel.mesh` because it looks at the machine: its GPUs, and the
+address where ranks meet. One process is a world of one, with meshes like any other.
 
 Left out on purpose: starting processes (:mod:`moetrain.cli.launch`).
 """

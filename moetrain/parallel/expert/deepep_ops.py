@@ -203,7 +203,7 @@ def deepep_dispatch(
 
 
 def _narrowed(x_TD: torch.Tensor, is_narrow: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """As the package takes it: e4m3 with any number of scales a token, here one."""
+    """Convert tokens to the package's form: e4m3 with any number of scales a token, here one."""
     if not is_narrow:
         return x_TD
     values_TD, scales_T = quantise_rows(x_TD)

@@ -77,9 +77,9 @@ class Received(NamedTuple):
     """R, the number of ids that are not -1; to the compiler a size that it does not know. A
     transport that does not know it either gives the number of rows to have room for."""
     handle: tuple[torch.Tensor, ...]
-    """What the transport's ``combine`` needs; opaque to everyone else."""
+    """Tensors for the transport's ``combine``, opaque to everyone else."""
     may_drop: bool = False
-    """Whether ``num_rows`` is only what there is room for."""
+    """Whether ``num_rows`` is only the room, which more rows may exceed."""
 
 
 class Transport(Protocol):

@@ -154,7 +154,7 @@ class Bucket:
     unreduced_WN: torch.Tensor | None = None
     """fp32: gradients of earlier micro-batches that are still to travel."""
     tied: TiedCopy | None = None
-    """Of a tied embedding, the rank with the other copy, whose gradient is of another use."""
+    """The rank with a tied embedding's other copy, whose gradient is of another use."""
     peers: Peers | None = None
     """The group's ranks, if they copy from one another; else the bucket travels by collectives."""
     peers_start: int = 0

@@ -157,7 +157,7 @@ class _Run:
         self.watch, self.schedule, self.batches = pipeline.watch, schedule, batches
         self.finish, self.learns = finish, learns
         self.made: dict[tuple[Action, int], _Tensors] = {}
-        """What actions of this or another rank made for a stage of this or another."""
+        """The tensors that an action made for a stage, made here or received."""
         self.arriving: dict[tuple[Action, int], list[dist.Work]] = {}
         """The receives under way of entries of :attr:`made`."""
         self.graphs: dict[tuple[int, int], _StageGraph] = {}
@@ -219,7 +219,7 @@ class _Run:
                 )
 
     def take(self, made: Action, stage: int) -> _Tensors:
-        """What ``made`` has for ``stage``; a forward's outputs become leaves of a new graph."""
+        """Take what ``made`` has for ``stage``; a forward's outputs become leaves of a graph."""
         _wait_for(self.arriving.pop((made, stage), []))
         found = self.made.pop((made, stage))
         is_leaf = made.kind == "F" and self.learns
@@ -250,12 +250,12 @@ class _Run:
             self.wait_for_oldest()
 
     def wait_for_oldest(self) -> None:
-        """Let go of what was sent first; on a GPU it is only what is queued next that waits."""
+        """Release the oldest tensors sent; on a GPU only what is queued next waits for them."""
         works, _ = self.sent.popleft()
         _wait_for(works)
 
     def empty_like(self, made: Action, receiver: int) -> _Tensors:
-        """Memory for what ``made`` has for the stage ``receiver``."""
+        """Allocate the tensors that ``made`` has for the stage ``receiver``."""
         arch, plan = self.stages.arch, self.stages.plan
         boundary = min(made.stage, receiver)
         tokens_BS = self.batches[made.micro_batch].inputs.tokens_BS

@@ -103,7 +103,7 @@ def _one_by_one(r: int, p: int, v: int, m: int) -> Iterator[Action]:
 
 
 class _ScheduleKind(NamedTuple):
-    """How schedules of one name are made."""
+    """The recipe of all schedules of one name."""
 
     actions: Callable[[int, int, int, int], Iterator[Action]]
     """The actions of rank r of p, with v stages, for m micro-batches."""
@@ -186,7 +186,7 @@ class Timeline:
         return max(end for _, end in self.times.values())
 
     def busy(self, rank: int) -> float:
-        """How long ``rank`` works."""
+        """Add up the time for which ``rank`` works."""
         times = [self.times[action] for action in self.schedule.actions[rank]]
         return sum(end - start for start, end in times)
 
@@ -276,7 +276,7 @@ def in_flight(schedule: Schedule, rank: int) -> list[int]:
 
 
 class _Transfer(NamedTuple):
-    """One message: what ``made`` it gives to the stage ``receiver``."""
+    """One message: the outcome of ``made``, for the stage ``receiver``."""
 
     made: Action
     receiver: int
@@ -287,7 +287,7 @@ class _Transfer(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """What a rank sends and receives at one time, in one order on all ranks."""
+    """The messages that a rank sends and receives at one time, in one order on all ranks."""
 
     time: float
     transfers: tuple[_Transfer, ...]

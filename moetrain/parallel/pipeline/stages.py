@@ -1,7 +1,7 @@
 """Cut a model's blocks into stages, and place its tensors on pipeline ranks.
 
 The list of blocks is cut where the slowest rank is fastest, by the parts' own counts of
-multiply-adds and of parameters, which every micro-batch moves through memory; the first stage also
+multiply-adds and of parameters, which every micro-batch moves through memory. The first stage also
 has the embedding, which multiplies nothing, and the last one the final norm and the head. With tied
 embeddings both ends have the one matrix: each keeps a copy, and their gradients are added up before
 the step.
