@@ -21,10 +21,10 @@ from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog
 
-_PROMPT_TOKENS = 16  # of a held-out row, given to the sample
+_PROMPT_TOKENS = 16  # the start of a held-out row, as the prompt
 TEMPERATURE = 0.7
 _SPARE = 3 * 2**30
-"""Bytes on a GPU beside the generator's weights: a sequence's cache, two units that travel."""
+"""Bytes on a GPU beside the generator's weights: a sequence's cache, and two units in transit."""
 
 
 class _SampleError(ValueError):
@@ -32,15 +32,14 @@ class _SampleError(ValueError):
 
 
 def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
-    """``train.sample_prompt`` or the start of a held-out row, continued by the model. Collective.
+    """Continue ``train.sample_prompt``, or the start of a held-out row, into ``file``. Collective.
 
-    Into ``file``, by the main rank. Where it cannot be made (the prompt is empty or no text, the
-    model's logits are not finite, there is no memory for it or no generation for the model), the
-    log says why.
+    The main rank writes it. If it cannot be made (the prompt is empty or no text, logits are not
+    finite, memory is short, or the model has no generation), the log says why.
     """
     try:
         text = data.tokenizer.decode(_sample(engine, data))
-    except _SampleError as error:  # the run did what it was for
+    except _SampleError as error:  # the run itself has succeeded
         log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
         return
     if engine.world.is_main:
@@ -49,7 +48,7 @@ def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> Non
 
 
 def prompt_ids(data: Data, text: str | None) -> list[int]:
-    """The tokens that a sample continues: of ``text``, else of the first held-out row."""
+    """Return the tokens to continue: of ``text``, else of the first held-out row."""
     if text is None:
         return (data.eval or data.train).row(0).tokens_S[:_PROMPT_TOKENS].tolist()
     try:
@@ -59,7 +58,7 @@ def prompt_ids(data: Data, text: str | None) -> list[int]:
 
 
 def _sample(engine: Engine, data: Data) -> list[int]:
-    """The prompt and what follows. What may fail does so on every rank, or after all have met."""
+    """Return the prompt and its continuation. An error is raised on every rank or after all met."""
     train, seq_len = engine.config.train, engine.config.data.seq_len
     ids = prompt_ids(data, train.sample_prompt)
     if not ids:
@@ -77,7 +76,7 @@ def _sample(engine: Engine, data: Data) -> list[int]:
 
 
 def _check_memory(engine: Engine) -> None:
-    """Raise :class:`SampleError` on every rank if one has no room for the generator."""
+    """Raise :class:`_SampleError` on every rank if one has no room for the generator."""
     engine.fsdp.release()
     needed = replica_bytes(engine) + _SPARE
     free = _free_bytes(engine.world.device)
@@ -88,7 +87,7 @@ def _check_memory(engine: Engine) -> None:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Of a GPU; a CPU's are not counted."""
+    """Return a GPU's free memory; a CPU's is not counted."""
     if device.type != "cuda":
         return math.inf
     torch.cuda.empty_cache()
@@ -98,10 +97,10 @@ def _free_bytes(device: torch.device) -> float:
 def _continued(
     generator: Generator, prompt: Sequence[int], train: TrainSection, window: int, eos_id: int
 ) -> list[int]:
-    """``prompt`` and up to ``train.sample_tokens`` more; it ends before ``eos_id``.
+    """Return ``prompt`` and up to ``train.sample_tokens`` more; it ends before ``eos_id``.
 
-    The model sees ``window`` tokens at most: once they are full, it goes on from their last half.
-    Every rank asks for the same.
+    The model sees ``window`` tokens at most: when they are full, it goes on from their last half.
+    Every rank makes the same requests.
     """
     ids, end = list(prompt), len(prompt) + train.sample_tokens
 
@@ -110,7 +109,7 @@ def _continued(
         params = SamplingParams(
             max_tokens=min(end - len(ids), window - len(seen)),
             temperature=TEMPERATURE,
-            # Each window has draws of its own.
+            # Each window has its own random numbers.
             seed=(train.seed + len(ids) - len(prompt)) % 2**63,
             stop_ids=(eos_id,),
         )
