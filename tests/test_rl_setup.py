@@ -10,8 +10,12 @@ from test_rl_run import EVEN, config_of, fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError
+from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
+from moetrain.rl.envs import Prompts
+from moetrain.rl.envs.jsonl import Jsonl
+from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
 from moetrain.train.memory import GIB, check_memory, estimate_memory, least_sleep
@@ -39,6 +43,23 @@ def one(line):
 
 def three(line, answer, tokenizer):
     return 1.0
+
+def text(line, answer):
+    return "1"
+
+def nothing(line, answer):
+    if answer == line["answer"]:
+        return 1.0
+
+async def later(line, answer):
+    return nothing(line, answer)
+
+class Scores:
+    def __init__(self, line, answer):
+        pass
+
+def huge(line, answer):
+    return 1e39
 """
 
 
@@ -47,9 +68,15 @@ def scored_by(name):
     return {"rl.env": "jsonl", "rl.prompts": "FOLDER/p.jsonl", "rl.reward": f"{file}:{name}"}
 
 
+FIRST = "'FOLDER/rewards.py:{}', of line 1 of rl.prompts and the answer '{}', returns a".format
 REFUSED = [
     (scored_by("one"), "rl.reward: 'FOLDER/rewards.py:one' takes (line), and is called with"),
     (scored_by("three"), "rl.reward: 'FOLDER/rewards.py:three' takes (line, answer, tokenizer), a"),
+    (scored_by("text"), f"rl.reward: {FIRST('text', 'b')} str that is no finite number"),
+    (scored_by("nothing"), f"rl.reward: {FIRST('nothing', '')} NoneType that is no finite number"),
+    (scored_by("later"), f"rl.reward: {FIRST('later', '')} NoneType that is no finite number"),
+    (scored_by("Scores"), f"rl.reward: {FIRST('Scores', 'b')} Scores that is no finite number"),
+    (scored_by("huge"), f"rl.reward: {FIRST('huge', 'b')[:-1]}1e+39; all of a trajectory's"),
     ({"rl.env": "sorted"}, "rl.env: 'sorted' is neither yes_no_maybe, sort, "),
     ({"rl.env": "FOLDER/none.py:Even"}, "rl.env: 'FOLDER/none.py:Even' is neither "),
     ({"rl.env": "FOLDER/bad.py:Nobody"}, "rl.env: cannot load 'FOLDER/bad.py:Nobody': "),
@@ -100,6 +127,27 @@ def test_a_dry_run_refuses_what_a_run_refuses(values, message, tmp_path, capsys)
         assert error.startswith(f"error: {message.replace('FOLDER', str(tmp_path))}")
         assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (
+            "len(answer) / len(line['solution'])",
+            "the answer '7', failed .raised.: KeyError: ",
+        ),
+        ("float(int(answer) == line['answer'])", "the answer '', failed .raised.: ValueError: inv"),
+        ("time.sleep(3600)", "failed .timeout.: no answer within rl.step_timeout"),
+    ],
+)
+def test_a_reward_function_that_fails_on_trial_is_told_of(score, says, tmp_path, caplog):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "3+4", "answer": 7}\n')
+    text = f"import time\n\ndef score(line, answer):\n    return {score}\n"
+    (tmp_path / "rewards.py").write_text(text)
+    name = f"{tmp_path}/rewards.py:score"
+    prompts = Prompts(ByteTokenizer(), chat=False)
+    _try_reward(Jsonl(prompts, f"{tmp_path}/prompts.jsonl", name), name, 0.2)
+    assert re.search(f"^rl.reward: '{name}', .*{says}", caplog.messages[0])
 
 
 def test_what_only_a_gpu_or_a_model_refuses(capsys):

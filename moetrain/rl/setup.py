@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -33,11 +34,14 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
+from moetrain.rl.calls import Calls, Failed, not_a_reward
 from moetrain.rl.envs import Demonstrates, Environment, Prompts
 from moetrain.rl.envs.generated import Arithmetic, Calculator, ReasoningGym, Sort, YesNoMaybe
 from moetrain.rl.envs.jsonl import Jsonl, load_function
 from moetrain.rollout.pages import PAGE_SIZE
 from moetrain.train.plan import plan_memory
+
+logger = logging.getLogger("moetrain")
 
 GENERATED: dict[str, Callable[..., Environment]] = {
     "yes_no_maybe": YesNoMaybe,
@@ -83,7 +87,8 @@ def plan(config: Config, arch: Architecture) -> str:
 
 
 def set_up(config: Config, arch: Architecture, device_type: str) -> _Setup:
-    """Open everything that ``config`` names: imports the user's files and makes the environment.
+    """Open everything that ``config`` names: imports the user's files, makes the environment and
+    tries the reward function.
 
     Raises:
         ConfigError: settings of several sections do not fit, one has no effect on this model or
@@ -108,12 +113,37 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> _Setup:
             f"model's vocabulary of {arch.vocab_size}; use the model's own",
         )
     environment = open_environment(rl, tokenizer)
+    if isinstance(environment, Jsonl):
+        _try_reward(environment, str(rl.reward), rl.step_timeout)
     if rl.supervised_steps and not isinstance(environment, Demonstrates):
         problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
         raise ConfigError("rl.supervised_steps", problem)
     tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
     identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
     return _Setup(total_steps, num_groups, num_pages, tokenizer, environment, tasks, identity)
+
+
+def _try_reward(environment: Jsonl, name: str, limit: float) -> None:
+    """Call the reward function ``name`` on the first line, before anything is generated.
+
+    It scores the line's own ``answer``, where there is one, and an empty text. A call that raises
+    or takes longer than ``limit`` seconds is only logged: the policy may answer otherwise.
+
+    Raises:
+        ConfigError: the function returns something else than a reward.
+    """
+    line, calls = environment.lines[0], Calls[str](limit)
+    for answer in {str(line.get("answer", "")): None, "": None}:
+        calls.start(answer, environment.score, environment.problem(0), answer)
+    for answer, found in calls.wait_for_all().items():
+        case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
+        if isinstance(found, Failed):
+            logger.warning(
+                "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
+                *(case, found.reason, found.detail[:400]),
+            )
+        elif (problem := not_a_reward(found)) is not None:
+            raise ConfigError("rl.reward", f"{case}, returns {problem}")
 
 
 def _steps(config: Config) -> int:
