@@ -46,7 +46,7 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 def make_app(service: Service) -> Starlette:
     """Make the HTTP application of ``service``; it does not authenticate clients."""
-    return _Server(service).app
+    return _JobRoutes(service).app
 
 
 def error_body(status: int, problem: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ def error_body(status: int, problem: str) -> dict[str, str]:
     return {"error": problem}
 
 
-class _Server:
+class _JobRoutes:
     def __init__(self, service: Service) -> None:
         self.service = service
         most_bytes = service.config.jobs.max_request_mib << 20
