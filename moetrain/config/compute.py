@@ -97,10 +97,9 @@ class MoeSection(Section):
     host waits once a layer in the forward; static: by moe.static_capacity, so that nothing
     waits."""
     static_capacity: float = Field(default=2.0, ge=1)
-    """Rows that static reserves for a rank's experts, as a multiple of those of an evenly loaded
-    rank. A rank has many experts, whose loads even out, so that twice as many are rare. parallel.ep
-    reserves room for all rows there can be; with less, a step that overflows runs again in mode
-    exact."""
+    """Rows that static reserves for a rank's experts, as a multiple of an even share. The loads of
+    a rank's many experts even out, so more than twice that share is rare. A step that overflows
+    runs again in mode exact. None can overflow if the value is that of parallel.ep."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
@@ -138,7 +137,8 @@ class KernelsSection(Section):
     """Implementations and precision of kernels."""
 
     backend: Literal["auto", "triton", "reference"] = "auto"
-    """auto: Triton kernels on CUDA and plain torch elsewhere; triton; reference: plain torch."""
+    """Implementation of kernels. auto: Triton on CUDA and plain torch elsewhere; triton: an error
+    where a kernel cannot run; reference: plain torch."""
     attention: AttentionName = "auto"
     """Implementation of attention. sdpa: torch's own, cuDNN first; cudnn: cuDNN's ragged attention;
     flex: FlexAttention; reference: plain torch; exact: batch-invariant attention. auto: for
@@ -192,8 +192,8 @@ class ActivationSection(Section):
     """Share, from 0 to 1, of the kept activations that waits in pinned host memory and comes back
     one block ahead; only tensors of 8 MiB or more move. auto: as much as the link to the host
     carries while blocks compute (50 GB/s at 450 TFLOP/s), so that nothing waits; a larger share
-    costs time. With policy selective less is left to move, and blocks must be compiled; with full
-    nothing."""
+    costs time. With activation.policy selective less is left to move, and blocks must be
+    compiled; with full nothing is left."""
 
     _split = field_validator("save", mode="before")(split_words)
 

@@ -56,7 +56,7 @@ class RlSection(Section):
     importance_low: float = Field(default=0.0, ge=0)
     """Smallest weight that mask keeps."""
     importance_high: float = Field(default=2.0, gt=0)
-    """Largest weight, by rl.importance_how."""
+    """Largest weight: truncate lowers larger ones to it, mask leaves their tokens out."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy, the initial weights; 0: no KL."""
     kl: Literal["k1", "k2", "k3"] = "k3"

@@ -215,7 +215,7 @@ class OptimSection(Section):
     """Learning rate at the end of the run, as a share of the peak."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """What follows the warmup. cosine: cosine decay; wsd: constant, then a linear decay;
-    constant."""
+    constant: no decay."""
     warmup_steps: int | None = Field(default=20, ge=0)
     """Steps of linear warmup. Give this or optim.warmup_fraction."""
     warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
