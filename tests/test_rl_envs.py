@@ -339,6 +339,8 @@ def test_calls_that_fail_do_not_touch_the_others():
     assert {key: found[key].reason for key in reasons} == reasons
     assert "ZeroDivisionError" in found["raises"].detail
     assert found["hangs"] == Failed("timeout", "no answer within rl.step_timeout")
+    calls.start("again", later, 3)  # beside what was cancelled or hangs
+    assert all_of(calls) == {"again": 3}
 
 
 def test_plain_calls_are_waited_for_and_others_are_not():
