@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from distributed import spawn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moetrain.config import Config
 from moetrain.models.hf.load import resolve_architecture
@@ -274,7 +275,7 @@ def test_a_region_keeps_its_address_and_its_tensors():
 
 
 def whole_again(shapes):
-    """Which parameters do not come back whole from their pieces."""
+    """Which parameters do not come back whole from their pieces, or are not cut as DTensor cuts."""
     tp = build_meshes(ParallelDims(4, tp=4), "cpu")
     both = build_meshes(ParallelDims(4, dp_shard=2, tp=2, ep=2), "cpu")
     wrong = []
@@ -283,6 +284,12 @@ def whole_again(shapes):
         layout = Layout.of(whole.shape, style, meshes)
         if not torch.equal(layout.whole(whole[layout.box]), whole):
             wrong.append((shape, style))
+        local, offset = compute_local_shape_and_global_offset(
+            whole.shape, layout.mesh, layout.placements
+        )
+        box = tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))
+        if layout.local_shape != tuple(local) or (math.prod(local) and layout.box != box):
+            wrong.append((shape, style, layout.box, box))
     return wrong
 
 

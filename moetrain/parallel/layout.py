@@ -109,32 +109,35 @@ class Layout:
         """The ranks that hold this very piece, or None if this one alone does."""
         return self.mesh.get_group(0) if self.mesh.size(0) > 1 else None
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The DTensor's placements, one for each axis of the mesh; the boxes follow from them."""
+        return Replicate(), STYLES[self.style], Shard(0)
+
     @cached_property
     def gathered_box(self) -> Box:
         """The part that the FSDP ranks of this one hold together."""
-        return self._gathered_box(self.mesh.get_local_rank(1))
+        return self._box(self._coordinate[:2])
 
     @cached_property
     def box(self) -> Box:
         """The part that this rank holds."""
-        return self._part(self.gathered_box, self.mesh.get_local_rank(2))
+        return self._box(self._coordinate)
 
     def box_of(self, rank: int) -> Box:
         """Give the part that ``rank`` of the world holds, which must be one of the mesh's."""
-        _, part, shard = (self.mesh.mesh == rank).nonzero()[0].tolist()
-        return self._part(self._gathered_box(part), shard)
+        return self._box((self.mesh.mesh == rank).nonzero()[0].tolist())
 
-    def _gathered_box(self, part: int) -> Box:
+    def _box(self, coordinate: Sequence[int]) -> Box:
+        """Cut the whole by the placements of as many axes as ``coordinate`` has, in their order."""
         box = [slice(0, size) for size in self.shape]
-        placement = STYLES[self.style]
-        if isinstance(placement, Shard):
-            box[placement.dim] = chunk_of(self.shape[placement.dim], self.mesh.size(1), part)
+        for axis, index in enumerate(coordinate):
+            placement = self.placements[axis]
+            if isinstance(placement, Shard):
+                whole = box[placement.dim]
+                part = chunk_of(whole.stop - whole.start, self.mesh.size(axis), index)
+                box[placement.dim] = slice(whole.start + part.start, whole.start + part.stop)
         return tuple(box)
-
-    def _part(self, gathered: Box, shard: int) -> Box:
-        rows, *rest = gathered
-        mine = chunk_of(rows.stop - rows.start, self.mesh.size(2), shard)
-        return slice(rows.start + mine.start, rows.start + mine.stop), *rest
 
     def part(self, local: torch.Tensor) -> TensorSlice:
         """Wrap ``local``, this rank's piece, as a part of the whole."""
@@ -175,7 +178,7 @@ class Layout:
         return DTensor.from_local(
             local,
             self.mesh,
-            (Replicate(), STYLES[self.style], Shard(0)),
+            self.placements,
             run_check=False,
             shape=self.shape,
             stride=torch.empty(self.shape, device="meta").stride(),
