@@ -147,6 +147,13 @@ async def hang_later():
     await asyncio.sleep(3600)
 
 
+class Odd:
+    """What a careless environment may give for a number."""
+
+    def __float__(self):
+        raise KeyError("score")
+
+
 FAULTS = [
     ("raised", lambda: 1 / 0),
     ("raised", sys.exit),
@@ -157,6 +164,8 @@ FAULTS = [
     ("nonsense", lambda: Turn((1,), reward=float("nan"))),
     ("nonsense", lambda: Turn((1,), reward=-math.inf)),
     ("nonsense", lambda: Turn((1,), reward="1")),
+    ("nonsense", lambda: Turn((1,), reward=bytearray(b"1"))),
+    ("nonsense", lambda: Turn((1,), reward=Odd())),
     ("nonsense", lambda: Turn((1,), reward=10**400)),
     ("nonsense", lambda: Turn((1,), reward=1e39)),  # finite, and infinite in fp32
     ("nonsense", lambda: Turn((1,), reward=-1e20)),  # whose square is

@@ -17,7 +17,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from decimal import Decimal
+from numbers import Real
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
 
 from moetrain.config.sources import RunFailed
 from moetrain.rl.envs import Demonstrates, Demonstration
@@ -32,6 +37,8 @@ LARGEST_REWARD = 1e12
 """Gradients grow with rewards, and their squares are summed in fp32, which ends at 3.4e38: above
 about 1e19 the norm is infinite and every step is skipped. The rest is room for the gradient of the
 log-probability."""
+_NUMBERS = (Real, Decimal, np.generic, np.ndarray, torch.Tensor)
+"""What a reward may be an object of."""
 _PATIENCE = 1.0
 """Seconds between looks at calls whose answers come later, where nothing else is to be done."""
 
@@ -199,8 +206,10 @@ def _checked(task: int, shown: object, vocabulary: int) -> Demonstration:
 
 def number_of(value: Any) -> float | None:
     """Return ``value`` of Python, NumPy or torch as a float; None: it is no finite number."""
+    if not isinstance(value, _NUMBERS):  # float() would read text, and run an object's own code
+        return None
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last
         return None
     return number if math.isfinite(number) else None
