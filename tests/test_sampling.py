@@ -8,16 +8,16 @@ import torch
 from moetrain.kernels.backend import INTERPRETED, tl, triton
 from moetrain.kernels.loss.sampling import (
     MASK,
+    exponential_of,
     gumbel,
     gumbel_argmax,
     mix,
     noise_of,
     sample_tokens,
     sample_tokens_reference,
-    uniform_of,
 )
+from moetrain.kernels.loss.vocabulary_chunk import exponential_of as triton_exponential_of
 from moetrain.kernels.loss.vocabulary_chunk import noise_of as triton_noise_of
-from moetrain.kernels.loss.vocabulary_chunk import uniform_of as triton_uniform_of
 from moetrain.rollout.request import SamplingParams
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of
 
@@ -33,29 +33,44 @@ HIGHEST = [(10754, 138), (38825, 20), (74792, 292)]
 
 
 @triton.jit
-def _noise_kernel(words_ptr, uniform_ptr, noise_ptr, BLOCK: tl.constexpr):
+def _noise_kernel(words_ptr, exponential_ptr, noise_ptr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(words_ptr + at).to(tl.uint32)
-    tl.store(uniform_ptr + at, triton_uniform_of(bits))
+    tl.store(exponential_ptr + at, triton_exponential_of(bits))
     tl.store(noise_ptr + at, triton_noise_of(bits))
+
+
+def on_both_paths(words, exact):
+    """-log u of ``words`` on the one path; both give its noise and that of ``exact``."""
+    exponential, noise = exponential_of(words), noise_of(words)
+    torch.testing.assert_close(exponential.double(), exact, rtol=2e-5, atol=0)
+    torch.testing.assert_close(noise.double(), -exact.log(), rtol=0, atol=2e-5)
+    fast_exponential, fast_noise = torch.empty_like(noise), torch.empty_like(noise)
+    grid = (len(words) // BLOCK,)
+    _noise_kernel[grid](words.int(), fast_exponential, fast_noise, BLOCK=BLOCK)
+    # Two libraries' logarithms, one after the other: each is off by its last bit or so.
+    torch.testing.assert_close(fast_noise, noise, rtol=0, atol=2e-6)
+    return exponential, fast_exponential
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_word_has_finite_noise_alike_on_both_paths(place):
     for start in range(0, 2**23, 2**20):
         parts = torch.arange(start, start + 2**20, device=place)
-        words = parts << 9 | parts & 0x1FF  # the 9 lower bits count for nothing
-        uniform, noise = uniform_of(words), noise_of(words)
-        exact = (parts.double() + 0.5) / 2**23
-        assert torch.equal(uniform.double(), exact)  # so none is 0 or 1, and no two are equal
-        want = -(-exact.log()).log()
-        torch.testing.assert_close(noise.double(), want, rtol=0, atol=2e-6)
-        fast_uniform, fast_noise = torch.empty_like(uniform), torch.empty_like(noise)
-        grid = (len(words) // BLOCK,)
-        _noise_kernel[grid](words.int(), fast_uniform, fast_noise, BLOCK=BLOCK)
-        assert torch.equal(fast_uniform, uniform)
-        # Two libraries' logarithms, one after the other: each is off by its last bit or so.
-        torch.testing.assert_close(fast_noise, noise, rtol=0, atol=2e-6)
+        words = parts << 9 | parts & 0x1FF
+        is_divided = words >= 2**32 - 2**17  # elsewhere the 9 lower bits count for nothing
+        exact = -((parts.double() + 0.5) / 2**23).log()
+        exact = exact.where(~is_divided, -torch.log1p(-(MASK - words + 0.5) / 2**32))
+        on_both_paths(words, exact)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_noise_of_unlikely_winners_is_finely_divided(place):
+    from_above = torch.arange(2**17, device=place)
+    exact = (from_above.double() + 0.5) / 2**32
+    exponential, fast = on_both_paths(MASK - from_above, -torch.log1p(-exact))
+    assert torch.equal(exponential.double(), exact)  # so none is 0, and no two are equal
+    assert torch.equal(fast, exponential)
 
 
 @pytest.mark.parametrize("place", PLACES)

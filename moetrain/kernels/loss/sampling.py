@@ -3,8 +3,8 @@
     chosen = argmax over v of  logit[v] / temperature + noise[v]     (no noise at temperature 0)
 
 Gumbel noise makes that a draw from the softmax (the Gumbel-max trick). The noise is a hash of a key
-and the token id, ``-log(-log u)`` with one of 2^23 equally likely u in (0, 1), so no generator has
-a state. It lies between -2.82 and 16.64, so a score of -inf stays -inf. The log-probability is that
+and the token id, ``-log(-log u)`` with u in (0, 1), so no generator has a state. It lies between
+-2.82 and 22.9, so a score of -inf stays -inf. The log-probability is that
 of the loss (:mod:`moetrain.kernels.loss.linear_cross_entropy`) at a temperature of each row's own,
 with the loss's bits on the same device.
 
@@ -79,16 +79,23 @@ def gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 def noise_of(bits: torch.Tensor) -> torch.Tensor:
     """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
-    return -(-uniform_of(bits).log()).log()
+    return -exponential_of(bits).log()
 
 
-def uniform_of(bits: torch.Tensor) -> torch.Tensor:
-    """Map 32 random bits to the middle, in fp32, of one of 2^23 equal parts of (0, 1).
+def exponential_of(bits: torch.Tensor) -> torch.Tensor:
+    """Map 32 random bits to -log u, in fp32, where u is spread evenly over (0, 1).
 
-    Every middle has 24 binary digits, as many as fp32 keeps. Of 2^24 parts the middles would have
-    25: fp32 rounds the last one to 1, and its noise would be infinite.
+    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. Of
+    2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
+
+    The uppermost 2^8 parts are divided by the nine bits that are left. A token is chosen by its
+    small -log u alone, and one with a share of 1e-8 needs a u above the last of 2^23 middles: it
+    would be chosen a third as often as it should be. There ``1 - u`` stands for ``-log u``, which
+    is larger by 1.5e-5 of itself at most.
     """
-    return ((bits >> 9).float() + 0.5) / 2**23
+    from_above = MASK - bits
+    middle = ((bits >> 9).float() + 0.5) / 2**23
+    return torch.where(from_above < 2**17, (from_above.float() + 0.5) / 2**32, -middle.log())
 
 
 def mix(x: _Words) -> _Words:

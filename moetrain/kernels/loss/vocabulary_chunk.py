@@ -343,13 +343,16 @@ def gumbel(key, token):
 @triton.jit
 def noise_of(bits):
     """:func:`moetrain.kernels.loss.sampling.noise_of` of uint32."""
-    return -tl.log(-tl.log(uniform_of(bits)))
+    return -tl.log(exponential_of(bits))
 
 
 @triton.jit
-def uniform_of(bits):
-    """:func:`moetrain.kernels.loss.sampling.uniform_of` of uint32, with the same bits."""
-    return ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
+def exponential_of(bits):
+    """:func:`moetrain.kernels.loss.sampling.exponential_of` of uint32."""
+    from_above = ~bits
+    middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
+    near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
+    return tl.where(from_above < 2**17, near_one, -tl.log(middle))
 
 
 @triton.jit
