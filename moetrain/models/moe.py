@@ -11,7 +11,7 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -405,7 +405,7 @@ def router_z_loss(z_sum_L: torch.Tensor, num_tokens: torch.Tensor | int) -> torc
 
 @torch.no_grad()
 def update_router_bias(
-    model: nn.Module, counts_LE: torch.Tensor, rate: torch.Tensor | float
+    model: nn.Module, counts_LE: Iterable[torch.Tensor], rate: torch.Tensor | float
 ) -> None:
     """Raise the selection bias of underused experts and lower the others', by ``rate``.
 
@@ -416,7 +416,7 @@ def update_router_bias(
         ValueError: ``model`` was built without ``moe.bias_update_rate``.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router, counts_E in zip(routers, counts_LE.float(), strict=True):
+    for router, counts_E in zip(routers, counts_LE, strict=True):
         if router.bias is None:
             raise ValueError("the model has no router bias; build it with moe.bias_update_rate > 0")
-        router.bias += rate * torch.sign(counts_E.mean() - counts_E)
+        router.bias += rate * torch.sign(counts_E.float().mean() - counts_E)

@@ -202,7 +202,9 @@ class Engine(ModelState):
         rate = self.config.moe.bias_update_rate
         if routings and rate:
             counts_LE = self.world.sum(RoutingStats.together(routings).counts_LE)
-            update_router_bias(self.model, counts_LE[self.stages.moe_rows], rate * ~skipped)
+            # Rows one by one: the device would have to wait for a list of their numbers.
+            counts = [counts_LE[row] for row in self.stages.moe_rows]
+            update_router_bias(self.model, counts, rate * ~skipped)
         return StepOutcome(norm, skipped)
 
     def exact_sizes(self) -> AbstractContextManager[None]:
