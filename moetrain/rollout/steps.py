@@ -88,6 +88,11 @@ class Steps:
     def device(self) -> torch.device:
         return self.model.embed.weight.device
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps can be captured: the experts' product of fp32 asks the device for sizes."""
+        return self.device.type == "cuda" and self.model.embed.weight.dtype == torch.bfloat16
+
     def free(self) -> None:
         """Free the cache's memory, and the graphs that hold its addresses."""
         self._graphs.clear()
@@ -100,7 +105,7 @@ class Steps:
     @torch.no_grad()
     def warm_up(self, most: int) -> None:
         """Capture the graphs for up to ``most`` sequences. Collective over ranks of experts."""
-        if self.device.type == "cuda" and (self.experts is None or self.experts.can_fix_sizes):
+        if self.has_graphs and (self.experts is None or self.experts.can_fix_sizes):
             for size in reversed(_SIZES[: bisect_left(_SIZES, most) + 1]):  # later ones fit into it
                 if size not in self._graphs:
                     self._capture(size)
@@ -118,7 +123,7 @@ class Steps:
             return None
         if is_mixed:
             return self._read_chunks(planned, routes)
-        if self.device.type != "cuda" or size > _SIZES[-1]:
+        if not self.has_graphs or size > _SIZES[-1]:
             return self._decode(self._fill(planned, len(planned)).to(self.device), routes)
         size = _SIZES[bisect_left(_SIZES, size)]
         if self.experts is not None and not self.experts.can_fix_sizes:
