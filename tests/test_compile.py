@@ -107,6 +107,17 @@ def test_blocks_compile_once(attention, recompute):
     assert not counters["recompiles"]
 
 
+def test_a_process_may_build_many_models():
+    """Their blocks share the code, and each shape is compiled for itself."""
+    for width in range(8, 80, 8):  # nine, one more than torch's own limit
+        sizes = {"moe_intermediate_size": width, "num_layers": 1}
+        model = fresh_model(MOE.model_copy(update=sizes))
+        counter = compile_counting(model)
+        with torch.no_grad():
+            model(batch(0)[0])
+        assert counter.frame_count == 1
+
+
 def test_an_expert_may_run_empty():
     model = fresh_model(MOE)
     counter = compile_counting(model)

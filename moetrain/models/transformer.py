@@ -288,6 +288,9 @@ def prepare_compiler() -> None:
     # are not negative tells nothing, and torch 2.11 fails on what selective recomputation makes of
     # it: "Unsupported inductor graph input type".
     dynamo_config.do_not_emit_runtime_asserts = True
+    # Of all models of a process, whose blocks share the code: a sweep in a notebook builds many.
+    # With torch's own limit of 8 the ninth shape of a block ends the process's training.
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
 
 
 def set_recomputation(model: Transformer, activation: ActivationSection) -> None:
