@@ -50,7 +50,8 @@ LAYOUTS = {
 }
 GPU = ["train.device=cuda", "train.deterministic=yes", "model.hidden_size=64"]
 GPU += ["model.head_dim=32", "model.moe_intermediate_size=32"]
-GPU += ["moe.force_balanced=yes"]  # a routing that rounding cannot turn over
+# A routing that rounding cannot turn over.
+GPU += ["moe.force_balanced=yes", "moe.bias_update_rate=0"]
 GPU_FP32 = [*GPU, "train.dtype=float32"]
 
 
