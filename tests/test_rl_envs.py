@@ -404,3 +404,13 @@ def test_quick_calls_are_not_late_behind_others():
     for i in range(300):
         calls.start(i, time.sleep, 0.003)
     assert [result for _, result in calls.finished()] == [None] * 300
+
+
+def test_quick_calls_share_a_thread():
+    calls: Calls[int] = Calls(limit=60)
+    before = threading.active_count()
+    for _ in range(3):
+        for i in range(500):
+            calls.start(i, pow, i, 2)
+        assert calls.finished() == [(i, i * i) for i in range(500)]
+    assert threading.active_count() - before < 50  # the loop's, and some where a core was away
