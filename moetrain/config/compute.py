@@ -5,11 +5,11 @@ They change results by rounding alone, except for how experts are balanced.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
-from moetrain.config.sources import Section, split_words
+from moetrain.config.sections import Section
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
@@ -63,11 +63,6 @@ class ParallelSection(Section):
     each number that a rank holds, and a bucket of gradients. Parameters that optim.offload_fraction
     keeps on the host, and sums with another parallel.reduce than fp32_accum, use collectives in any
     case. auto: copy between GPUs of one machine that reach one another's memory."""
-
-    @field_validator("pp_split", mode="before")
-    @classmethod
-    def _split_sizes(cls, value: Any) -> Any:
-        return tuple(value.split(",")) if isinstance(value, str) else value
 
     @field_validator("reshard_after_forward")
     @classmethod
@@ -194,8 +189,6 @@ class ActivationSection(Section):
     carries while blocks compute (50 GB/s at 450 TFLOP/s), so that nothing waits; a larger share
     costs time. With activation.policy selective less is left to move, and blocks must be
     compiled; with full nothing is left."""
-
-    _split = field_validator("save", mode="before")(split_words)
 
     @field_validator("offload")
     @classmethod

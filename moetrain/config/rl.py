@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from moetrain.config.sources import ConfigError, Section
+from moetrain.config.sections import Section
+from moetrain.config.sources import ConfigError
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
-AdvantageName = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 # 1 - low and 1 + high bound the ratio. clip: PPO's bounds, with DAPO's higher upper one; gspo:
 # GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one.
@@ -71,7 +71,9 @@ class RlSection(Section):
     """How tokens' losses are combined. token: mean over all tokens of the global batch; sequence:
     mean over samples of each one's mean over tokens; fixed: sum over tokens / (samples x
     rl.max_tokens), which favours no length (Dr. GRPO)."""
-    advantage: AdvantageName = "dr_grpo"
+    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = (
+        "dr_grpo"
+    )
     """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: that, divided by
     the group's standard deviation; rloo: reward minus the mean of the group's others; reinforce_pp:
     normalised over the global batch, whatever the group; reinforce_pp_baseline: reward minus the
@@ -156,39 +158,37 @@ class RlSection(Section):
 
     def check(self) -> None:
         """Raise ConfigError if two settings of the section exclude each other."""
-        if self.policy == "reinforce" and (self.clip_low, self.clip_high) != (None, None):
-            name = "clip_high" if self.clip_low is None else "clip_low"
-            raise ConfigError(
-                f"rl.{name}",
-                f"{getattr(self, name)} contradicts rl.policy 'reinforce', which has no ratio to "
-                "clip; unset one",
-            )
-        if self.ratio == "rollout" and self.importance_of != "none":
-            raise ConfigError(
-                "rl.importance",
-                f"{self.importance!r} contradicts rl.ratio 'rollout', which has these weights in "
-                "it already; use none or auto, or another rl.ratio",
-            )
-        if self.importance_low >= self.importance_high:
-            raise ConfigError(
-                "rl.importance_low",
-                f"{self.importance_low} is not below rl.importance_high {self.importance_high}",
-            )
-        for name in ("kl", "kl_in"):
-            value = getattr(self, name)
-            if not self.kl_coef and value != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"rl.{name}", f"{value!r} contradicts rl.kl_coef 0, no KL; unset one"
-                )
-        if self.kl == "k1" and self.kl_in == "loss":
-            raise ConfigError(
-                "rl.kl",
-                "'k1' contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, "
-                "or rl.kl_in reward",
-            )
-        if self.group_size == 1 and self.advantage != "reinforce_pp":
-            raise ConfigError(
-                "rl.group_size",
-                f"1 contradicts rl.advantage {self.advantage!r}, which compares within a group; "
-                "use 2 or more, or reinforce_pp",
-            )
+        no_ratio = "contradicts rl.policy 'reinforce', which has no ratio to clip; unset one"
+        no_kl = "contradicts rl.kl_coef 0, no KL; unset one"
+        is_reinforce, rollout = self.policy == "reinforce", self.ratio == "rollout"
+        for name, is_wrong, why in (
+            ("clip_low", is_reinforce and self.clip_low is not None, no_ratio),
+            ("clip_high", is_reinforce and self.clip_high is not None, no_ratio),
+            (
+                "importance",
+                rollout and self.importance_of != "none",
+                "contradicts rl.ratio 'rollout', which has these weights in it already; use none "
+                "or auto, or another rl.ratio",
+            ),
+            (
+                "importance_low",
+                self.importance_low >= self.importance_high,
+                f"is not below rl.importance_high {self.importance_high}",
+            ),
+            ("kl", self.kl_coef == 0 and self.kl != "k3", no_kl),
+            ("kl_in", self.kl_coef == 0 and self.kl_in != "loss", no_kl),
+            (
+                "kl",
+                self.kl == "k1" and self.kl_in == "loss",
+                "contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, or "
+                "rl.kl_in reward",
+            ),
+            (
+                "group_size",
+                self.group_size == 1 and self.advantage != "reinforce_pp",
+                f"contradicts rl.advantage {self.advantage!r}, which compares within a group; use "
+                "2 or more, or reinforce_pp",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(f"rl.{name}", f"{getattr(self, name)!r} {why}")

@@ -9,12 +9,64 @@ those of reinforcement learning in :mod:`moetrain.config.rl`. Checks that span s
 from __future__ import annotations
 
 import math
-from typing import Literal
+import os
+import re
+from decimal import Decimal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from moetrain.config.hardware import GpuName
-from moetrain.config.sources import ConfigError, Section, from_home, split_words
+from moetrain.config.environment import GpuName
+from moetrain.config.sources import ConfigError
+
+_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
+_FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
+
+
+class Section(BaseModel):
+    """A frozen group of settings, without unknown keys, infinities or NaNs."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read 1e6, which Python and TOML take for a float, as an integer, and a,b as a tuple."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        kinds = get_args(kind) or (kind,)
+        if tuple in map(get_origin, (kind, *kinds)):
+            words = value.split(",") if isinstance(value, str) else value
+            return tuple(x for x in words if x != "") if isinstance(words, list) else words
+        if int not in kinds or float in kinds:
+            return value
+        is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
+        number = Decimal(value.strip()) if is_text else value
+        # Neither NaN nor inf, nor a number of a thousand digits.
+        is_small = isinstance(number, float | Decimal) and abs(number) < 2**64
+        return int(number) if is_small and number == int(number) else value
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_used(cls, value: Any) -> Any:
+        """Refuse text that cannot be a file's name, and numbers that torch cannot hold."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is empty; leave it out")
+        # Surrogates: bytes that are not UTF-8, or half a character.
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("holds what is not text")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("is beyond 64 bits")
+        if isinstance(value, float) and value and not _FP32_LEAST <= abs(value) < _FP32_MOST:
+            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
+        return value
+
+
+def _from_home(value: str | None) -> str | None:
+    """Expand ~ in a path: no shell does that in a file or after =."""
+    return value and os.path.expanduser(value)
+
 
 _LARGEST = 2**20
 """Limit of a model's sizes, above those of any known model: more must be a slip."""
@@ -89,8 +141,8 @@ class DataSection(Section):
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
     """Rows of the synthetic source."""
 
-    _from_home = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
-        from_home
+    _paths = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
+        _from_home
     )
 
 
@@ -130,8 +182,6 @@ class TrainSection(Section):
     """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample."""
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
-
-    _split = field_validator("freeze", mode="before")(split_words)
 
     def micro_batches(self, data_ranks: int = 1) -> int:
         """Return how many micro-batches each of ``data_ranks`` ranks has in an optimizer step.
@@ -194,8 +244,7 @@ class LoraSection(Section):
     """How those files hold adapters of routed experts. per_expert: one module for each expert;
     fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
 
-    _from_home = field_validator("path")(from_home)
-    _split = field_validator("targets", mode="before")(split_words)
+    _paths = field_validator("path")(_from_home)
 
     @property
     def scale(self) -> float:
@@ -254,16 +303,6 @@ class OptimSection(Section):
             return self.warmup_steps or 0
         return round(self.warmup_fraction * total_steps)
 
-    def check(self) -> None:
-        """Raise ConfigError for dtypes of moments or gradients that the host's update lacks."""
-        for name in ("state_dtype", "gradient_dtype"):
-            if self.offload_fraction and getattr(self, name) != "float32":
-                raise ConfigError(
-                    "optim.offload_fraction",
-                    f"{self.offload_fraction}, and the update on the host knows no optim.{name} "
-                    f"{getattr(self, name)!r}; use float32, or no offload_fraction",
-                )
-
 
 class CheckpointSection(Section):
     """Saving, resuming and exporting."""
@@ -302,15 +341,14 @@ class CheckpointSection(Section):
                 "is saved then; make it one",
             )
 
-    _from_home = field_validator("resume")(from_home)
-
-
-WARM_PROFILE_STEPS = 1
-"""Steps that are traced and thrown away, since the profiler itself loads in them."""
+    _paths = field_validator("resume")(_from_home)
 
 
 class LogSection(Section):
     """What a run prints and writes while it trains."""
+
+    WARM_STEPS: ClassVar[int] = 1
+    """Steps that are traced and thrown away, since the profiler itself loads in them."""
 
     interval: int = Field(default=10, gt=0)
     """Steps between logged lines."""
@@ -330,7 +368,7 @@ class LogSection(Section):
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
-        needed = self.profile_after + WARM_PROFILE_STEPS + self.profile
+        needed = self.profile_after + self.WARM_STEPS + self.profile
         if self.profile and needed > steps:
             raise ConfigError(
                 "log.profile",
@@ -396,4 +434,4 @@ class JobsSection(Section):
     """Requests of a job between two of its checkpoints. Requests after the last one are in the
     job's log, and are computed again after a restart."""
 
-    _from_home = field_validator("token_file")(from_home)
+    _paths = field_validator("token_file")(_from_home)
