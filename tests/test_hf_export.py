@@ -311,7 +311,9 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
     files = TokenizerFiles(files.files, eos_id=3, bos_id=None, pad_id=2)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path / "out", tokenizer=files)
     out = tmp_path / "out"
-    assert (out / "tokenizer.json").read_bytes() == tokenizer.file.read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (
+        tmp_path / "other" / "tokenizer.json"
+    ).read_bytes()
     assert not (out / "chat_template.jinja").exists()
     assert not (out / "additional_chat_templates").exists()
     assert (out / "LICENSE").exists()

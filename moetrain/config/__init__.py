@@ -119,9 +119,8 @@ class Config(Section):
             ConfigError: unknown or contradictory settings, wrong types, a missing file.
         """
         reader, environ = Reader(cls), os.environ if environ is None else environ
-        found = reader.read(source, overrides, environ, recipes, once=once)
-        config = reader.build(found.values)
-        config._origins, config._recipe = found.origins, found.recipe
+        config, origins, recipe = reader.read(source, overrides, environ, recipes, once=once)
+        config._origins, config._recipe = origins, recipe
         config = config.fitting()
         config.check()
         if config.is_set("output_dir"):

@@ -15,8 +15,6 @@ from typing import Literal, NamedTuple
 
 from moetrain.config.sources import ConfigError
 
-GATE = "_MOETRAIN_GATE"
-"""Environment variable by which our launcher names the gate file to its ranks."""
 GIB = 2**30
 
 
@@ -63,6 +61,8 @@ class LaunchedPlace(NamedTuple):
     gate: str | None = None
     """File that the launcher creates when ranks may go on; None: they need not wait."""
 
+    GATE = "_MOETRAIN_GATE"  # the variable by which our launcher names that file
+
 
 _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
 
@@ -100,7 +100,7 @@ def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace |
     counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, most = (_number(variables, name) if name in variables else 0 for name in counts)
     address = f"{host}:{port}"
-    told = (error_file, on_machine, is_served, restarts, most, variables.get(GATE))
+    told = (error_file, on_machine, is_served, restarts, most, variables.get(LaunchedPlace.GATE))
     return LaunchedPlace(rank, local_rank, world_size, address, *told)
 
 
@@ -147,9 +147,8 @@ def let_idle_threads_sleep() -> None:
 
     Call it before torch is imported, which reads these variables; those that are set stay as they
     are. By default idle threads spin for a millisecond and keep cores from whoever has work.
-    Seconds a step of the debug recipe on two cores: on an idle machine 0.38, at most 0.52 with
-    short spins, 0.61 asleep; beside four busy processes 3.0 with short spins, 1.9 asleep; beside
-    eighteen 21 and 1.5.
+    Seconds a step of the debug recipe on two cores, with short spins and asleep: on an idle machine
+    0.52 and 0.61, beside four busy processes 3.0 and 1.9, beside eighteen 21 and 1.5.
     """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

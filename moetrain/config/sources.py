@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import resources
 from pathlib import Path, PurePath
@@ -71,17 +71,6 @@ class _Layer(NamedTuple):
     """Whether a user wrote them; a shipped recipe only proposes."""
 
 
-class Found(NamedTuple):
-    """What the sources of a run say."""
-
-    values: dict[str, Any]
-    """Values by dotted name."""
-    origins: dict[str, str]
-    """The source of each, in words for people."""
-    recipe: str
-    """A line that names the recipe under them, and why it is that one."""
-
-
 # One of two alternatives is set: the user's replaces a recipe's or a default.
 _ALTERNATIVES = (
     ("model.path", "model.preset"),
@@ -114,8 +103,12 @@ class Reader(Generic[_C]):
         recipes: Recipes,
         *,
         once: bool,
-    ) -> Found:
-        """Merge the sources, the arguments of ``Config.load``; raises ConfigError as that does."""
+    ) -> tuple[_C, dict[str, str], str]:
+        """Read the arguments of ``Config.load``; raises ConfigError as that does.
+
+        Returns:
+            The config, where each setting comes from, and a line on the recipe that lies under it.
+        """
         layers = [] if source is None else [self._of_source(source)]
         layers += [
             _Layer("environment", self._typed(self._of_environment(environ))),
@@ -126,7 +119,8 @@ class Reader(Generic[_C]):
             layers.insert(0, self._of_source(recipe))
         if recipes.of_path != recipes.of_chats:
             layers += _source_of_path(layers)
-        return Found(*_merged(layers), why)
+        values, origins = _merged(layers)
+        return self.build(values), origins, why
 
     def build(self, values: Mapping[str, Any], *, strict: bool = True) -> _C:
         """Make a config of ``values`` by dotted name.
@@ -253,10 +247,12 @@ class Reader(Generic[_C]):
 
     def _nearest(self, key: str, known: list[str]) -> list[str]:
         """List the same key in another section, or what differs in separators or few letters."""
-        alike = [name for name in known if _letters(name) == _letters(key)]
         section, _, last = key.rpartition(".")
-        if alike or last in _ELSEWHERE:
-            return alike or [_ELSEWHERE[last]]
+        letters = key.translate(_SEPARATORS)
+        alike = [name for name in known if name.translate(_SEPARATORS) == letters]
+        alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
+        if alike:
+            return alike
 
         def keyed(names: list[str]) -> list[str]:
             keys = [name.rpartition(".")[2] for name in names]
@@ -290,13 +286,18 @@ def _check_once(name: str, values: Mapping[str, str | None], text: str, where: s
         raise ConfigError(name, problem)
 
 
+def _given(layers: Iterable[_Layer]) -> dict[str, Any]:
+    """Return what the last layer that has a setting says of it."""
+    return {name: value for layer in layers for name, value in layer.values.items()}
+
+
 def _recipe_under(
     layers: Sequence[_Layer], source: object, recipes: Recipes
 ) -> tuple[str | None, str]:
     """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
     if _is_recipe(source):
         return None, f"  recipe {source}"
-    given = {name: value for layer in layers for name, value in layer.values.items()}
+    given = _given(layers)
     path, data = given.get("model.path"), given.get("data.path")
     if path is None:
         if source is not None:
@@ -313,8 +314,7 @@ def _recipe_under(
 
 def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
     """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
-    given = {name: value for layer in layers for name, value in layer.values.items()}
-    users = {name for layer in layers if layer.is_users for name in layer.values}
+    given, users = _given(layers), _given(layer for layer in layers if layer.is_users)
     path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return []
@@ -337,11 +337,9 @@ def _source_by_suffix(path: object) -> str:
 
 def _merged(layers: Sequence[_Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge layers, weakest first; returns the values, and where each comes from."""
-    values, origins, is_users = {}, {}, {}
-    for layer in layers:
-        values |= layer.values
-        origins |= dict.fromkeys(layer.values, layer.origin)
-        is_users |= dict.fromkeys(layer.values, layer.is_users)
+    values = _given(layers)
+    origins = {name: layer.origin for layer in layers for name in layer.values}
+    is_users = {name: layer.is_users for layer in layers for name in layer.values}
     for one, other in _ALTERNATIVES:
         given = [name for name in (one, other) if values.get(name) is not None]
         if len(given) == 2 and is_users[one] == is_users[other]:
@@ -367,36 +365,26 @@ def _remedy(message: str) -> str:
 
 # Names that other trainers use.
 _ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "warmup_ratio": "optim.warmup_fraction",
-    "lr_scheduler_type": "optim.schedule",
-    "batch_size": "train.global_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "bf16": "train.dtype",
-    "model_name_or_path": "model.path",
-    "dataset": "data.path",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "block_size": "data.seq_len",
-    "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep",
-    "logging_steps": "log.interval",
-    "output": "output_dir",
-    "nproc_per_node": "launch.nproc",
-    "gpus": "launch.nproc",
-    "num_gpus": "launch.nproc",
-    "r": "lora.rank",
-    "lora_r": "lora.rank",
+    "optim.lr": "learning_rate",
+    "optim.warmup_fraction": "warmup_ratio",
+    "optim.schedule": "lr_scheduler_type",
+    "train.global_batch_size": "batch_size gradient_accumulation_steps",
+    "train.micro_batch_size": "per_device_train_batch_size",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.steps": "max_steps",
+    "train.dtype": "bf16",
+    "model.path": "model_name_or_path",
+    "data.path": "dataset",
+    "data.seq_len": "max_length max_seq_length block_size",
+    "checkpoint.interval": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "log.interval": "logging_steps",
+    "output_dir": "output",
+    "launch.nproc": "nproc_per_node gpus num_gpus",
+    "lora.rank": "r lora_r",
 }
+_SEPARATORS = str.maketrans("", "", "._")
 _NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one another
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[._]", "", name)
 
 
 def shortened(value: Any) -> str:

@@ -22,13 +22,12 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -45,11 +44,9 @@ _FORMAT = 3
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
-
 _CHECKED_BYTES = 1 << 26
 """Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
 a large one as are read in a tenth of a second."""
-
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
 
@@ -132,23 +129,16 @@ def _checksum(file: Path) -> int:
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    prefix, parent = f"{folder.name}.", folder.parent
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
-        raise _not_writable(folder, error) from None
-    try:
-        _write(source, tokenizer, temporary)
-        temporary.rename(folder)
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as temporary:
+            _write(source, tokenizer, Path(temporary))
+            Path(temporary).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
         if not folder.is_dir():  # else another process was first, with the same content
-            raise _not_writable(folder, error) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _not_writable(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError("data.cache_dir", f"{str(folder.parent)!r} cannot be written: {error}")
+            problem = f"{str(parent)!r} cannot be written: {error}"
+            raise ConfigError("data.cache_dir", problem) from None
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
@@ -224,14 +214,13 @@ def _encoded(
 ) -> Iterator[tuple[TextPart, np.ndarray, np.ndarray | None]]:
     """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
 
-    Documents of plain text begin with what the tokenizer puts before a text; all documents end with
-    EOS.
+    Documents of plain text begin with ``bos_ids``, conversations as their template does; all end
+    with EOS.
     """
     starts_document = True
     for batch in _batches(parts):
-        for part, encoded in zip(
-            batch, tokenizer.encode_batch([part.text for part in batch]), strict=True
-        ):
+        texts = [part.text for part in batch]
+        for part, encoded in zip(batch, tokenizer.encode_batch(texts), strict=True):
             ids_T, masked_T = encoded.ids, None
             if part.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), part.loss_spans)

@@ -18,6 +18,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -47,9 +48,9 @@ _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokeni
 _RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_tensors"}
 _RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Marks around text to learn, with a secret that no conversation can contain.
 _MARK = secrets.token_hex(8)
-"""Secret in the marks around text to learn, which no conversation can contain."""
-_MARKS = re.compile(f"<{_MARK}>|</{_MARK}>")
+_OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
 
 # What templates raise: programs, if small ones.
 _TEMPLATE_ERRORS = (
@@ -84,30 +85,22 @@ class _Generation(Extension):
 
     @jinja2.pass_context
     def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
-        return f"<{_MARK}>{caller()}</{_MARK}>" if context.get(_MARK) else caller()
+        return f"{_OPEN}{caller()}{_CLOSE}" if context.get(_MARK) else caller()
 
 
+@dataclass
 class ChatTemplate:
-    """A Jinja chat template. It runs in a sandbox, since it comes with strangers' checkpoints."""
+    """A Jinja chat template. It runs in a sandbox, since it comes with strangers' checkpoints.
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        *,
-        with_tools: str | None = None,
-    ) -> None:
-        """Take the template; ``special_tokens`` (``bos_token``, ...) become variables of it.
+    What is wrong with it is found at the first conversation: a corpus without any needs no valid
+    template.
+    """
 
-        What is wrong with it is found at the first conversation: a corpus without any needs no
-        valid template.
-
-        Args:
-            with_tools: the template for conversations that have tools; None: the same one.
-        """
-        self.source = source
-        self._special_tokens = special_tokens
-        self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
+    source: str
+    special_tokens: Mapping[str, str]
+    """Variables of the template: ``bos_token``, ..."""
+    with_tools: ChatTemplate | None = None
+    """The template for conversations that have tools; None: the same one."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> ChatTemplate:
@@ -122,14 +115,16 @@ class ChatTemplate:
             _ = template._template  # whoever names a file hears of its mistakes
             return template
         if tokenizer.chat_template is not None:
-            return cls(tokenizer.chat_template, special, with_tools=tokenizer.tool_template)
+            tools = tokenizer.tool_template
+            with_tools = None if tools is None else cls(tools, special)
+            return cls(tokenizer.chat_template, special, with_tools)
         # Templates write their own BOS: so does this one, where the model knows texts to begin so.
         has_bos = tokenizer.bos_ids and "bos_token" in special
         return cls("{{- bos_token }}" * bool(has_bos) + CHATML, special)
 
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
-        return [self.source, *(self._with_tools.identity() if self._with_tools else ())]
+        return [self.source, *(self.with_tools.identity() if self.with_tools else ())]
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -144,13 +139,10 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                "data.chat_template", f"line {error.lineno} of the template: {error.message}"
-            ) from None
+            problem = f"line {error.lineno} of the template: {error.message}"
         except (SyntaxError, *_TEMPLATE_ERRORS) as error:  # of the Python that it becomes
-            raise ConfigError(
-                "data.chat_template", f"the template cannot be compiled: {_say(error)}"
-            ) from None
+            problem = f"the template cannot be compiled: {_say(error)}"
+        raise ConfigError("data.chat_template", problem)
 
     def documents(
         self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})
@@ -169,8 +161,8 @@ class ChatTemplate:
             BadLineError: ``messages`` has another shape, no assistant turn, or the template fails.
             ConfigError: the template itself is wrong.
         """
-        if self._with_tools is not None and variables.get("tools") is not None:
-            return self._with_tools.documents(messages, variables)
+        if self.with_tools is not None and variables.get("tools") is not None:
+            return self.with_tools.documents(messages, variables)
         turns = _checked(messages)
         if not any(message["role"] == "assistant" for message in turns):
             raise BadLineError("`messages` has no assistant turn to learn from")
@@ -206,17 +198,16 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation up to the last text that the template marks, with its marks."""
         marked = self._render(turns, {**variables, _MARK: True}, add_generation_prompt=False)
-        text, spans, depth, start, last = "", [], 0, 0, 0
-        for mark in _MARKS.finditer(marked):
-            text += marked[last : mark.start()]
-            last = mark.end()
-            if not mark[0].startswith("</"):
-                start = len(text) if depth == 0 else start
-                depth += 1
-                continue
-            depth -= 1
-            if depth == 0 and start < len(text):
-                spans.append((start, len(text)))
+        text, spans, starts = "", [], []
+        for piece in re.split(f"({_OPEN}|{_CLOSE})", marked):
+            if piece == _OPEN:
+                starts.append(len(text))
+            elif piece == _CLOSE:
+                start = starts.pop()
+                if not starts and start < len(text):
+                    spans.append((start, len(text)))
+            else:
+                text += piece
         if not spans:
             raise BadLineError(
                 "the chat template marks no text with {% generation %}, though there is an "
@@ -231,8 +222,8 @@ class ChatTemplate:
         Raises:
             BadLineError, ConfigError: as :meth:`documents`.
         """
-        if self._with_tools is not None and variables.get("tools") is not None:
-            return self._with_tools.prompt(messages, variables)
+        if self.with_tools is not None and variables.get("tools") is not None:
+            return self.with_tools.prompt(messages, variables)
         return self._render(_checked(messages), variables, add_generation_prompt=True)
 
     def _render(
@@ -245,7 +236,7 @@ class ChatTemplate:
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         none = {"tools": None, "documents": None}  # as `transformers` has them where none are given
         try:
-            return template.render({**self._special_tokens, **none, **variables, **own})
+            return template.render({**self.special_tokens, **none, **variables, **own})
         except (MemoryError, *_TEMPLATE_ERRORS) as error:  # all that is made here is the template's
             raise BadLineError(f"the chat template fails: {_say(error)}") from None
 
@@ -259,7 +250,7 @@ def _read(file_name: str) -> str:
         problem = "does not exist"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # not UTF-8; or no path at all, with a NUL in it
+    except ValueError as error:  # not UTF-8
         problem = f"is no text file: {error}"
     raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
 
@@ -321,13 +312,11 @@ def _checked(messages: object) -> list[dict[str, Any]]:
 
 def _say(error: Exception) -> str:
     """Describe an error: Jinja's messages speak for themselves, Python's need their class."""
-    if isinstance(error, jinja2.TemplateError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    is_jinjas = isinstance(error, jinja2.TemplateError)
+    return str(error) if is_jinjas else f"{type(error).__name__}: {error}"
 
 
 def _raise_exception(message: str) -> None:
-    """Refuse a conversation; templates call this."""
     raise jinja2.TemplateError(message)
 
 

@@ -50,9 +50,9 @@ class Data(NamedTuple):
     """Held-out rows; None: there is no evaluation (data.eval_fraction 0)."""
     tokenizer: Tokenizer
     fingerprint: str
-    """Hash of what decides the rows of both: tokens and which of them have loss (so the text, the
-    tokenizer and the template, wherever their files lie), packing, row length, what is held out,
-    and the seed of synthetic rows. Their order is not in it: train.seed decides that."""
+    """Hash of what decides the rows of both: tokens and which of them have loss, packing, row
+    length, what is held out, and the seed of synthetic rows; neither their order nor where files
+    lie."""
     chat_template: str | None
     """The template that rendered the conversations; None: there are none."""
 
@@ -60,8 +60,7 @@ class Data(NamedTuple):
 def build_data(config: Config, vocab_size: int) -> Data:
     """Open the rows that ``config.data`` describes, and tokenise them if no earlier run did.
 
-    The synthetic source draws ids from the whole of ``vocab_size``; its tokenizer only decodes
-    samples of the model's output, and must fit the vocabulary too.
+    The synthetic source draws ids from the whole of ``vocab_size``.
 
     Raises:
         ConfigError: anything wrong with the data or its settings, or a ``train.sample_prompt`` that
@@ -82,9 +81,12 @@ def build_data(config: Config, vocab_size: int) -> Data:
             raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
+    template, held_out = None, None
     if data.source == "synthetic":
-        train, held_out = _synthetic(config, vocab_size)
-        template = None
+        shape, rows = (data.seq_len, vocab_size, config.train.seed), data.num_documents
+        train = SyntheticDataset(rows, *shape)
+        if num_held_out := math.ceil(rows * data.eval_fraction):
+            held_out = SyntheticDataset(num_held_out, *shape, first=rows)
     else:
         train, held_out, template = _from_text(data, tokenizer)
         for side, dataset in (("", train), ("held out: ", held_out)):
@@ -93,17 +95,6 @@ def build_data(config: Config, vocab_size: int) -> Data:
     identity = [train.identity, None if held_out is None else held_out.identity]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Data(train, held_out, tokenizer, fingerprint, template)
-
-
-def _synthetic(config: Config, vocab_size: int) -> tuple[Dataset, Dataset | None]:
-    data, seed = config.data, config.train.seed
-    train = SyntheticDataset(data.num_documents, data.seq_len, vocab_size, seed)
-    num_held_out = math.ceil(data.num_documents * data.eval_fraction)
-    if num_held_out == 0:
-        return train, None
-    return train, SyntheticDataset(
-        num_held_out, data.seq_len, vocab_size, seed, first=data.num_documents
-    )
 
 
 def _from_text(
@@ -217,8 +208,8 @@ class Batch(NamedTuple):
     positions_BS: torch.Tensor | None
     """int64: from 0 in each segment; None: every row is one segment."""
     cu_seqlens: torch.Tensor
-    """[num_segments + 1] int32: 0, each segment's end in the flattened B * S tokens, ..., B * S.
-    A segment is the part of one document that lies in one row."""
+    """[num_segments + 1] int32: 0, then each segment's end in the flattened B * S tokens. A segment
+    is the part of one document that lies in one row."""
     is_pad_BS: torch.Tensor | None = None
     """bool: tokens that only fill up a row; None: no batch of this dataset has any. A pad belongs
     to the segment before it and has no target."""

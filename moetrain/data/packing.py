@@ -27,16 +27,13 @@ class Row(NamedTuple):
 
     tokens_S: np.ndarray
     targets_S: np.ndarray
-    """The next token of the same document (the last one's lies in the next row), or IGNORE_INDEX
-    at a document's end and where that next token carries no loss."""
+    """The next token of the same document; IGNORE_INDEX: there is none, or it has no loss."""
     positions_S: np.ndarray | None
-    """Position within the segment, from 0; None: every row of this dataset is one document, so
-    attention needs no mask."""
+    """Position within the segment; None: every row is one document, so attention needs no mask."""
     lengths: np.ndarray
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
-    """bool: tokens that only fill up the row, at its end and in its last segment; None: no row of
-    this dataset has any."""
+    """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
 
 
 class Dataset(Protocol):

@@ -1,13 +1,11 @@
 """Reads documents from the standard library, text files or jsonl.
 
-A source lists its files when it is made, and reads them only when its parts are requested, a
-bounded part at a time: a corpus, and even a single file, may be larger than memory.
+A source lists its files when it is made, and reads them a bounded part at a time: a corpus, and
+even a single file, may be larger than memory. Held-out documents are chosen by a hash of their name
+(files) or text (jsonl lines), so the split is the same on every machine, and a document never
+changes sides when others are added.
 
-Held-out documents are chosen by a hash of their name (files) or text (jsonl lines), so the split
-is the same on every machine, and a document never changes sides when others are added.
-
-Left out on purpose: synthetic data, which is made of tokens and needs no text (packing.py), and
-compressed or remote files.
+Left out on purpose: synthetic data, which needs no text (packing.py), compressed or remote files.
 """
 
 from __future__ import annotations
@@ -235,7 +233,7 @@ def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[P
         raise ConfigError(
             field, f"{path!r} does not exist; name a file or folder of this machine"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
+    except OSError as error:
         raise ConfigError(field, f"{path!r} cannot be read: {error}") from None
     root = Path(path)
     if stat.S_ISREG(mode):
