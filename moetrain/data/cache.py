@@ -136,7 +136,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             _write(source, tokenizer, Path(temporary))
             Path(temporary).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
-        if not folder.is_dir():  # else another process was first, with the same content
+        if not os.path.isdir(folder):  # else another process was first, with the same content
             problem = f"{str(parent)!r} cannot be written: {error}"
             raise ConfigError("data.cache_dir", problem) from None
 
