@@ -24,7 +24,6 @@ from moetrain.kernels.optim.adamw import (
     Settings,
     _adamw_kernel,
     adamw,
-    adamw_rates,
     adamw_reference,
 )
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
@@ -58,7 +57,7 @@ class Bench:
         self.param_N, self.grad_N = draw().mul_(0.02), draw().mul_(1e-3)
         self.out_N = torch.empty_like(self.param_N, dtype=torch.bfloat16)
         one, no = (torch.full((), x, device="cuda") for x in (1.0, 0.0))
-        self.rates_S = adamw_rates(one, one, no, LR, DECAY, SETTINGS)
+        self.rates_S = SETTINGS.rates(one, one, no, LR, DECAY)
         self.decays_B = torch.ones(num_blocks(numbers), dtype=torch.uint8, device="cuda")
         self.origins_B = BLOCK * torch.arange(num_blocks(numbers), device="cuda")
         self.copied = 1.0

@@ -1,14 +1,13 @@
 """Rows whose bits do not depend on what is beside them: attention, few-row products, the choice."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 
 from moetrain.config import KernelsSection
 from moetrain.kernels import small_m
-from moetrain.kernels.attention.attention import attention_packed_reference
+from moetrain.kernels.attention.attention import attention_packed
 from moetrain.kernels.attention.batch_invariant import (
     BLOCK,
     forward,
@@ -16,9 +15,10 @@ from moetrain.kernels.attention.batch_invariant import (
     store_in_pages,
 )
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.experts.mlp import expert_rows
+from moetrain.kernels.experts.products import grouped_mm
+from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
-from moetrain.kernels.loss.sampling import sample_tokens, sample_tokens_reference
+from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.kernels.small_m import low_rank_products
 from moetrain.models.init import init_weights
 from moetrain.models.transformer import build_model
@@ -79,7 +79,7 @@ def test_packed_chunked_and_single_tokens_have_one_answer(
     q, k, v, ends = packed(lengths, heads, kv_heads, width, place, dtype)
     out, lse = forward(q, k, v, ends, window)
     wide = [x.double() for x in (q, k, v)]
-    expected = attention_packed_reference(*wide, ends, max(lengths), window=window)
+    expected = attention_packed(*wide, ends, max(lengths), window=window, backend="reference")
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (6e-3 if place == "cuda" else 2e-6)
     assert lse.isfinite().all()
@@ -138,10 +138,11 @@ def test_few_rows_are_those_of_many(place):
     counts = [3, 0, 70, 1]
     ends = torch.tensor(counts, device=place).cumsum(0).int()
     x, w = draw(sum(counts) + 2, 64), torch.rand(sum(counts) + 2, device=place)
-    inputs = x, ends, draw(4, 2 * 96, 64), draw(4, 64, 96), w
-    expected, _ = expert_rows(*inputs)
+    gate_up, down = draw(4, 2 * 96, 64), draw(4, 64, 96)
+    h = swiglu(grouped_mm(x, gate_up.transpose(1, 2), ends), w, "triton")
+    expected = grouped_mm(h, down.transpose(1, 2), ends)
     for typical in (1, 60, 1000):  # chooses the tiles
-        found = small_m.expert_mlp(*inputs, typical)[:-2]
+        found = small_m.expert_mlp(x, ends, gate_up, down, w, typical)[:-2]
         if place == "cuda":
             assert torch.equal(found, expected[:-2])
         else:
@@ -162,7 +163,7 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
     for known in (300, 250):
         tokens, logprobs = sample_tokens(h, w, keys, inverse, scales, known, "triton")
         plain = (h.float(), w.float(), keys, inverse, scales, known)
-        wanted, plain_logprobs = sample_tokens_reference(*plain)
+        wanted, plain_logprobs = sample_tokens(*plain, "reference")
         assert torch.equal(tokens, wanted)
         assert (tokens < known).all()
         for i, temperature in enumerate(temperatures):
@@ -172,8 +173,10 @@ def test_the_choice_is_the_plain_one_with_the_loss_of_training(place):
             assert torch.equal(logprobs[rows], -losses[rows])
             losses = linear_cross_entropy(*plain[:2], tokens, **how, backend="reference").loss_T
             assert torch.equal(plain_logprobs[rows], -losses[rows])
-        for choice in (partial(sample_tokens, backend="triton"), sample_tokens_reference):
-            tokens, logprobs = choice(h * torch.nan, w, keys, inverse, scales, known)
+        for backend in ("triton", "reference"):
+            tokens, logprobs = sample_tokens(
+                h * torch.nan, w, keys, inverse, scales, known, backend
+            )
             assert not tokens.any()  # a token that there is
             assert logprobs.isnan().all()
 

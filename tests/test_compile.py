@@ -183,7 +183,7 @@ def test_few_rows_and_many_compile_once():
     layer = Linear(16, 16)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda x: linears(x, [layer])[0], backend=counter, dynamic=True)
-    for rows in (small_m.MAX_ROWS + 8, small_m.MAX_ROWS - 8):
+    for rows in (small_m._MAX_ROWS + 8, small_m._MAX_ROWS - 8):
         compiled(torch.randn(rows, 16))
     assert counter.frame_count == 1
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
-from moetrain.kernels.experts.router import router_logits
+from moetrain.kernels.experts.products import router_logits
 from moetrain.models.architecture import Architecture
 from moetrain.models.families import make_architecture
 from moetrain.models.init import init_weights

@@ -7,7 +7,7 @@ from test_engine import ROWS, make_batches, make_engine, objective_of, train, we
 from test_kernels import devices
 
 from moetrain.config import ConfigError
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_rates
+from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
 from moetrain.optim.adamw import MOMENTS
 from moetrain.parallel.fsdp import bucket as bucket_module
 from moetrain.parallel.fsdp.bucket import aligned
@@ -29,7 +29,7 @@ def shard(numbers, device="cpu", dtype=torch.float32):
 
 def rates(device, step=5, clip=0.5, skipped=0):
     scalars = (torch.tensor(float(x), device=device) for x in (step, clip, skipped))
-    return adamw_rates(*scalars, 1e-2, 0.1, SETTINGS)
+    return SETTINGS.rates(*scalars, 1e-2, 0.1)
 
 
 def places(numbers, device="cpu", first=0):
@@ -93,7 +93,7 @@ def test_rounding_is_right_on_average_and_repeats_itself():
         """After a step whose gradients keep the moments where they are."""
         settings = SETTINGS._replace(seed=seed, beta1=0.0, beta2=0.0)
         steps, one, no = (torch.tensor(float(x)) for x in (step, 1, 0))
-        rates_S = adamw_rates(steps, one, no, 0.0, 0.0, settings)
+        rates_S = settings.rates(steps, one, no, 0.0, 0.0)
         zeros = [torch.zeros(numbers, dtype=torch.bfloat16) for _ in MOMENTS]
         grad_N, decays_B = torch.full((numbers,), value), torch.zeros(64, dtype=torch.uint8)
         tensors = (torch.zeros(numbers), grad_N, *zeros, rates_S, decays_B, settings)

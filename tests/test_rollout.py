@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from moetrain.kernels.backend import INTERPRETED
-from moetrain.kernels.loss.sampling import gumbel
+from moetrain.kernels.loss.vocabulary_chunk import _gumbel
 from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
@@ -483,8 +483,8 @@ def test_noise_depends_on_what_it_is_for_alone():
     params = [SamplingParams(seed=seed) for seed in (5, 6, 5 + 2**32)]
     streams = torch.tensor([*(stream_of(p, 0) for p in params), stream_of(params[0], 1)])
     keys = torch.cat([keys_of(streams, torch.full((4,), position)) for position in (3, 4)])
-    noise = gumbel(keys, 1000)
-    assert torch.equal(gumbel(keys[:1], 100)[0], noise[0, :100])
+    noise = _gumbel(keys, 1000)
+    assert torch.equal(_gumbel(keys[:1], 100)[0], noise[0, :100])
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))
     assert correlations.abs().max() < 0.15
     assert noise.isfinite().all()
@@ -516,7 +516,7 @@ def test_pages_are_shared_evicted_and_forgotten():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    save_hf(make_model(), folder, tokenizer=ByteTokenizer().export())
+    save_hf(make_model(), folder, tokenizer=tokenizer_files(ByteTokenizer()))
     return folder
 
 

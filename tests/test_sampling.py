@@ -1,23 +1,19 @@
 """Sampling draws from the softmax: the noise of every word that there is, and what it chooses."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from moetrain.kernels.backend import INTERPRETED, tl, triton
-from moetrain.kernels.loss.sampling import (
+from moetrain.kernels.loss.vocabulary_chunk import (
     MASK,
-    exponential_of,
-    gumbel,
+    _exponential_of,
+    _noise_of,
+    _tl_exponential,
+    _tl_noise,
     gumbel_argmax,
     mix,
-    noise_of,
     sample_tokens,
-    sample_tokens_reference,
 )
-from moetrain.kernels.loss.vocabulary_chunk import exponential_of as triton_exponential_of
-from moetrain.kernels.loss.vocabulary_chunk import noise_of as triton_noise_of
 from moetrain.rollout.request import SamplingParams
 from moetrain.rollout.sampling import _kept, choose_filtered, keys_of
 
@@ -36,13 +32,13 @@ HIGHEST = [(10754, 138), (38825, 20), (74792, 292)]
 def _noise_kernel(words_ptr, exponential_ptr, noise_ptr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(words_ptr + at).to(tl.uint32)
-    tl.store(exponential_ptr + at, triton_exponential_of(bits))
-    tl.store(noise_ptr + at, triton_noise_of(bits))
+    tl.store(exponential_ptr + at, _tl_exponential(bits))
+    tl.store(noise_ptr + at, _tl_noise(bits))
 
 
 def on_both_paths(words, exact):
     """-log u of ``words`` on the one path; both give its noise and that of ``exact``."""
-    exponential, noise = exponential_of(words), noise_of(words)
+    exponential, noise = _exponential_of(words), _noise_of(words)
     torch.testing.assert_close(exponential.double(), exact, rtol=2e-5, atol=0)
     torch.testing.assert_close(noise.double(), -exact.log(), rtol=0, atol=2e-5)
     fast_exponential, fast_noise = torch.empty_like(noise), torch.empty_like(noise)
@@ -85,8 +81,8 @@ def test_the_highest_word_chooses_no_token_that_the_softmax_would_not(place):
     h[:, 0], w[7, 0] = 1, 96
     one = torch.ones(3, device=place)
     rows = h.to(place), w.to(place), keys.int().to(place), one, one
-    for path in (partial(sample_tokens, backend="triton"), sample_tokens_reference):
-        assert path(*rows, 300)[0].tolist() == [7, 7, 7]
+    for backend in ("triton", "reference"):
+        assert sample_tokens(*rows, 300, backend)[0].tolist() == [7, 7, 7]
     # Equal logits, of which a filter leaves the first.
     logits, one_of_all = torch.zeros(3, 300, device=place), SamplingParams(top_k=1)
     assert choose_filtered(logits, [one_of_all] * 3, keys.int().to(place)).tolist() == [0, 0, 0]
@@ -109,7 +105,7 @@ def test_a_million_draws_stay_within_their_filters(place):
     for part in range(64):  # of 16,384 draws
         positions = torch.arange(len(masked), device=place) + part * len(masked)
         keys = keys_of(torch.full_like(positions, 5), positions)
-        assert (gumbel_argmax(masked, gumbel(keys, len(logits)), inverse) < most).all()
+        assert (gumbel_argmax(masked, keys, inverse) < most).all()
 
 
 @pytest.mark.long

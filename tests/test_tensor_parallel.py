@@ -12,8 +12,8 @@ from test_parallel import run, words_of
 import moetrain
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.loss.linear_cross_entropy import (
-    linear_cross_entropy_reference,
-    linear_cross_entropy_sum_reference,
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
 )
 from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import resolve_architecture
@@ -61,7 +61,7 @@ def check_vocabulary():
     # Per-token results: the same everywhere; gradients of different wishes add up. Twice, since
     # the first backward must leave what is saved as it was.
     h, w = leaf(h_TD), leaf(w_VD)
-    want = linear_cross_entropy_reference(h, w, targets_T, temperature=TEMPERATURE)
+    want = linear_cross_entropy(h, w, targets_T, temperature=TEMPERATURE, backend="reference")
     (torch.stack(want) * slopes_R3T.sum(0)).sum().backward()
     mine_h, mine_w = leaf(h_TD), leaf(w_VD[rows])
     got = vocabulary.token_losses(mine_h, mine_w, targets_T, temperature=TEMPERATURE)
@@ -105,7 +105,7 @@ def check_loss_sum(backend):
     h_TD, w_VD, targets_T, slopes_R3T = make_case(torch.float32)
     weights_T = slopes_R3T[0, 0].abs()
     h, w = leaf(h_TD), leaf(w_VD)
-    want = linear_cross_entropy_sum_reference(h, w, targets_T, weights_T)
+    want = linear_cross_entropy_sum(h, w, targets_T, weights_T, backend="reference")
     (3 * want.total).backward()
     mine_h, mine_w = leaf(h_TD), leaf(w_VD[vocabulary.rows])
     got = vocabulary.loss_sum(mine_h, mine_w, targets_T, weights_T)
@@ -152,7 +152,7 @@ def uneven_vocabularies_on_a_rank():
         w_VD = torch.randn(vocab_size, 16, generator=generator)
         targets_T = torch.randint(vocab_size, (tokens,), generator=generator)
         h, w = leaf(h_TD), leaf(w_VD)
-        want = linear_cross_entropy_reference(h, w, targets_T)
+        want = linear_cross_entropy(h, w, targets_T, backend="reference")
         want.loss_T.sum().backward()
         for whole_sum in (True, False):  # gradients in the forward, and in the backward
             mine_h, mine_w = leaf(h_TD), leaf(w_VD[vocabulary.rows])

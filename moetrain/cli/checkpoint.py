@@ -218,12 +218,12 @@ def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tens
 
 def _tokenizer(config: dict[str, Any]) -> Any:
     """Load the tokenizer that a run of ``config`` exports."""
-    from moetrain.data.tokenizer import load_tokenizer
+    from moetrain.data.tokenizer import load_tokenizer, tokenizer_files
 
     data = config.get("data", {})
     if data.get("source") == "synthetic" or "tokenizer" not in data:
         return None
-    return load_tokenizer(data["tokenizer"]).export()
+    return tokenizer_files(load_tokenizer(data["tokenizer"]))
 
 
 def _import_hf(words: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.environment import let_idle_threads_sleep
-from moetrain.config.sources import recipe_names
+from moetrain.config.sources import ENV_PREFIX, recipe_names
 
 
 def version() -> str:
@@ -111,7 +111,7 @@ def settings_help(name: str, recipes: Recipes) -> str:
         "",
         f"recipes: {', '.join(recipe_names())}",
         f"default: {recipes.default}; with model.path, {with_path}",
-        "environment: MOETRAIN_SECTION__KEY=value, weaker than the command line",
+        f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
         "--dry_run prints the resolved config as JSON and whether it fits; --help prints this",
         "--version prints the version",
         "A recipe may set other values than the defaults shown here.",

@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from moetrain.config.environment import LaunchedPlace
+from moetrain.config.environment import GATE
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -119,7 +119,7 @@ def _run_ranks(
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         gate = Path(folder) / "gate"
-        shared[LaunchedPlace.GATE] = str(gate)
+        shared[GATE] = str(gate)
         try:
             ranks = start_processes(
                 "moetrain",

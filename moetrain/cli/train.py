@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from moetrain.cli.command import error_line, reader_may_leave, settings_help, version
 from moetrain.cli.rank import pass_gate
-from moetrain.config import Config, ConfigError, Recipes
+from moetrain.config import JOB_RECIPES, RL_RECIPES, TRAIN_RECIPES, Config, ConfigError, Recipes
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
@@ -67,11 +67,11 @@ class _Program(NamedTuple):
                 raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = _Program("train", "moetrain.train.trainer:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs."))
+TRAIN = _Program("train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs."))
 RL = _Program(
     "rl",
     "moetrain.rl.trainer:RlTrainer",
-    Recipes.RL,
+    RL_RECIPES,
     foreign=(
         *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
         *("data.text_field", "train.eval_rows", "train.sample", "jobs."),
@@ -82,7 +82,7 @@ RL = _Program(
 JOBS = _Program(
     "jobs",
     "moetrain.jobs.run:JobRun",
-    Recipes.JOBS,
+    JOB_RECIPES,
     foreign=(
         # Jobs bring data, steps and learning rates with them.
         *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),

@@ -1,17 +1,12 @@
 """Triton kernels compiled before their first launch, several at once.
 
-A process that launches thirty kernels for the first time compiles them one after the other: some
-half a second each, most of it in compilers that other threads could run. Which kernels, with which
-constants, is known before: a fake step, on tensors without memory, launches all of them,
-and threads compile what it would launch, while the model is being built. A part of compiling is
-Python, which one thread at a time runs: the processes of a machine share the work.
+A process that launches thirty kernels for the first time compiles them one after the other, some
+half a second each. A fake step, on tensors without memory, tells which there will be, and threads
+compile them while the model is being built; the processes of a machine share the work. A kernel
+that is missed is compiled at its launch. Left out on purpose: kernels of libraries.
 
-A kernel that no fake step launched, or that is not compiled yet, is compiled at its launch.
-
-Kernels that torch's compiler writes are compiled by its own processes. To import it and to start
-them takes seconds each: :func:`compiler_started` does both while something else waits.
-
-Left out on purpose: kernels of libraries.
+Kernels that torch's compiler writes are compiled by its own processes, which take seconds to start:
+:func:`compiler_started` does so while something else waits.
 """
 
 from __future__ import annotations
@@ -32,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetrain.kernels.backend import INTERPRETED, KNOBS, TensorDescriptor, triton
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _THREADS = 16
-"""Threads of each process; they wait for compilers most of the time."""
+"""Threads of each process, which mostly wait."""
 
 _COMPILER = (  # with the modules that it imports at its first use
     "torch._dynamo.backends.inductor",
@@ -50,8 +45,8 @@ _LIBRARY_OPS = (
     "moetrain::grouped_mm",
     "moetrain::grouped_outer",
 )
-"""Ops that call a library, which would write to tensors without memory. The forward of packed
-attention is not among them: fake steps run it as ``exact`` alone, which is a kernel of ours."""
+"""Ops that call a library, which would write to tensors without memory. Fake steps run the forward
+of packed attention as ``exact`` alone, a kernel of ours."""
 
 _Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """A kernel's arguments and launch settings; tensors are Triton's MockTensor."""
@@ -77,9 +72,8 @@ def compile_ahead(
 ) -> list[Future[None]]:
     """Begin to compile ``launches`` for ``device`` in threads; failures are logged.
 
-    This is process ``rank`` of ``size`` on the machine, and its share comes first. The other
-    processes compile the rest meanwhile and put it into Triton's cache; what they have not, this
-    process compiles too.
+    This is process ``rank`` of ``size`` on the machine; its share comes first. What the others have
+    not put into Triton's cache by then, it compiles too.
     """
     # If it is unset, torch's compiler later sets it to a folder of this process's own.
     os.environ.setdefault("TRITON_CACHE_DIR", KNOBS.cache.dir)
@@ -99,7 +93,7 @@ def _compile(kernel: Any, launches: list[_Launch], after: Sequence[Future[None]]
             # Reading ``run`` makes Triton compile the host function that launches it as well.
             _ = kernel.warmup(*args, grid=(1,), **settings).run
     except Exception as error:
-        logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
+        _logger.warning("a kernel could not be compiled ahead of its launch: %s", error)
         raise
 
 
@@ -173,7 +167,7 @@ def _start_compiler(device: torch.device) -> None:
             import_module(name)
         import_module("torch._inductor.async_compile").maybe_warm_pool()
     except Exception as error:  # noqa: BLE001 - it costs seconds alone
-        logger.warning("the compiler will start at its first use: %s", error)
+        _logger.warning("the compiler will start at its first use: %s", error)
 
 
 def can_compile_ahead(device: torch.device) -> bool:

@@ -1,9 +1,8 @@
 """Names in profiler traces, which say which part of a step an event belongs to.
 
-While a profiler is on (:mod:`moetrain.train.profiling`, or another), stretches of the host's time
-have names, and everything launched meanwhile is shown under them. While none is on, a name costs
-one check, a microsecond. Compiled blocks have no names inside, since their graphs would break; the
-ops there (``moetrain::expert_mlp``, ``moetrain::deepep_dispatch``, ...) have names of their own.
+While a profiler is on, stretches of the host's time have names, and everything launched meanwhile
+is shown under them; else a name costs one check, a microsecond. Compiled blocks have no names
+inside, since their graphs would break; the ops there (``moetrain::expert_mlp``) have their own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ _R = TypeVar("_R")
 
 
 def _is_traced() -> bool:
-    """Return True if a profiler is on in this thread."""
     return not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()
 
 
@@ -78,6 +76,7 @@ class _Named(torch.autograd.Function):
 
     @staticmethod
     def _end() -> None:
-        opened, _Named._open = _Named._open, None
+        opened = _Named._open
+        _Named._open = None
         if opened is not None:
             opened.__exit__(None, None, None)

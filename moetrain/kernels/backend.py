@@ -1,12 +1,13 @@
 """The base of all kernels: Triton where it exists, the choice of an implementation, saved ops.
 
-Every kernel takes ``backend``: ``reference`` (plain torch, any device), ``triton`` (or fails), or
-``auto`` (the fast path on CUDA, plain torch elsewhere). The choice is made here once, by the rule
-the user reads, so that no kernel falls back in silence.
+Every kernel takes ``backend``: ``reference`` (plain torch, any device and floating dtype, float64
+too), ``triton`` (or fails), or ``auto`` (the fast path on CUDA, plain torch elsewhere). The choice
+is made here once, by the rule the user reads, so that no kernel falls back in silence.
 
 Triton has wheels for Linux alone. Elsewhere ``triton``, ``tl`` and ``TensorDescriptor`` are
 placeholders that let the kernel files be imported, and every kernel runs as its reference. Import
-them from here and never from triton itself.
+them from here and never from triton itself. Kernel files switch off the type checks that Triton's
+launch settings, unrolled ranges and constant conditions fail.
 
 ``activation.save`` names groups of ops whose results selective recomputation keeps. An op joins a
 group where it is defined (:func:`worth_saving`), so that recomputation
@@ -14,7 +15,8 @@ group where it is defined (:func:`worth_saving`), so that recomputation
 them.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -58,7 +60,9 @@ __all__ = [
     "KNOBS",
     "Backend",
     "TensorDescriptor",
+    "refusal",
     "require_contiguous",
+    "save_inputs",
     "saved_ops",
     "tl",
     "triton",
@@ -86,20 +90,40 @@ def use_fast(backend: Backend, tensor: torch.Tensor) -> bool:
     return backend == "triton" or (backend == "auto" and tensor.is_cuda)
 
 
-def require_contiguous(kernel: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError, naming ``kernel``, unless ``tensor`` is contiguous."""
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{kernel}: was given strides {tensor.stride()}; it takes a contiguous tensor"
-        )
+def refusal(kernel: str, takes: str, **given: object) -> ValueError:
+    """Return the error of a ``kernel`` that was ``given`` arguments, by name, and ``takes`` others.
+
+    It says a tensor's dtype and shape, and its strides unless it is contiguous.
+    """
+    words = ", ".join(f"{name} {_described(value)}" for name, value in given.items())
+    return ValueError(f"{kernel}: was given {words}; it takes {takes}")
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    strides = "" if value.is_contiguous() else f" with strides {value.stride()}"
+    return f"{value.dtype} {tuple(value.shape)}{strides}"
+
+
+def require_contiguous(kernel: str, **tensors: torch.Tensor) -> None:
+    """Raise ValueError, naming ``kernel`` and the tensor, unless all ``tensors`` are contiguous."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise refusal(kernel, "a contiguous tensor", **{name: tensor})
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    """Save an op's inputs, tensors and lists of tensors, one after the other for its backward."""
+    lists = [x if isinstance(x, Sequence) else (x,) for x in inputs]
+    ctx.save_for_backward(*itertools.chain.from_iterable(lists))
 
 
 def worth_saving(name: SavedName | Literal["routing"], *ops: Any) -> None:
     """Add ``ops`` to the group ``name``, whose results selective recomputation keeps if asked to.
 
-    The results of ``routing`` are always kept. Each op is ``torch.ops.namespace.name.overload`` or
-    a higher-order op; all results of an op are kept. A group may be empty: ``dispatch`` is, in a
-    process that has imported nothing to exchange tokens by.
+    Those of ``routing`` are always kept. Each op is ``torch.ops.namespace.name.overload`` or a
+    higher-order op; all its results are kept. A group may be empty.
     """
     _OPS[name].update(op.name() for op in ops)
 

@@ -2,18 +2,12 @@
 
 In a step of generation each sequence has one row, and a product takes the time of reading its
 weights. These kernels sum over the inner width in ascending order whatever the number of rows M, as
-cuBLAS and the grouped product do for many rows on Hopper. So a row has the same bits in generation
-as in training (measured; cuBLAS itself splits the sum where M is small and the inner width large).
+cuBLAS and the grouped product do for many rows on Hopper, so a row has the same bits in generation
+as in training (measured; cuBLAS splits the sum where M is small and the inner width large).
 
-:func:`linears` multiplies the same rows by several weights in one launch. :func:`expert_mlp` is the
-expert MLP of :mod:`moetrain.kernels.experts.mlp` with SwiGLU in the first product's epilogue: every
-program of an expert reads all of its rows, and each reads a part of its weights, which the cache
-keeps for later row tiles. Neither has autograd: training takes the library's products.
-
-:func:`low_rank_products` is :func:`linears` with autograd, as one op, for the A matrices of LoRA
-adapters. cuBLAS splits the sum of a product of outer width 16 to 64 below some 5,000 rows (measured
-on one H200), which would make a row's bits depend on the rows beside it. The backward is plain
-torch::
+:func:`linears`, and :func:`expert_mlp` with SwiGLU in the first product's epilogue, have no
+autograd: training takes the library's products. :func:`low_rank_products` has, for the A matrices
+of LoRA adapters, whose sums cuBLAS splits below some 5,000 rows (measured on one H200)::
 
     u_i = x @ a_i^T        dx = sum_i du_i @ a_i        da_i = du_i^T @ x
 
@@ -29,16 +23,25 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import INTERPRETED, Backend, TensorDescriptor, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    TensorDescriptor,
+    refusal,
+    save_inputs,
+    tl,
+    triton,
+    use_fast,
+)
 
-MAX_ROWS = 128
-"""The largest M these kernels take; above it cuBLAS does not split the sum either."""
+_MAX_ROWS = 128
+"""Above it cuBLAS does not split the sum either."""
 _MAX_ROWS_PER_EXPERT = 64
 """The same limit for experts, on average."""
 _MOST_WEIGHTS = 3
 
 
-def runs(x: torch.Tensor) -> bool:
+def _runs(x: torch.Tensor) -> bool:
     """Return True if ``x`` is bf16 on CUDA and nothing is differentiated or compiled."""
     is_fast = x.is_cuda and x.dtype == torch.bfloat16
     return is_fast and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -47,12 +50,15 @@ def runs(x: torch.Tensor) -> bool:
 def runs_experts(x_TD: torch.Tensor, w_down_EDF: torch.Tensor, typical_rows: int) -> bool:
     """Return True if :func:`expert_mlp` should take ``x``, of which ``typical_rows`` are usual."""
     experts, dim, width = w_down_EDF.shape
-    fits = dim % 32 == width % 32 == 0 and runs(x_TD)
+    fits = dim % 32 == width % 32 == 0 and _runs(x_TD)
     return fits and typical_rows <= _MAX_ROWS_PER_EXPERT * experts
 
 
-def takes(weights: Sequence[torch.Tensor]) -> bool:
-    """Return True if :func:`linears` takes ``weights``, by their number, widths and strides."""
+def runs_linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Return True if :func:`linears` should multiply ``x`` by ``weights``."""
+    # In this order: a compiler must not be asked to tell row counts apart.
+    if not _runs(x_RD) or x_RD.shape[0] > _MAX_ROWS:
+        return False
     aligned = all(w.is_contiguous() and w.shape[0] % 16 == w.shape[1] % 8 == 0 for w in weights)
     return aligned and len(weights) <= _MOST_WEIGHTS
 
@@ -67,7 +73,8 @@ def linears(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.
 
 def _product(x_RD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what :func:`linears` does as one tensor [R, sum of N]."""
-    (R, D), sizes = x_RD.shape, [w.shape[0] for w in weights]
+    R, D = x_RD.shape
+    sizes = [w.shape[0] for w in weights]
     out_RN = x_RD.new_empty(R, sum(sizes))
     # Measured on one H200: enough programs for its multiprocessors, then as wide as may be.
     wide = sum(sizes) >= 4096 or R > 4096
@@ -125,12 +132,11 @@ def expert_mlp(
     weights_R: torch.Tensor,
     typical_rows: int,
 ) -> torch.Tensor:
-    """Return ``y_RD`` as :func:`moetrain.kernels.experts.mlp.expert_rows`; inputs are contiguous.
-
-    D and F are multiples of 32; ``typical_rows`` decides the tile sizes.
-    """
-    (R, D), (E, _, F) = x_RD.shape, w_down_EDF.shape
-    h_RF, y_RD = x_RD.new_empty(R, F), torch.empty_like(x_RD)
+    """Return ``y_RD`` of permuted rows; ``typical_rows`` decides the tile sizes."""
+    R, D = x_RD.shape
+    E, _, F = w_down_EDF.shape
+    h_RF = x_RD.new_empty(R, F)
+    y_RD = torch.empty_like(x_RD)
     rows = min(64, max(16, triton.next_power_of_2(triton.cdiv(3 * typical_rows, 2 * E))))
     columns = 128 if D % 128 == 0 else 32
     if R:
@@ -204,37 +210,23 @@ _MULTIPLE = 16
 def low_rank_products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], backend: Backend = "auto"
 ) -> tuple[torch.Tensor, ...]:
-    """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each.
-
-    Raises:
-        ValueError: for matrices of another width or dtype, or more than three.
-    """
+    """Multiply ``x`` by the transposes of up to three ``a`` [r, D] in its dtype: [T, r] each."""
     if len(weights) > 3 or any(
         a.shape[1:] != x_TD.shape[1:] or a.dtype != x_TD.dtype for a in weights
     ):
-        given = ", ".join(f"{a.dtype} {tuple(a.shape)}" for a in weights)
-        raise ValueError(
-            f"low_rank_products: was given x {x_TD.dtype} {tuple(x_TD.shape)} and {given}; it "
-            "takes up to three [r, D] in x's dtype"
-        )
+        given = {f"a{i}": a for i, a in enumerate(weights)}
+        takes = "up to three [r, D] in x's dtype"
+        raise refusal("low_rank_products", takes, x=x_TD, **given)
     # Generation multiplies bf16 alone, and a descriptor takes rows of 16-byte multiples alone.
     is_for_it = x_TD.dtype == torch.bfloat16 and x_TD.shape[1] % 8 == 0
     if not is_for_it or not use_fast(backend, x_TD):
-        return low_rank_products_reference(x_TD, weights)
+        return tuple(F.linear(x_TD, a) for a in weights)
     sizes = [a.shape[0] for a in weights]
     return _low_rank_products(x_TD.contiguous(), [a.contiguous() for a in weights]).split(sizes, 1)
 
 
-def low_rank_products_reference(
-    x_TD: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Compute :func:`low_rank_products` in plain torch."""
-    return tuple(F.linear(x_TD, a) for a in weights)
-
-
 @torch.library.custom_op("moetrain::low_rank_products", mutates_args=())
 def _low_rank_products(x_TD: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The products side by side in one tensor [T, sum of r]."""
     missing = [-a.shape[0] % _MULTIPLE for a in weights]
     padded = [F.pad(a, (0, 0, 0, n)) if n else a for a, n in zip(weights, missing, strict=True)]
     u_TR = _product(x_TD, padded)
@@ -249,11 +241,6 @@ def _(x_TD, weights):
     return x_TD.new_empty(x_TD.shape[0], sum(a.shape[0] for a in weights))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x_TD, weights = inputs
-    ctx.save_for_backward(x_TD, *weights)
-
-
 def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
     x_TD, *weights = ctx.saved_tensors
     da_RD = du_TR.t() @ x_TD if any(ctx.needs_input_grad[1]) else None
@@ -262,4 +249,4 @@ def _differentiate(ctx: Any, du_TR: torch.Tensor) -> tuple[Any, ...]:
     return dx_TD, list(da_RD.split(sizes)) if da_RD is not None else [None] * len(weights)
 
 
-_low_rank_products.register_autograd(_differentiate, setup_context=_save)
+_low_rank_products.register_autograd(_differentiate, setup_context=save_inputs)

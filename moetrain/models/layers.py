@@ -241,9 +241,7 @@ def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor
 def _products(
     x_TD: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor]:
-    # In this order: a compiler must not be asked to tell row counts apart.
-    is_few = small_m.runs(x_TD) and x_TD.shape[0] <= small_m.MAX_ROWS
-    if is_few and not any(b is not None for b in biases) and small_m.takes(weights):
+    if all(b is None for b in biases) and small_m.runs_linears(x_TD, weights):
         return small_m.linears(x_TD, weights)
     return [F.linear(x_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 

@@ -24,7 +24,8 @@ from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.mlp import adapted_expert_mlp, expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import ExpertIndices, expert_indices
-from moetrain.kernels.experts.router import Routed, router_logits, router_topk
+from moetrain.kernels.experts.products import router_logits
+from moetrain.kernels.experts.router import Routed, router_topk
 from moetrain.models.architecture import FP32, Part, Weight, Workload
 from moetrain.models.layers import Context
 from moetrain.models.lora import Adaptable

@@ -24,11 +24,13 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import torch
 
 from moetrain.config import ConfigError, OptimSection
-from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw, adamw_rates
+from moetrain.config.sections import StateDtype
+from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.shard import check_like
@@ -107,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
         (group,) = self.param_groups
         # A skipped first step is no step: its rates, which nobody reads, would be infinite.
         steps, decay = self.steps.clamp(min=1), self.config.weight_decay
-        rates_S = adamw_rates(steps, clip, skipped, group["lr"], decay, self.settings)
+        rates_S = self.settings.rates(steps, clip, skipped, group["lr"], decay)
         hosted = self._host.buckets
         if hosted:  # first, since it takes longest
             moments = [self._flat[id(bucket)] for bucket in hosted]
@@ -173,7 +175,7 @@ class HostUpdates:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
 
     def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:
-        """Start an update with ``rates_S`` of :func:`~moetrain.kernels.optim.adamw.adamw_rates`.
+        """Start an update with ``rates_S`` of :meth:`~moetrain.kernels.optim.adamw.Settings.rates`.
 
         Every gradient must be on its way. ``moments`` are the flat moments of each bucket.
         """
@@ -287,7 +289,7 @@ def load_optimizer_state(
 
 def _check_moment(name: str, saved: Sliceable, member: Member, dtype: torch.dtype) -> None:
     theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-    if theirs != ours and theirs in ("float32", "bfloat16"):
+    if theirs != ours and theirs in get_args(StateDtype):
         raise ConfigError(
             "optim.state_dtype",
             f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to that, "

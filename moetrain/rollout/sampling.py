@@ -1,8 +1,8 @@
 """Samples tokens by each request's own parameters, whatever else is in the batch.
 
-The noise (:mod:`moetrain.kernels.loss.sampling`) is a hash of seed, completion, position and token
-id, and of nothing else, so that neither the batch, nor preemption, nor earlier requests change a
-request's tokens.
+The noise (:mod:`moetrain.kernels.loss.vocabulary_chunk`) is a hash of seed, completion, position
+and token id, and of nothing else, so that neither the batch, nor preemption, nor earlier requests
+change a request's tokens.
 
 Legend: N sequences, V vocabulary.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moetrain.kernels.loss.sampling import MASK, gumbel, gumbel_argmax, mix
+from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix
 from moetrain.rollout.request import SamplingParams
 
 _SALT = 0x9E3779B9
@@ -47,11 +47,11 @@ def choose_filtered(
     logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
 ) -> torch.Tensor:
     """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
-    device, vocabulary = logits_NV.device, logits_NV.shape[1]
-    inverse_N = torch.tensor([inverse_temperature(p) for p in params], device=device)
+    inverses = [inverse_temperature(p) for p in params]
+    inverse_N = torch.tensor(inverses, device=logits_NV.device)
     kept_NV = _kept(logits_NV * torch.where(inverse_N > 0, inverse_N, 1.0)[:, None], params)
     masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
-    return gumbel_argmax(masked_NV, gumbel(keys_N, vocabulary), inverse_N)
+    return gumbel_argmax(masked_NV, keys_N, inverse_N)
 
 
 def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

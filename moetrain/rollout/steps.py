@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moetrain.kernels.loss.sampling import sample_tokens
+from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.models.attention import Attention, masked_attention
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router

@@ -10,28 +10,18 @@ from moetrain.kernels.experts.mlp import (
     _expert_mlp,
     _expert_mlp_backward,
     adapted_expert_mlp,
-    adapted_expert_mlp_reference,
     expert_mlp,
-    expert_mlp_reference,
 )
 from moetrain.kernels.experts.mlp_fp8 import (
     _expert_mlp_fp8,
     _expert_mlp_fp8_backward,
-    expert_mlp_fp8,
-    expert_mlp_fp8_reference,
-)
-from moetrain.kernels.experts.permutation import expert_indices_reference
-from moetrain.kernels.experts.swiglu import (
-    _swiglu,
-    _swiglu_backward,
     _swiglu_backward_quantised,
     _swiglu_quantised,
-    swiglu,
-    swiglu_backward_quantised,
-    swiglu_quantised,
-    swiglu_reference,
+    expert_mlp_fp8,
 )
-from moetrain.kernels.quant.e4m3 import quantise_rows_reference
+from moetrain.kernels.experts.permutation import expert_indices
+from moetrain.kernels.experts.swiglu import _swiglu, _swiglu_backward, swiglu
+from moetrain.kernels.quant.e4m3 import quantise_rows
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
@@ -44,7 +34,7 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
     return {
         "x_TD": normal(generator, tokens, dim).to(dtype),
         "weights_TK": uniform(generator, tokens, slots),
-        "indices": expert_indices_reference(ids_TK, experts, case.get("rows")),
+        "indices": expert_indices(ids_TK, experts, "reference", num_rows=case.get("rows")),
         "w_gate_up_E2FD": (normal(generator, experts, 2 * width, dim) * dim**-0.5).to(dtype),
         "w_down_EDF": (normal(generator, experts, dim, width) * width**-0.5).to(dtype),
     }
@@ -80,7 +70,7 @@ CASES = (
 SIZES = tuple({"T": t, "K": 8, "E": e, "D": 2048, "F": 768} for t, e in ((16384, 16), (16384, 128)))
 BAD_INPUTS = {
     r"\[E, 2F, D\]": lambda x: x | {"w_gate_up_E2FD": x["w_gate_up_E2FD"][:, 1:]},
-    "it takes one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
+    "in one dtype": lambda x: x | {"w_down_EDF": x["w_down_EDF"].half()},
     r"\[T, K\] and \[T, K\]": lambda x: x | {"weights_TK": x["weights_TK"][1:]},
 }
 
@@ -88,7 +78,7 @@ _MLP_SPECS = (
     KernelSpec(
         name="expert_mlp",
         fast=lambda **inputs: expert_mlp(**inputs, backend="triton"),
-        reference=expert_mlp_reference,
+        reference=lambda **inputs: expert_mlp(**inputs, backend="reference"),
         make_inputs=make_inputs,
         cases=(
             *CASES,
@@ -117,7 +107,7 @@ _MLP_FP8_SPECS = (
     KernelSpec(
         name="expert_mlp_fp8",
         fast=lambda **inputs: expert_mlp_fp8(**inputs, backend="triton"),
-        reference=expert_mlp_fp8_reference,
+        reference=lambda **inputs: expert_mlp_fp8(**inputs, backend="reference"),
         make_inputs=make_inputs,
         cases=CASES,
         benches=tuple(Bench(size) for size in (*SIZES, _FOUR_RANKS)),
@@ -181,7 +171,7 @@ _MLP_LORA_SPECS = (
     KernelSpec(
         name="adapted_expert_mlp",
         fast=lambda **inputs: adapted_expert_mlp(**inputs, backend="triton"),
-        reference=adapted_expert_mlp_reference,
+        reference=lambda **inputs: adapted_expert_mlp(**inputs, backend="reference"),
         make_inputs=_mlp_lora_inputs,
         cases=(
             {"T": 7, "K": 2, "E": 3, "D": 16, "F": 24, "r": 8},
@@ -199,7 +189,7 @@ _MLP_LORA_SPECS = (
         bad_inputs=BAD_INPUTS
         | {
             r"\[E, r, D\]": lambda x: x | {"a_gate_up_ErD": x["a_gate_up_ErD"][:, 1:]},
-            "it takes that": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
+            r"\[E, D, r\] in x's dtype": lambda x: x | {"b_down_EDr": x["b_down_EDr"].half()},
         },
     ),
 )
@@ -230,7 +220,7 @@ _SWIGLU_SPECS = (
     KernelSpec(
         name="swiglu",
         fast=partial(swiglu, backend="triton"),
-        reference=swiglu_reference,
+        reference=partial(swiglu, backend="reference"),
         make_inputs=_swiglu_inputs,
         cases=(
             {"R": 7, "F": 24},
@@ -249,11 +239,11 @@ _SWIGLU_SPECS = (
         select_grads={"gate_up_R2F": _swiglu_used, "weights_R": _swiglu_used},
         ops=(_swiglu, _swiglu_backward),
         bad_inputs={
-            r"\(7, 47\); it takes \[R, 2F\]": lambda i: (
+            r"\(7, 47\).*it takes \[R, 2F\]": lambda i: (
                 i | {"gate_up_R2F": i["gate_up_R2F"][:, 1:]}
             ),
             "one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]},
-            "float64; it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
+            "float64.*it takes bf16": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].double()},
             "takes a contiguous": lambda i: i | {"gate_up_R2F": i["gate_up_R2F"].T.contiguous().T},
         },
     ),
@@ -273,18 +263,18 @@ def _make_backward_inputs(case: Case, dtype: torch.dtype, generator: torch.Gener
 
 
 def _fast(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (swiglu_quantised(gate_up_R2F, weights_R).to(torch.float32),)
+    return (_swiglu_quantised(gate_up_R2F, weights_R).to(torch.float32),)
 
 
 def _reference(gate_up_R2F: torch.Tensor, weights_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    narrow = quantise_rows_reference(swiglu_reference(gate_up_R2F, weights_R))
+    narrow = quantise_rows(swiglu(gate_up_R2F, weights_R, "reference"), "reference")
     return (narrow.to(torch.float32),)
 
 
 def _fast_backward(
     dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_R: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    narrow, *others = swiglu_backward_quantised(dy_RF, gate_up_R2F, weights_R)
+    narrow, *others = _swiglu_backward_quantised(dy_RF, gate_up_R2F, weights_R)
     return narrow.to(torch.float32), *others
 
 
@@ -293,9 +283,9 @@ def _reference_backward(
 ) -> tuple[torch.Tensor, ...]:
     inputs = gate_up_R2F.detach().requires_grad_(), weights_R.detach().requires_grad_()
     with torch.enable_grad():
-        y_RF = swiglu_reference(*inputs)
+        y_RF = swiglu(*inputs, backend="reference")
         d_gate_up, d_weights = torch.autograd.grad(y_RF, inputs, dy_RF)
-    narrow = quantise_rows_reference(d_gate_up).to(torch.float32)
+    narrow = quantise_rows(d_gate_up, "reference").to(torch.float32)
     return narrow, d_gate_up, d_weights, y_RF.detach()
 
 
@@ -303,7 +293,6 @@ def _swiglu_fp8_used(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
     return x[~inputs["gate_up_R2F"].isnan().any(1)]
 
 
-_BAD: dict = {"one weight a row": lambda i: i | {"weights_R": i["weights_R"][1:]}}
 _CASES = (
     {"R": 7, "F": 24},
     {"R": 1, "F": 1},
@@ -324,8 +313,6 @@ _SWIGLU_FP8_SPECS = (
         tolerance=_TOLERANCE,
         cost=lambda case: (Cost(bytes=case["R"] * (5 * case["F"] + 8)), Cost()),
         select=_swiglu_fp8_used,
-        ops=(_swiglu_quantised,),
-        bad_inputs=_BAD,
     ),
     KernelSpec(
         name="swiglu_backward_quantised",
@@ -337,8 +324,6 @@ _SWIGLU_FP8_SPECS = (
         tolerance=_TOLERANCE,
         cost=lambda case: (Cost(bytes=case["R"] * (14 * case["F"] + 12)), Cost()),
         select=_swiglu_fp8_used,
-        ops=(_swiglu_backward_quantised,),
-        bad_inputs=_BAD,
     ),
 )
 

@@ -3,21 +3,19 @@
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from moetrain.kernels.optim.adamw import (
     BLOCK,
     Settings,
     _adamw,
     adamw,
-    adamw_rates,
     adamw_reference,
 )
 from moetrain.kernels.optim.reduction import (
     _sum_chunks,
-    block_squares,
     num_blocks,
     sum_chunks,
-    sum_chunks_reference,
 )
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
@@ -33,7 +31,7 @@ def _adamw_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) ->
         "grad_N": normal(generator, size).to(case.get("gradients", torch.float32)),
         "avg_N": normal(generator, size).to(dtype),
         "avg_sq_N": uniform(generator, size).to(dtype),
-        "rates_S": adamw_rates(*scalars, 1e-2, 0.1, settings),
+        "rates_S": settings.rates(*scalars, 1e-2, 0.1),
         "decays_B": (torch.arange(blocks, device=device) % 2).to(torch.uint8),
         "settings": settings,
         "origins_B": None if dtype == torch.float32 else origins_B,
@@ -80,12 +78,10 @@ _ADAMW_SPECS = (
         cost=_adamw_cost,
         ops=(_adamw,),
         bad_inputs={
-            r"grad was given as torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
-            r"avg_sq was given as torch.bfloat16": lambda i: (
-                i | {"avg_sq_N": i["avg_sq_N"].bfloat16()}
-            ),
-            r"numbers take uint8 \[3\]": lambda i: i | {"decays_B": i["decays_B"][:2]},
-            r"origins were given with moments in torch.float32": lambda i: (
+            "given grad torch.float64": lambda i: i | {"grad_N": i["grad_N"].double()},
+            "given avg_sq torch.bfloat16": lambda i: i | {"avg_sq_N": i["avg_sq_N"].bfloat16()},
+            r"takes uint8 \[3\] with 3000 numbers": lambda i: i | {"decays_B": i["decays_B"][:2]},
+            "given moments torch.float32, origins": lambda i: (
                 i | {"origins_B": torch.zeros(3, dtype=torch.int64)}
             ),
         },
@@ -129,8 +125,18 @@ def _reduction_reference(
     own: int,
 ) -> tuple[torch.Tensor, ...]:
     """Compute :func:`_reduction_fast` in the dtype of its inputs."""
-    sum_N = sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own)
+    chunks = list(chunks_RN)
+    if own_N is not None:
+        chunks[own] = own_N
+    sum_N = sum(chunks, out_N if accumulate else torch.zeros_like(chunks[0]))
     return (sum_N,) if squares_B is None else (sum_N, block_squares(sum_N))
+
+
+def block_squares(x_N: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each block of 1024 numbers."""
+    wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
+    padded_N = F.pad(wide_N, (0, num_blocks(x_N.numel()) * 1024 - x_N.numel()))
+    return padded_N.view(-1, 1024).square().sum(1)
 
 
 def _reduction_cost(case: Case) -> tuple[Cost, Cost]:
@@ -165,11 +171,11 @@ _REDUCTION_SPECS = (
         ops=(_sum_chunks,),
         bad_inputs={
             r"takes a contiguous \[R, N\]": lambda i: i | {"chunks_RN": i["chunks_RN"][:, ::2]},
-            "without out_N": lambda i: i | {"accumulate": True},
-            r"out was given as torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
-            "chunk 4 was given": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
-            "chunk 0 was given": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
-            r"elements take float32 \[1\]": lambda i: i | {"squares_B": torch.zeros(2)},
+            "with out_N alone": lambda i: i | {"accumulate": True},
+            r"out torch.float32 \(99,\)": lambda i: i | {"out_N": torch.zeros(99)},
+            "given chunk 4": lambda i: i | {"own_N": i["chunks_RN"][0], "own": 4},
+            "given chunk 0": lambda i: i | {"own_N": torch.zeros(99), "own": 0},
+            r"float32 \[1\] for 100 elements": lambda i: i | {"squares_B": torch.zeros(2)},
         },
     ),
     KernelSpec(

@@ -10,16 +10,11 @@ from moetrain.kernels.quant.e4m3 import (
     SCALED,
     Quantised,
     _dequantise,
-    _quantise_columns,
     _quantise_rows,
-    _quantise_to_rows,
     _widen_groups,
-    dequantise,
     quantise_columns,
-    quantise_columns_reference,
     quantise_groups,
     quantise_rows,
-    quantise_rows_reference,
     quantise_to_rows,
     widen_groups,
 )
@@ -41,7 +36,7 @@ def _rows_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
 
 def _dequantise_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     x_RM = _rows_inputs(case, dtype, generator)["x_XM"]
-    return {"quantised_RM": quantise_rows_reference(x_RM), "dtype": dtype}
+    return {"self": quantise_rows(x_RM, "reference"), "dtype": dtype}
 
 
 def _columns_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -59,7 +54,7 @@ def _to_rows(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
 def _to_rows_reference(x_TD, weights_TK, indices) -> tuple[torch.Tensor, ...]:
     slot_R = indices.row_slot_R.clamp(min=0)
     token_R = slot_R // indices.slot_row_TK.shape[1]
-    quantised = quantise_rows_reference(x_TD)
+    quantised = quantise_rows(x_TD, "reference")
     weights_R, x_RD = weights_TK.reshape(-1)[slot_R], quantised.to(x_TD.dtype)[token_R]
     return *(x[token_R] for x in quantised), weights_R, x_RD
 
@@ -70,7 +65,7 @@ _ROWS_SPECS = (
     KernelSpec(
         name="quantise_rows",
         fast=partial(quantise_rows, backend="triton"),
-        reference=quantise_rows_reference,
+        reference=partial(quantise_rows, backend="reference"),
         make_inputs=_rows_inputs,
         cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
         benches=(
@@ -86,7 +81,7 @@ _ROWS_SPECS = (
     KernelSpec(
         name="quantise_columns",
         fast=partial(quantise_columns, backend="triton"),
-        reference=quantise_columns_reference,
+        reference=partial(quantise_columns, backend="reference"),
         make_inputs=_columns_inputs,
         cases=(
             {"E": 2, "N": 48, "M": 80},
@@ -99,13 +94,12 @@ _ROWS_SPECS = (
         ),
         tolerance=_EXACT,
         cost=lambda case: (Cost(bytes=3 * case["E"] * case["N"] * case["M"]), Cost()),
-        ops=(_quantise_columns,),
         bad_inputs={"takes a contiguous": lambda i: {"w_ENM": i["w_ENM"].transpose(1, 2)}},
     ),
     KernelSpec(
         name="dequantise",
-        fast=partial(dequantise, backend="triton"),
-        reference=partial(dequantise, backend="reference"),
+        fast=partial(Quantised.to, backend="triton"),
+        reference=partial(Quantised.to, backend="reference"),
         make_inputs=_dequantise_inputs,
         cases=({"R": 37, "M": 48}, {"R": 2, "M": 1}, {"R": 5, "M": 1000}),
         benches=(Bench({"R": 4 * 16384, "M": 2048}, {"forward_fraction": 0.7}),),
@@ -113,8 +107,8 @@ _ROWS_SPECS = (
         cost=lambda case: (Cost(bytes=3 * case["R"] * case["M"]), Cost()),
         ops=(_dequantise,),
         bad_inputs={
-            r"scales \(36,\)": lambda i: (
-                i | {"quantised_RM": Quantised(i["quantised_RM"][0], i["quantised_RM"][1][1:])}
+            r"scales torch.float32 \(36,\)": lambda i: (
+                i | {"self": Quantised(i["self"][0], i["self"][1][1:])}
             )
         },
     ),
@@ -131,8 +125,6 @@ _ROWS_SPECS = (
             Cost(),
         ),
         select=used_rows,
-        ops=(_quantise_to_rows,),
-        bad_inputs={r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]}},
     ),
 )
 
@@ -198,11 +190,11 @@ _MXFP8_SPECS = (
         ops=(_widen_groups,),
         bad_inputs={
             "numbers 0 to 300": lambda i: i | {"numel": 300},
-            r"room for \(449,\)": lambda i: i | {"out_N": torch.zeros(449)},
-            r"scales \(2, 6\)": lambda i: i | {"scales_WG": i["scales_WG"][:, 1:]},
+            r"room for torch.float32 \(449,\)": lambda i: i | {"out_N": torch.zeros(449)},
+            r"scales torch.uint8 \(2, 6\)": lambda i: i | {"scales_WG": i["scales_WG"][:, 1:]},
             "codes torch.int8": lambda i: i | {"bytes_WN": i["bytes_WN"].view(torch.int8)},
             "scales torch.int32": lambda i: i | {"scales_WG": i["scales_WG"].int()},
-            "given strides": lambda i: i | {"scales_WG": i["scales_WG"].T.contiguous().T},
+            "near neighbours": lambda i: i | {"scales_WG": i["scales_WG"].T.contiguous().T},
         },
     ),
 )
@@ -254,7 +246,7 @@ _LINEAR_FP8_SPECS = (
         ops=(_linears_fp8, _linears_fp8_backward),
         bad_inputs={
             "in x's dtype": lambda x: x | {"w0_ND": x["w0_ND"].half()},
-            "it takes multiples of 16": lambda x: x | {"w0_ND": x["w0_ND"][1:]},
+            "multiples of 16": lambda x: x | {"w0_ND": x["w0_ND"][1:]},
         },
     ),
 )

@@ -5,38 +5,32 @@ from functools import partial
 
 import torch
 
+from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     _expert_indices,
     _permute,
-    _permute_backward,
-    _permute_tokens,
     _unpermute,
     expert_indices,
-    expert_indices_reference,
     permute,
-    permute_reference,
-    permute_tokens,
-    permute_tokens_reference,
     unpermute,
-    unpermute_reference,
 )
-from moetrain.kernels.experts.router import (
+from moetrain.kernels.experts.products import (
     _router_logits,
     _router_logits_backward,
+    router_logits,
+)
+from moetrain.kernels.experts.router import (
     _router_topk,
     _router_topk_backward,
-    router_logits,
-    router_logits_reference,
     router_topk,
-    router_topk_reference,
 )
 from specs.spec import Bench, Case, Cost, Inputs, KernelSpec, normal, uniform
 
 
 def make_indices(case: Case, ids_TK: torch.Tensor) -> ExpertIndices:
     """The reference's maps of ``ids_TK``, with room for ``case["rows"]`` where the case has it."""
-    return expert_indices_reference(ids_TK, case["E"], case.get("rows"))
+    return expert_indices(ids_TK, case["E"], "reference", num_rows=case.get("rows"))
 
 
 def make_ids(case: Case, generator: torch.Generator) -> torch.Tensor:
@@ -88,7 +82,7 @@ _INDICES_SPECS = (
     KernelSpec(
         name="expert_indices",
         fast=partial(expert_indices, backend="triton"),
-        reference=expert_indices_reference,
+        reference=partial(expert_indices, backend="reference"),
         make_inputs=_indices_inputs,
         cases=(*INDEX_CASES, {"T": 100, "K": 7, "E": 500}),
         benches=(Bench(INDEX_BENCH, {"forward_ms": 0.040}),),
@@ -99,7 +93,7 @@ _INDICES_SPECS = (
             "float32.*takes int32 or int64": lambda i: (
                 i | {"topk_ids_TK": i["topk_ids_TK"].float()}
             ),
-            "num_rows is 15.*at most 14": lambda i: i | {"num_rows": 15},
+            "num_rows 15.*at most 14": lambda i: i | {"num_rows": 15},
         },
     ),
 )
@@ -118,6 +112,10 @@ def token_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
 def _permute_tokens_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     inputs = token_inputs(case, dtype, generator)
     return {"x_TD": inputs["x_TD"], "indices": inputs["indices"]}
+
+
+def _permute_tokens(backend: Backend, x_TD, indices) -> torch.Tensor:
+    return permute(x_TD, None, indices, backend)[0]
 
 
 def _unpermute_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -152,7 +150,7 @@ _BENCHES = (
 _PERMUTE = KernelSpec(
     name="permute",
     fast=partial(permute, backend="triton"),
-    reference=permute_reference,
+    reference=partial(permute, backend="reference"),
     make_inputs=token_inputs,
     cases=CASES,
     benches=_BENCHES,
@@ -160,9 +158,9 @@ _PERMUTE = KernelSpec(
     cost=_rows_cost,
     differentiable=("x_TD", "weights_TK"),
     select=used_rows,
-    ops=(_permute, _permute_backward),
+    ops=(_permute, _unpermute),
     bad_inputs={
-        r"x \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
+        r"x torch.float32 \(6, 24\)": lambda i: i | {"x_TD": i["x_TD"][1:]},
         "takes a contiguous": lambda i: i | {"x_TD": i["x_TD"].T.contiguous().T},
     },
 )
@@ -172,18 +170,18 @@ _PERMUTATION_SPECS = (
     replace(
         _PERMUTE,
         name="permute_tokens",
-        fast=partial(permute_tokens, backend="triton"),
-        reference=permute_tokens_reference,
+        fast=partial(_permute_tokens, "triton"),
+        reference=partial(_permute_tokens, "reference"),
         make_inputs=_permute_tokens_inputs,
         # The width of a token's routing; that of a token is the backward of unpermute.
         benches=(Bench(INDEX_BENCH | {"D": 16}),),
         differentiable=("x_TD",),
-        ops=(_permute_tokens, _unpermute),
+        ops=(_permute, _unpermute),
     ),
     KernelSpec(
         name="unpermute",
         fast=partial(unpermute, backend="triton"),
-        reference=unpermute_reference,
+        reference=partial(unpermute, backend="reference"),
         make_inputs=_unpermute_inputs,
         cases=CASES,
         benches=_BENCHES,
@@ -191,9 +189,9 @@ _PERMUTATION_SPECS = (
         cost=_rows_cost,
         differentiable=("y_RD",),
         select_grads={"y_RD": used_rows},
-        ops=(_unpermute, _permute_tokens),
+        ops=(_unpermute, _permute),
         bad_inputs={
-            r"rows \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},
+            r"y torch.float32 \(13, 24\)": lambda i: i | {"y_RD": i["y_RD"][1:]},
             "takes a contiguous": lambda i: i | {"y_RD": i["y_RD"].T.contiguous().T},
         },
     ),
@@ -225,7 +223,7 @@ _ROUTER_SPECS = (
     KernelSpec(
         name="router_topk",
         fast=lambda **inputs: router_topk(**inputs, backend="triton"),
-        reference=router_topk_reference,
+        reference=lambda **inputs: router_topk(**inputs, backend="reference"),
         make_inputs=_router_inputs,
         cases=(
             {"T": 100, "E": 20, "k": 4},
@@ -260,8 +258,8 @@ _ROUTER_SPECS = (
             "1 to 20": lambda i: i | {"k": 21},
             "'top'": lambda i: i | {"score": "top"},
             "groups that divide": lambda i: i | {"num_groups": 3},
-            "is_pad is": lambda i: i | {"is_pad_T": torch.zeros(3, dtype=torch.bool)},
-            "bias has shape": lambda i: i | {"bias_E": torch.zeros(3)},
+            "bool, one a token": lambda i: i | {"is_pad_T": torch.zeros(3, dtype=torch.bool)},
+            "one number an expert": lambda i: i | {"bias_E": torch.zeros(3)},
         },
     ),
 )
@@ -286,7 +284,7 @@ _ROUTER_LOGITS_SPECS = (
     KernelSpec(
         name="router_logits",
         fast=lambda **inputs: router_logits(**inputs, backend="triton"),
-        reference=router_logits_reference,
+        reference=lambda **inputs: router_logits(**inputs, backend="reference"),
         make_inputs=_router_logits_inputs,
         cases=(
             {"T": 100, "D": 40, "E": 20},

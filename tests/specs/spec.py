@@ -78,7 +78,8 @@ class KernelSpec:
     cpu_dtypes: tuple[torch.dtype, ...] = ()
     """The dtypes of ``tolerance`` that the fast path takes on a CPU alone."""
     ops: tuple[Any, ...] = ()
-    """The custom ops (``torch.library.CustomOpDef``), for ``torch.library.opcheck``."""
+    """The custom ops (``torch.library.CustomOpDef``), for ``torch.library.opcheck``. None: it is a
+    part of other ops, so it is not compiled by itself and may leave the checks to them."""
     bad_inputs: dict[str, Callable[[Inputs], Inputs]] = field(default_factory=dict)
     """Maps the text of a ValueError to a change of the first case's inputs that must raise it."""
 

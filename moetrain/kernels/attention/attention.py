@@ -1,30 +1,24 @@
 """Attention: causal within each document, grouped-query heads, one entry point over named backends.
 
-``sdpa`` is torch's scaled-dot-product attention (on Hopper with cuDNN first: 1.7x torch's flash
-there), with a boolean mask for packed rows or windows. ``cudnn`` and ``exact`` lay the rows end to
-end for :func:`attention_packed`. ``flex`` is FlexAttention, whose block mask skips blocks that no
-token sees. ``reference`` is plain matrix products for tests. :func:`attention_mask` decides once
-per forward which tokens see which, for all layers.
+``sdpa`` is torch's scaled-dot-product attention, with a boolean mask for packed rows or windows.
+``cudnn`` and ``exact`` lay the rows end to end for :func:`attention_packed`. ``flex`` is
+FlexAttention, whose block mask skips blocks that no token sees. ``reference`` is plain matrix
+products for tests. :func:`attention_mask` decides once per forward for all layers.
 
 :func:`attention_packed` takes documents laid end to end. For a token ``i`` of a document, over the
 tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and with query head
-``h`` reading key/value head ``h * G // H``::
+``h`` reading key/value head ``h * G // H`` (arXiv 2205.14135)::
 
     p[i, j] = exp(q[i] . k[j] / sqrt(d) - lse[i])        o[i] = sum over j of p[i, j] v[j]
-
-``lse`` is the log of the softmax's denominator, the one statistic the backward pass keeps (arXiv
-2205.14135). With ``delta[i] = do[i] . o[i]`` and ``ds = p * (do v^T - delta) / sqrt(d)``::
-
+    delta[i] = do[i] . o[i]        ds = p * (do v^T - delta) / sqrt(d)
     dq = ds k        dk = ds^T q        dv = p^T do
 
 Worked example with T = 5: ``cu_seqlens = [0, 2, 5]`` holds two documents; token 2 starts the second
 and sees itself alone, so ``o[2] = v[2]``; token 4 sees tokens 2, 3 and 4.
 
-It is one custom op: on CUDA cuDNN's ragged attention (:mod:`moetrain.kernels.attention.cudnn`), 1.4
-to 1.7 times FlexAttention on Hopper, or with ``exact`` the batch-invariant forward
-(:mod:`moetrain.kernels.attention.batch_invariant`); on a CPU the formulas above. FlexAttention
-serves the GPUs and dtypes that cuDNN does not. Left out on purpose: dropout, biases, and queries
-whose documents are not the keys'.
+It is one op: on CUDA cuDNN's ragged attention, 1.4 to 1.7 times FlexAttention on Hopper, or with
+``exact`` the forward of :mod:`moetrain.kernels.attention.batch_invariant`; on a CPU the formulas.
+Left out on purpose: dropout, biases, and queries whose documents are not the keys'.
 
 Legend: B batch, S sequence (of one document where tokens are packed), T tokens, H query heads,
 G key/value heads, d head width, N documents.
@@ -43,7 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from moetrain.config.compute import AttentionName
 from moetrain.kernels.attention import batch_invariant
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.backend import worth_saving
+from moetrain.kernels.backend import refusal, worth_saving
 
 # cuDNN first; without a mask it wins on Hopper, and the others serve what it does not take.
 _SDPA_ORDER = [
@@ -68,15 +62,13 @@ class AttentionMask(NamedTuple):
     backend: str
     """sdpa, cudnn, exact, flex or reference."""
     dense_BSS: torch.Tensor | None = None
-    """Boolean [B, 1, S, S], True where visible; None where attention is plain causal (or flex)."""
+    """[B, 1, S, S], True where visible; None: plain causal (or flex)."""
     blocks: BlockMask | None = None
     """FlexAttention's block mask."""
     cu_seqlens: torch.Tensor | None = None
-    """For cudnn and exact: the documents of all rows laid end to end, [documents + 1] int32."""
+    """The next three for cudnn and exact: see :func:`attention_packed`."""
     max_seqlen: int = 0
-    """For cudnn and exact: the bound on a document's length."""
     window: int | None = None
-    """For cudnn and exact: the sliding window in tokens."""
 
 
 def attention_mask(
@@ -93,14 +85,12 @@ def attention_mask(
     """Make the mask of one forward: token i sees j <= i of its own document, i - j < ``window``.
 
     Args:
-        positions_BS: position of each token in its document; a 0 starts one. None: each row is
-            one document.
+        positions_BS: position of each token in its document; None: each row is one document.
         window: sliding window in tokens; None: unlimited.
         backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
             (:func:`moetrain.kernels.attention.cudnn.runs`) and the documents are known, else flex.
-        cu_seqlens: the documents of ``positions_BS`` over the B * S tokens, [documents + 1] int32:
-            0, each one's end, ..., B * S. They cannot be read off the positions without waiting for
-            the device, so cudnn and exact need them for packed rows.
+        cu_seqlens: the documents of all B * S tokens, as :func:`attention_packed` takes them. To
+            read them off the positions would wait for the device, so cudnn and exact need them.
         dtype: the dtype of the queries; without it auto does not take cudnn.
 
     Raises:
@@ -121,8 +111,8 @@ def attention_mask(
             )
         if cu_seqlens is None:
             cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-        # Compiled blocks must not be compiled again for another number of documents (mark_dynamic),
-        # nor for another bound: no document is longer than a row, and a loose bound costs no time.
+        # Compiled blocks must not be compiled again for another number of documents, nor for
+        # another bound: no document is longer than a row.
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         return AttentionMask(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
     if not masked and backend == "sdpa":
@@ -158,7 +148,10 @@ def attention(
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
         assert mask.blocks is not None  # attention_mask always makes them for flex
-        out = _flex(q, k, v, mask.blocks)
+        is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
+        run = _compiled_flex() if q.is_cuda and is_eager else flex_attention
+        out = run(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
+        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
     elif mask.backend == "reference":
         assert mask.dense_BSS is not None  # attention_mask always makes one for it
         repeats = q.shape[1] // k.shape[1]
@@ -187,68 +180,39 @@ def attention_packed(
     max_seqlen: int,
     *,
     window: int | None = None,
-    backend: Literal["auto", "cudnn", "exact", "flex", "reference"] = "auto",
+    backend: Literal["auto", "cudnn", "exact", "reference"] = "auto",
     check: bool = False,
 ) -> torch.Tensor:
     """Attend causally within each document: ``o_THd`` in ``q``'s dtype, scaled by ``d**-0.5``.
 
-    cuDNN sums the gradient of ``q`` with atomics, so its last bits may differ between runs. Under
-    ``torch.use_deterministic_algorithms(True)`` they do not, at a tenth of the speed and in scratch
-    memory that grows as documents times ``max_seqlen`` squared: 18 GiB for 16 of up to 4096 tokens
-    (H = 32, d = 128). ``flex`` repeats its bits in either mode.
+    cuDNN sums the gradient of ``q`` with atomics, so its last bits may differ between runs, unless
+    ``torch.use_deterministic_algorithms(True)``: at a tenth of the speed, in scratch memory of 18
+    GiB for 16 documents of up to 4096 tokens (H = 32, d = 128).
 
     Args:
         q_THd, k_TGd, v_TGd: one dtype; H is a multiple of G. On cuDNN bf16 or fp16, and d a
             multiple of 8 up to 256. Other strides than contiguous cost a copy.
-        cu_seqlens: [N + 1] int32: 0, each document's end, ..., T. Documents may be empty. Under
-            ``torch.compile`` mark its size as dynamic, because it changes from batch to batch.
-        max_seqlen: a bound on every document's length; a loose one costs no time. A constant, such
-            as the row length, is best: under ``torch.compile`` a number that changes recompiles.
+        cu_seqlens: [N + 1] int32: 0, each document's end, ..., T. Documents may be empty.
+        max_seqlen: a bound on every document's length; a loose one costs no time, and one that
+            changes recompiles.
         window: each token sees this many tokens at most, itself included; None: all.
-        backend: auto is cudnn where it runs (:func:`moetrain.kernels.attention.cudnn.runs`), flex
-            on other CUDA tensors and the plain formulas on a CPU; the others run or fail. exact
-            is the forward of :mod:`moetrain.kernels.attention.batch_invariant` with cuDNN's
-            backward.
-        check: check the contents of ``cu_seqlens`` first. It is for debugging: it waits for a GPU;
-            without it wrong documents read and write memory that is not theirs.
-
-    Raises:
-        ValueError: for other shapes, dtypes or devices; if cuDNN is asked for by name and absent;
-            with ``check``, for documents that are not 0 to T or are longer than ``max_seqlen``.
+        backend: auto is cuDNN on CUDA and the plain formulas on a CPU; exact has
+            :mod:`moetrain.kernels.attention.batch_invariant`'s forward instead.
+        check: check the contents of ``cu_seqlens`` first, which waits for a GPU; without it wrong
+            documents read and write memory that is not theirs.
     """
     _check(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window)
     if check:
         _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-    is_invariant = backend == "exact"
-    needs_cudnn = backend == "cudnn" or (is_invariant and q_THd.is_cuda)
+    if backend == "reference":
+        documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
+        return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)[0]
+    needs_cudnn = q_THd.is_cuda or backend == "cudnn"
     if needs_cudnn and not torch.compiler.is_compiling():  # a compiled block was checked before
         cudnn_attention.require(q_THd.device, q_THd.dtype, q_THd.shape[2])
-    elif backend == "auto" and q_THd.is_cuda:
-        runs = cudnn_attention.runs(q_THd.device, q_THd.dtype)
-        backend = "cudnn" if runs else "flex"
-    if backend in ("auto", "cudnn", "exact"):  # the op: the formulas on a CPU
-        q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGd))
-        return _attention_packed(q, k, v, cu_seqlens, max_seqlen, window, is_invariant)[0]
-    if backend == "flex":
-        return _flex_packed(q_THd, k_TGd, v_TGd, cu_seqlens, window)
-    return attention_packed_reference(q_THd, k_TGd, v_TGd, cu_seqlens, max_seqlen, window=window)
-
-
-def attention_packed_reference(
-    q_THd: torch.Tensor,
-    k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    *,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Compute :func:`attention_packed` one document at a time by matrix products.
-
-    It waits for a GPU.
-    """
-    documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
-    return _forward_formula(q_THd, k_TGd, v_TGd, documents, window)[0]
+    q, k, v = (x.contiguous() for x in (q_THd, k_TGd, v_TGd))
+    how = (max_seqlen, window, backend == "exact")
+    return _attention_packed(q, k, v, cu_seqlens, *how)[0]
 
 
 def _check(
@@ -259,39 +223,26 @@ def _check(
     max_seqlen: int,
     window: int | None,
 ) -> None:
-    shapes = [tuple(x.shape) for x in (q_THd, k_TGd, v_TGd)]
-    (tokens, heads, width), kv = shapes[0], shapes[1]
-    if kv != shapes[2] or (tokens, width) != (kv[0], kv[2]) or heads % kv[1]:
-        raise ValueError(
-            f"attention_packed: q, k and v were given as {shapes}; it takes [T, H, d], [T, G, d] "
-            "and [T, G, d] with H a multiple of G"
-        )
-    if len({x.dtype for x in (q_THd, k_TGd, v_TGd)}) > 1:
-        raise ValueError(
-            f"attention_packed: q, k and v were given in {q_THd.dtype}, {k_TGd.dtype} and "
-            f"{v_TGd.dtype}; it takes one dtype"
-        )
+    tokens, heads, width = q_THd.shape
+    kv = k_TGd.shape
+    fits = kv == v_TGd.shape and (tokens, width) == (kv[0], kv[2]) and heads % kv[1] == 0
+    if not fits or not q_THd.dtype == k_TGd.dtype == v_TGd.dtype:
+        takes = "[T, H, d], [T, G, d] and [T, G, d] in one dtype, H a multiple of G"
+        raise refusal("attention_packed", takes, q=q_THd, k=k_TGd, v=v_TGd)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"attention_packed: cu_seqlens was given as {tuple(cu_seqlens.shape)} in "
-            f"{cu_seqlens.dtype}; it takes [documents + 1] in int32"
-        )
+        raise refusal("attention_packed", "[documents + 1] in int32", cu_seqlens=cu_seqlens)
     if max_seqlen < 1 or (window is not None and window < 1):
-        raise ValueError(
-            f"attention_packed: max_seqlen={max_seqlen} and window={window} were given; it takes "
-            "positive numbers"
-        )
+        given = {"max_seqlen": max_seqlen, "window": window}
+        raise refusal("attention_packed", "positive numbers", **given)
 
 
 def _documents(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[slice]:
     ends = cu_seqlens.tolist()
     lengths = [j - i for i, j in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0 or max(lengths) > max_seqlen:
-        raise ValueError(
-            f"attention_packed: cu_seqlens of documents {min(lengths)} to {max(lengths)} long, "
-            f"from {ends[0]} to {ends[-1]}, was given; it takes documents of at most max_seqlen="
-            f"{max_seqlen}, from 0 to T={tokens}"
-        )
+        takes = f"documents of at most max_seqlen={max_seqlen}, from 0 to T={tokens}"
+        given = f"of {min(lengths)} to {max(lengths)}, from {ends[0]} to {ends[-1]}"
+        raise refusal("attention_packed", takes, documents=given)
     return [slice(i, j) for i, j in itertools.pairwise(ends) if i < j]
 
 
@@ -357,42 +308,10 @@ def _backward_formula(
     return grads
 
 
-def _flex_packed(
-    q_THd: torch.Tensor,
-    k_TGd: torch.Tensor,
-    v_TGd: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    window: int | None,
-) -> torch.Tensor:
-    tokens = q_THd.shape[0]
-    index_T = torch.arange(tokens, device=q_THd.device, dtype=torch.int32)
-    document_T = torch.searchsorted(cu_seqlens, index_T, right=True)
-    reach = tokens if window is None else window
-
-    def visible(b, h, q, k):  # flex's signature: batch, head, query index, key index
-        return (document_T[q] == document_T[k]) & (q >= k) & (q - k < reach)
-
-    blocks = create_block_mask(visible, None, None, tokens, tokens, device=str(q_THd.device))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_TGd, v_TGd))
-    return _flex(q, k, v, blocks)[0].transpose(0, 1)
-
-
 @cache
 def _compiled_flex() -> Callable[..., torch.Tensor]:
     """Compile FlexAttention, which is slow on a GPU without; lazily: the import takes seconds."""
     return torch.compile(flex_attention)
-
-
-def _flex(
-    q_BHSd: torch.Tensor, k_BGSd: torch.Tensor, v_BGSd: torch.Tensor, blocks: BlockMask
-) -> torch.Tensor:
-    """Run FlexAttention over ``blocks``: [B, H, S, d]."""
-    is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
-    run = _compiled_flex() if q_BHSd.is_cuda and is_eager else flex_attention
-    grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
-    out = run(q_BHSd, k_BGSd, v_BGSd, block_mask=blocks, enable_gqa=grouped)
-    assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
-    return out
 
 
 @torch.library.custom_op("moetrain::attention_packed", mutates_args=())
@@ -433,7 +352,6 @@ def _attention_packed_backward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v."""
     if not q_THd.is_cuda:
         documents = _documents(cu_seqlens, q_THd.shape[0], max_seqlen)
         return _backward_formula(do_THd, q_THd, k_TGd, v_TGd, o_THd, lse_HT, documents, window)

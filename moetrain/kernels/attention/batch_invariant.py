@@ -1,16 +1,13 @@
 """Batch-invariant attention: a Triton forward whose rows have the same bits in any batch.
 
-A row is a query of one head; its result is a function of that query and of the keys and values that
-it sees, and of nothing else. One program takes the keys in ascending order, in blocks of ``BLOCK``
+A row is a query of one head. One program takes the keys in ascending order, in blocks of ``BLOCK``
 that are counted from the start of their document; blocks and keys that are hidden from a row leave
-its numbers unchanged (a weight of 0, a factor of 1). So a token has one answer in a packed batch of
-training, in a chunk of a prompt and in a step of generation, from keys that lie end to end or in
-pages. The softmax is that of arXiv 2205.14135 in base 2.
+its numbers unchanged. So a token has one answer in a packed batch of training, in a chunk of a
+prompt and in a step of generation, from keys that lie end to end or in pages. A tile holds the
+queries of a few tokens for all heads that share keys. The softmax is in base 2.
 
-A tile holds the queries of a few tokens for all heads that share keys, which are thus read once.
-:func:`forward` takes documents laid end to end, :func:`paged_attention` keys in pages. Left out on
-purpose: a split of the keys over programs, which would add up in another order, and the backward
-(:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
+Left out on purpose: a split of the keys over programs, which would add up in another order, and the
+backward (:mod:`moetrain.kernels.attention.attention` has one that takes this forward's results).
 
 Legend: T tokens, H query heads, G key/value heads, d head width, N documents or sequences,
 P pages, Z tokens of a page, M pages of a sequence at most.
@@ -58,8 +55,7 @@ def forward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``o_THd`` and ``lse_HT`` (fp32) of contiguous inputs, unchecked; not an op."""
-    tile = _tile(q_THd.shape[1] // k_TGd.shape[1], one_token=False)
-    return _launch(tile, q_THd, k_TGd, v_TGd, cu_seqlens, None, None, window, one_token=False)
+    return _launch(q_THd, k_TGd, v_TGd, cu_seqlens, window)
 
 
 def paged_attention(
@@ -77,19 +73,16 @@ def paged_attention(
 
     Args:
         q_THd: the tokens that each sequence reads now, sequences end to end; contiguous.
-        keys_PZGd, values_PZGd: contiguous; ``Z`` is a multiple of :data:`BLOCK`, and no page holds
-            infinities or NaN.
+        keys_PZGd, values_PZGd: contiguous and finite; ``Z`` is a multiple of :data:`BLOCK`.
         cu_seqlens: [N + 1] int32, the sequences' ends among the T tokens, from 0.
         seen_N: int32, the number of tokens of each sequence that were read before.
-        pages_NM: int32, the pages of each sequence's keys and values; entries past its end are not
-            read.
+        pages_NM: int32, the pages of each sequence; entries past its end are not read.
         one_token: every sequence reads one token, so that T is N.
     """
-    tile = _tile(q_THd.shape[1] // keys_PZGd.shape[2], one_token)
-    keys, values = keys_PZGd.flatten(0, 1), values_PZGd.flatten(0, 1)
-    paged = (seen_N, pages_NM)
-    size = keys_PZGd.shape[1]
-    return _launch(tile, q_THd, keys, values, cu_seqlens, paged, size, window, one_token)[0]
+    keys = keys_PZGd.flatten(0, 1)
+    values = values_PZGd.flatten(0, 1)
+    paged = (seen_N, pages_NM, keys_PZGd.shape[1], one_token)
+    return _launch(q_THd, keys, values, cu_seqlens, window, *paged)[0]
 
 
 def store_in_pages(
@@ -127,20 +120,21 @@ def _store_kernel(
 
 
 def _launch(
-    tile: _AttentionTile,
     q_THd: torch.Tensor,
     k_LGd: torch.Tensor,
     v_LGd: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    paged: tuple[torch.Tensor, torch.Tensor] | None,
-    page_size: int | None,
     window: int | None,
-    one_token: bool,
+    seen: torch.Tensor | None = None,
+    pages: torch.Tensor | None = None,
+    page_size: int | None = None,
+    one_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (tokens, heads, width), kv_heads = q_THd.shape, k_LGd.shape[1]
+    tokens, heads, width = q_THd.shape
+    kv_heads = k_LGd.shape[1]
+    tile = _tile(heads // kv_heads, one_token)
     o_THd = torch.empty_like(q_THd)
     lse_HT = q_THd.new_empty(heads, tokens, dtype=torch.float32)
-    seen, pages = (None, None) if paged is None else paged
     padded_width = max(16, triton.next_power_of_2(width))
     block = [BLOCK, padded_width]
     _attend_kernel[(triton.cdiv(tokens, tile.tokens), kv_heads)](

@@ -2,18 +2,15 @@
 
 cuDNN takes packed documents as a batch of padded ones, ``[N, heads, length bound, d]``, whose
 element offsets in memory are given by a device tensor (a "ragged offset"), so nothing is copied and
-nothing waits for the device. A graph belongs to one set of sizes and takes 0.04 s to build (0.5 s
-the first of its kind in a process); the number of documents and the length bound are therefore
-rounded up and the graphs cached, so that after the first steps none is built.
+nothing waits for the device. A graph belongs to one set of sizes and takes 0.04 s to build; the
+number of documents and the length bound are therefore rounded up and the graphs cached.
 
-It leaves out autograd and the checks of shapes, which :mod:`moetrain.kernels.attention.attention`
-does.
+Left out: autograd and checks of shapes, see :mod:`moetrain.kernels.attention.attention`.
 
 Legend: T tokens, H query heads, G key/value heads, d head width, N documents.
 """
 
 # pyright: reportArgumentType=false
-# (Triton's launch settings are not typed.)
 
 import functools
 import importlib
@@ -26,9 +23,8 @@ import torch
 
 from moetrain.kernels.backend import tl, triton
 
-logger = logging.getLogger("moetrain")
-
-_PACKAGE, _OLDEST = "nvidia-cudnn-frontend", (1, 28)
+_PACKAGE = "nvidia-cudnn-frontend"
+_OLDEST = (1, 28)
 """Older versions give the ragged backward too small a workspace: its gradients are silently 0."""
 
 
@@ -48,7 +44,8 @@ _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # what the backward takes on Hopper
 _MIN_DOCUMENTS, _MIN_LENGTH = 16, 128
 
 # A graph's tensors by our names; cuDNN knows them by number.
-_INPUTS, _GRADS = ("q", "k", "v", "o", "lse", "do"), ("dq", "dk", "dv")
+_INPUTS = ("q", "k", "v", "o", "lse", "do")
+_GRADS = ("dq", "dk", "dv")
 _OFFSETS = ("q_offsets", "kv_offsets", "lse_offsets")
 _UID = {name: i for i, name in enumerate((*_INPUTS, *_GRADS, *_OFFSETS, "lengths"), start=1)}
 
@@ -69,7 +66,7 @@ def _is_too_old(version: str) -> bool:
 
 @functools.cache
 def _warn_of_age() -> None:
-    logger.warning(
+    logging.getLogger("moetrain").warning(
         "kernels.attention: %s %s is not used: before %s its gradients are wrong; pip install "
         "'moetrain[gpu]' brings the right one",
         _PACKAGE,
@@ -81,7 +78,8 @@ def _warn_of_age() -> None:
 def require(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Raise ValueError, which names the remedy, if a tensor's attention cannot run here."""
     if device.type != "cuda" or dtype not in _DTYPES:
-        given, taken = f"{dtype} on {device}", "bf16 or fp16 on CUDA"
+        given = f"{dtype} on {device}"
+        taken = "bf16 or fp16 on CUDA"
     elif head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_STEP:
         given, taken = f"head width {head_dim}", f"multiples of {_HEAD_DIM_STEP} to {_MAX_HEAD_DIM}"
     elif _INSTALLED is None:
@@ -133,8 +131,6 @@ def backward(
 
 
 class _GraphSizes(NamedTuple):
-    """The sizes that a graph is built for."""
-
     device: torch.device
     dtype: torch.dtype
     tokens: int
@@ -162,8 +158,8 @@ def _prepare(
     max_seqlen: int,
     window: int | None,
 ) -> tuple[_GraphSizes, dict[str, torch.Tensor]]:
-    """Return the sizes of the call's graph, and the documents' lengths and offsets."""
-    (tokens, heads, width), kv_heads = q_THd.shape, k_TGd.shape[1]
+    tokens, heads, width = q_THd.shape
+    kv_heads = k_TGd.shape[1]
     documents = _round_up(cu_seqlens.shape[0] - 1, _MIN_DOCUMENTS)
     length = _round_up(max_seqlen, _MIN_LENGTH)
     window = None if window is None or window >= length else window
@@ -178,8 +174,8 @@ def _document_layout(
 ) -> dict[str, torch.Tensor]:
     """Compute each document's length and offsets in one launch, padded to ``documents``.
 
-    Documents past the last one are empty. A token takes ``q_elements`` in q and o, ``kv_elements``
-    in k and v, and one in lse. Offsets are int64, [documents + 1]: elements may pass 2^31.
+    A token takes ``q_elements`` in q and o, ``kv_elements`` in k and v, and one in lse. Offsets are
+    int64, [documents + 1]: elements may pass 2^31.
     """
     offsets = cu_seqlens.new_empty(len(_OFFSETS), documents + 1, dtype=torch.int64)
     lengths = cu_seqlens.new_empty(documents)
@@ -225,7 +221,8 @@ def _handle(device: torch.device) -> Any:
 
 
 def _execute(graph: _CudnnGraph, tensors: dict[str, torch.Tensor]) -> None:
-    cudnn, device = importlib.import_module("cudnn"), tensors["q"].device
+    cudnn = importlib.import_module("cudnn")
+    device = tensors["q"].device
     workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(device):
         handle = _handle(device)
@@ -283,7 +280,6 @@ class _Builder:
         return dims, strides, self.dtype, "q_offsets" if query else "kv_offsets"
 
     def inputs(self, *names: str) -> dict[str, Any]:
-        """Declare ragged input tensors, by name."""
         found = {}
         for name in names:
             *description, offsets = self._layout(name)

@@ -1,41 +1,32 @@
 """The expert MLP, from tokens to tokens: two grouped GEMMs around SwiGLU, between permutations.
 
-With r(t) for the rows that token t is copied to, and a row's routing weight w::
+With r(t) for the rows that token t is copied to, and a row's routing weight w, applied inside so
+that combining is a plain sum::
 
     a = x[t] @ [gate; up]^T      h = silu(a_gate) * a_up * w      y[t] = sum over r of h @ down^T
 
-The weight is applied inside, before the down projection, so combining is a plain sum. The backward
-for an upstream ``dy``::
+and for an upstream ``dy``::
 
     dh = dy @ down            d_down    = dy^T @ h
     da, dw = swiglu'(dh)      d_gate_up = da^T @ x        dx = da @ [gate; up]
 
-It saves the tokens and ``a`` alone. ``h`` is recomputed in the pass over ``a`` and ``dh`` that
-makes ``da``, and so is ``dw = <dh, h / w>``, which therefore needs no ``y`` (arXiv 2512.14080). The
-rows of ``x`` are K times as many as the tokens, and ``d_gate_up`` alone needs them: they are copied
-again, a pass at memory's rate. A token with D = 2048, F = 768 and K = 8 keeps 28 KB in bf16, where
-its rows would be another 32.
+It saves the tokens and ``a`` alone. The pass that makes ``da`` recomputes ``h`` and
+``dw = <dh, h / w>``, which therefore needs no ``y`` (arXiv 2512.14080), and the rows of ``x``, K
+times as many as the tokens, are copied again: a token with D = 2048, F = 768 and K = 8 keeps 28 KB
+in bf16, where its rows would be another 32.
 
 Worked example, one row, D = F = 1, x 1, gate 0, up 3, down 1, w 2: ``a = [0, 3]``, ``h = y = 0``;
 for ``dy = 1``, ``dh = 1``, ``da = [dh * w * 3 * 1/2, 0] = [3, 0]``, ``dw = 0`` and ``dx = 0``.
 
 :func:`adapted_expert_mlp` has LoRA adapters A, B beside the frozen ``W1 = [gate; up]`` and
-``W2 = down``, each scaled by s::
+``W2 = down``, each scaled by s, and saves ``u`` and ``v`` too. Gate and up share A1::
 
     u = x @ A1^T    a = x @ W1^T + s * u @ B1^T    h = swiglu(a, w)
     v = h @ A2^T    y = h @ W2^T + s * v @ B2^T
 
-for an upstream ``dy`` its backward, which has no gradients of the frozen matrices, is::
-
     dv = s * dy @ B2     dh = dy @ W2 + dv @ A2      dB2 = s * dy^T @ v     dA2 = dv^T @ h
     da, dw = swiglu'(dh)
     du = s * da @ B1     dx = da @ W1 + du @ A1      dB1 = s * da^T @ u     dA1 = du^T @ x
-
-It saves ``u`` and ``v`` too. Gate and up share A1: their adapters are one.
-
-Worked example, one row, D = F = r = 1, x 1, W1 = [0, 2], A1 1, B1 = [0, 1], s 1: ``u = 1`` and
-``a = [0, 3]``; with ``W2 = 0``, A2 2, B2 3 and w 2, ``h = 0``, ``v = y = 0``. For ``dy = 1``,
-``dv = 3``, ``dh = 6``, ``da = [18, 0]``, ``du = 18 * 0 + 0 * 1 = 0``.
 
 Legend: T tokens, K experts a token, R rows sorted by expert, E experts, D model width, F expert
 width, r rank of the adapters.
@@ -47,19 +38,16 @@ import torch
 from torch.library import CustomOpDef
 
 from moetrain.kernels import small_m
-from moetrain.kernels.backend import Backend, use_fast, worth_saving
-from moetrain.kernels.experts.grouped_mm import grouped_mm, grouped_weight_grad
+from moetrain.kernels.backend import Backend, refusal, use_fast, worth_saving
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
-    copy_to_rows,
     permute,
-    permute_reference,
     rows_of,
     sum_rows,
     unpermute,
-    unpermute_reference,
 )
-from moetrain.kernels.experts.swiglu import swiglu, swiglu_backward_with_output, swiglu_reference
+from moetrain.kernels.experts.products import grouped_mm, grouped_weight_grad
+from moetrain.kernels.experts.swiglu import swiglu, swiglu_gradients
 
 
 def expert_mlp(
@@ -75,22 +63,20 @@ def expert_mlp(
     """Sum each token's experts, times their routing weights: ``y_TD`` in ``x``'s dtype.
 
     Args:
-        x_TD: bf16 on CUDA; the reference path takes any floating dtype.
+        x_TD: bf16 on CUDA; in plain torch any floating dtype.
         weights_TK: routing weights, any floating dtype, differentiable too.
-        indices: the index maps of the tokens' experts.
-        w_gate_up_E2FD: gate's F rows, then up's; in ``x``'s dtype, contiguous.
-        w_down_EDF: in ``x``'s dtype, contiguous.
+        w_gate_up_E2FD: gate's F rows, then up's.
+        w_down_EDF: as all matrices, in ``x``'s dtype, with rows of multiples of 16 bytes.
         typical_rows: the usual number of rows, where ``indices`` have room for more.
-
-    Raises:
-        ValueError: for other shapes, dtypes or strides, or widths whose rows are not a multiple of
-            16 bytes.
     """
-    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
-    check_experts("expert_mlp", *inputs)
-    weights = (w_gate_up_E2FD, w_down_EDF)
+    check_experts("expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     if not use_fast(backend, x_TD):
-        return expert_mlp_reference(*inputs)
+        x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
+        a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
+        h_RF = swiglu(a_R2F, weights_R, "reference")
+        y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), indices.offsets_E)
+        return unpermute(y_RD, indices, "reference")
+    weights = (w_gate_up_E2FD, w_down_EDF)
     rows = indices.row_slot_R.shape[0]
     typical = rows if typical_rows is None else typical_rows
     if small_m.runs_experts(x_TD, w_down_EDF, typical):
@@ -99,21 +85,6 @@ def expert_mlp(
         return unpermute(y_RD, indices, backend)
     tensors = (x_TD, weights_TK, indices.slot_row_TK, indices.offsets_E, *weights)
     return _expert_mlp(*(x.contiguous() for x in tensors), rows)[0]
-
-
-def expert_mlp_reference(
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-) -> torch.Tensor:
-    """Compute :func:`expert_mlp` in plain torch."""
-    x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
-    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), indices.offsets_E)
-    h_RF = swiglu_reference(a_R2F, weights_R)
-    y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), indices.offsets_E)
-    return unpermute_reference(y_RD, indices)
 
 
 def check_experts(
@@ -126,36 +97,14 @@ def check_experts(
 ) -> None:
     """Raise ValueError, naming ``kernel``, for shapes or dtypes that do not fit together."""
     experts, dim, width = w_down_EDF.shape
-    if w_gate_up_E2FD.shape != (experts, 2 * width, dim) or x_TD.shape[1:] != (dim,):
-        raise ValueError(
-            f"{kernel}: x, w_gate_up and w_down were given as {tuple(x_TD.shape)}, "
-            f"{tuple(w_gate_up_E2FD.shape)} and {tuple(w_down_EDF.shape)}; it takes [T, D], "
-            "[E, 2F, D] and [E, D, F]"
-        )
-    if not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
-        raise ValueError(
-            f"{kernel}: x, w_gate_up and w_down were given in {x_TD.dtype}, "
-            f"{w_gate_up_E2FD.dtype} and {w_down_EDF.dtype}; it takes one dtype"
-        )
-    if weights_TK.shape != indices.slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
-        raise ValueError(
-            f"{kernel}: x, weights and indices were given as {tuple(x_TD.shape)}, "
-            f"{tuple(weights_TK.shape)} and {tuple(indices.slot_row_TK.shape)}; it takes [T, D], "
-            "[T, K] and [T, K]"
-        )
-
-
-def expert_rows(
-    x_RD: torch.Tensor,
-    offsets_E: torch.Tensor,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    weights_R: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``y_RD`` and ``a_R2F`` of permuted rows; past ``offsets[-1]`` they are unspecified."""
-    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
-    h_RF = swiglu(a_R2F, weights_R, "triton")
-    return grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E), a_R2F
+    fits = w_gate_up_E2FD.shape == (experts, 2 * width, dim) and x_TD.shape[1:] == (dim,)
+    if not fits or not x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype:
+        takes = "[T, D], [E, 2F, D] and [E, D, F] in one dtype"
+        raise refusal(kernel, takes, x=x_TD, w_gate_up=w_gate_up_E2FD, w_down=w_down_EDF)
+    slot_row_TK = indices.slot_row_TK
+    if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
+        takes = "[T, D], [T, K] and [T, K]"
+        raise refusal(kernel, takes, x=x_TD, weights=weights_TK, slot_row=slot_row_TK)
 
 
 @torch.library.custom_op("moetrain::expert_mlp", mutates_args=())
@@ -170,8 +119,10 @@ def _expert_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``y_TD``, and ``a_R2F`` for the backward."""
     x_RD, weights_R = rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
-    y_RD, a_R2F = expert_rows(x_RD, offsets_E, w_gate_up_E2FD, w_down_EDF, weights_R)
-    del x_RD
+    a_R2F = grouped_mm(x_RD, w_gate_up_E2FD.transpose(1, 2), offsets_E)
+    h_RF = swiglu(a_R2F, weights_R, "triton")
+    y_RD = grouped_mm(h_RF, w_down_EDF.transpose(1, 2), offsets_E)
+    del x_RD, h_RF
     y_TD = torch.empty_like(x_TD)
     sum_rows(y_RD, slot_row_TK, y_TD)
     return y_TD, a_R2F
@@ -192,7 +143,8 @@ def _expert_mlp_backward(
     """The gradients of x, weights, w_gate_up and w_down (both empty, unless ``is_trained``)."""
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
-    da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
+    h_RF = torch.empty_like(dh_RF)
+    da_R2F, d_weights_R = swiglu_gradients(dh_RF, a_R2F, weights_R, h_RF)
     d_down = grouped_weight_grad(dy_RD, h_RF, offsets_E) if is_trained else dy_TD.new_empty(0)
     del dy_RD, dh_RF, h_RF  # before the products below, where memory peaks
     dx_RD = grouped_mm(da_R2F, w_gate_up_E2FD, offsets_E)
@@ -200,16 +152,13 @@ def _expert_mlp_backward(
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
     if not is_trained:
         return dx_TD, d_weights_TK, dy_TD.new_empty(0), d_down
-    x_RD = dx_RD  # reuses its memory: dx_TD has its sums
-    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    # In the memory of dx_RD: dx_TD has its sums.
+    x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
     return dx_TD, d_weights_TK, grouped_weight_grad(da_R2F, x_RD, offsets_E), d_down
 
 
 def register_experts(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Register the shapes, the saved tensors and the gradient of a pair of expert MLP ops.
-
-    Their arguments are those of ``_expert_mlp`` and ``_expert_mlp_backward``.
-    """
+    """Register shapes and gradient of a pair of ops with the arguments of :func:`_expert_mlp`'s."""
 
     def differentiate(ctx: Any, dy_TD: torch.Tensor | None, _: object) -> tuple[Any, ...]:
         if dy_TD is None:
@@ -263,65 +212,40 @@ def adapted_expert_mlp(
     """Compute :func:`expert_mlp` with LoRA adapters beside frozen matrices.
 
     Args:
-        x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF: as in :func:`expert_mlp`, but the
-            matrices get no gradient.
-        a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr: in ``x``'s dtype, contiguous; r is a
-            multiple of 16 bytes.
+        w_gate_up_E2FD, w_down_EDF: get no gradient.
         scale: multiplies the adapters' results.
-
-    Raises:
-        ValueError: as :func:`expert_mlp`, and for adapters of other shapes or dtypes.
     """
-    inputs = (x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
-    check_experts("adapted_expert_mlp", *inputs)
+    check_experts("adapted_expert_mlp", x_TD, weights_TK, indices, w_gate_up_E2FD, w_down_EDF)
     experts, dim, width = w_down_EDF.shape
     rank = a_gate_up_ErD.shape[1]
-    adapters = (a_gate_up_ErD, b_gate_up_E2Fr, a_down_ErF, b_down_EDr)
-    wanted = (rank, dim), (2 * width, rank), (rank, width), (dim, rank)
-    if any(x.shape != (experts, *shape) for x, shape in zip(adapters, wanted, strict=True)):
-        given = ", ".join(str(tuple(x.shape)) for x in adapters)
-        raise ValueError(
-            f"adapted_expert_mlp: adapters were given as {given}; with w_down of "
-            f"{tuple(w_down_EDF.shape)} it takes [E, r, D], [E, 2F, r], [E, r, F] and [E, D, r]"
-        )
-    if any(x.dtype != x_TD.dtype for x in adapters):
-        given = ", ".join(str(x.dtype) for x in adapters)
-        raise ValueError(
-            f"adapted_expert_mlp: adapters were given in {given}; with x in {x_TD.dtype} it takes "
-            "that"
-        )
-    if not use_fast(backend, x_TD):
-        return adapted_expert_mlp_reference(*inputs, *adapters, scale)
-    routing = (weights_TK, indices.slot_row_TK, indices.offsets_E)
-    tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters)
-    rows = indices.row_slot_R.shape[0]
-    return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, rows)[0]
-
-
-def adapted_expert_mlp_reference(
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    indices: ExpertIndices,
-    w_gate_up_E2FD: torch.Tensor,
-    w_down_EDF: torch.Tensor,
-    a_gate_up_ErD: torch.Tensor,
-    b_gate_up_E2Fr: torch.Tensor,
-    a_down_ErF: torch.Tensor,
-    b_down_EDr: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Compute :func:`adapted_expert_mlp` in plain torch."""
     offsets_E = indices.offsets_E
+    adapters = {
+        "a_gate_up": a_gate_up_ErD,
+        "b_gate_up": b_gate_up_E2Fr,
+        "a_down": a_down_ErF,
+        "b_down": b_down_EDr,
+    }
+    wanted = (rank, dim), (2 * width, rank), (rank, width), (dim, rank)
+    for x, shape in zip(adapters.values(), wanted, strict=True):
+        if x.shape != (experts, *shape) or x.dtype != x_TD.dtype:
+            takes = "[E, r, D], [E, 2F, r], [E, r, F] and [E, D, r] in x's dtype"
+            given = {"x": x_TD, "w_down": w_down_EDF} | adapters
+            raise refusal("adapted_expert_mlp", takes, **given)
+    if use_fast(backend, x_TD):
+        routing = (weights_TK, indices.slot_row_TK, offsets_E)
+        tensors = (x_TD, *routing, w_gate_up_E2FD, w_down_EDF, *adapters.values())
+        rows = indices.row_slot_R.shape[0]
+        return _adapted_expert_mlp(*(x.contiguous() for x in tensors), scale, rows)[0]
 
     def product(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         low = grouped_mm(x, a.transpose(1, 2), offsets_E)
         wide = grouped_mm(x, w.detach().transpose(1, 2), offsets_E)
         return wide + scale * grouped_mm(low, b.transpose(1, 2), offsets_E)
 
-    x_RD, weights_R = permute_reference(x_TD, weights_TK, indices)
+    x_RD, weights_R = permute(x_TD, weights_TK, indices, "reference")
     a_R2F = product(x_RD, w_gate_up_E2FD, a_gate_up_ErD, b_gate_up_E2Fr)
-    h_RF = swiglu_reference(a_R2F, weights_R)
-    return unpermute_reference(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices)
+    h_RF = swiglu(a_R2F, weights_R, "reference")
+    return unpermute(product(h_RF, w_down_EDF, a_down_ErF, b_down_EDr), indices, "reference")
 
 
 @torch.library.custom_op("moetrain::adapted_expert_mlp", mutates_args=())
@@ -379,12 +303,12 @@ def _adapted_expert_mlp_backward(
     v_Rr: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weights and the four adapters."""
     dy_RD, weights_R = rows_of(dy_TD, weights_TK, slot_row_TK, a_R2F.shape[0])
     dv_Rr = grouped_mm(dy_RD, b_down_EDr, offsets_E).mul_(scale)
     dh_RF = grouped_mm(dy_RD, w_down_EDF, offsets_E)
     dh_RF += grouped_mm(dv_Rr, a_down_ErF, offsets_E)
-    da_R2F, d_weights_R, h_RF = swiglu_backward_with_output(dh_RF, a_R2F, weights_R)
+    h_RF = torch.empty_like(dh_RF)
+    da_R2F, d_weights_R = swiglu_gradients(dh_RF, a_R2F, weights_R, h_RF)
     del dh_RF  # before the products below, where memory peaks
     d_a_down = grouped_weight_grad(dv_Rr, h_RF, offsets_E)
     d_b_down = grouped_weight_grad(dy_RD, v_Rr, offsets_E).mul_(scale)
@@ -395,8 +319,8 @@ def _adapted_expert_mlp_backward(
     d_b_gate_up = grouped_weight_grad(da_R2F, u_Rr, offsets_E).mul_(scale)
     dx_TD, d_weights_TK = torch.empty_like(x_TD), torch.empty_like(weights_TK)
     sum_rows(dx_RD, slot_row_TK, dx_TD, d_weights_R, d_weights_TK)
-    x_RD = dx_RD  # reuses its memory: dx_TD has its sums
-    copy_to_rows(x_TD, slot_row_TK, x_RD)
+    # In the memory of dx_RD: dx_TD has its sums.
+    x_RD, _ = rows_of(x_TD, None, slot_row_TK, len(dx_RD), dx_RD)
     d_a_gate_up = grouped_weight_grad(du_Rr, x_RD, offsets_E)
     return dx_TD, d_weights_TK, d_a_gate_up, d_b_gate_up, d_a_down, d_b_down
 

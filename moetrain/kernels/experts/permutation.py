@@ -1,8 +1,8 @@
 """Permutation: which row each (token, slot) takes once rows are sorted by expert; there and back.
 
 A token t that chose experts ``ids[t, 0..K)`` becomes up to K rows; rows lie sorted by expert, and
-within one expert by (token, slot), so the order is stable and reproducible. Worked example with
-T=3, K=2, E=3 and ``ids = [[2, 0], [0, -1], [2, 1]]`` (-1: no expert)::
+within one expert by (token, slot). Worked example with T=3, K=2, E=3 and
+``ids = [[2, 0], [0, -1], [2, 1]]`` (-1: no expert)::
 
     row          0       1       2       3       4      5
     (token,slot) (0,1)   (1,0)   (2,1)   (0,0)   (2,0)  none
@@ -11,38 +11,40 @@ T=3, K=2, E=3 and ``ids = [[2, 0], [0, -1], [2, 1]]`` (-1: no expert)::
     row_slot = [1, 2, 5, 0, 4, -1]                      (token * K + slot of each row)
     slot_row = [[3, 0], [1, -1], [4, 2]]                (row of each slot)
 
-A caller that knows how many rows there are (5 here), or has room for so many only, says so, and the
-row map is that long. With room for 4, row 4 is dropped: ``offsets`` ends at [2, 3, 4], slot (2, 0)
-gets -1, and ``counts`` still tells of all 5.
+With room for 4 rows only, row 4 is dropped: ``offsets`` ends at [2, 3, 4], slot (2, 0) gets -1, and
+``counts`` still tells of all 5.
 
-:func:`expert_indices` is a counting sort in two launches: each program counts its ids, then ranks
-them from the counts of the programs before it. Nothing races, so the order needs no atomics, and no
-[T, E] map is stored. Shapes never depend on the routing, so nothing waits for the device.
+:func:`expert_indices` is a counting sort in two launches, without atomics: each program counts its
+ids, then ranks them from the counts of the programs before it. Nothing waits for the device.
 
 The maps then copy tokens to rows and sum rows to tokens, over the slots (t, k) that have a row::
 
     permute:    x_RD[slot_row[t, k]] = x_TD[t]             unpermute:  y_TD[t] = sum over k of
                 weights_R[slot_row[t, k]] = weights_TK[t, k]                   y_RD[slot_row[t, k]]
 
-In the example token 2 is copied to rows 4 and 2, and gets their sum back. :func:`permute_tokens` is
-the first half of :func:`permute`, for rows without weights. Copies and sums are each other's
-backward. Both go by token: a token is read (or written) once and its K rows once, which is all the
-traffic there must be; going by row would read each token K times. Rows past ``offsets[-1]`` are
-unused; their contents are unspecified, and gradients never read them.
+Each is the other's backward. Going by row would read a token K times. Rows past ``offsets[-1]`` are
+unspecified, and gradients never read them.
 
 Legend: T tokens, K experts a token, E experts, R rows (T * K, or as many as the row map has room
 for), D width.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's launch settings and unrolled ranges are not typed.)
 
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast, worth_saving
+from moetrain.kernels.backend import (
+    Backend,
+    refusal,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+    worth_saving,
+)
 
 # Launch settings, measured on one H200.
 _TILE, _WARPS = 128, 4  # ids ranked at once, by comparing all pairs
@@ -77,27 +79,13 @@ def expert_indices(
 
     Args:
         num_rows: R, at most T * K (None: that). Rows past it are dropped, see above.
-
-    Raises:
-        ValueError: for a wrong shape or dtype, or more than T * K rows.
     """
     if topk_ids_TK.dim() != 2 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"expert_indices: ids were given as {topk_ids_TK.dtype} {tuple(topk_ids_TK.shape)}; it "
-            "takes int32 or int64 [T, K]"
-        )
-    if not use_fast(backend, topk_ids_TK):
-        return expert_indices_reference(topk_ids_TK, num_experts, num_rows)
+        raise refusal("expert_indices", "int32 or int64 [T, K]", ids=topk_ids_TK)
     rows = topk_ids_TK.numel() if num_rows is None else num_rows
-    return ExpertIndices(*_expert_indices(topk_ids_TK.contiguous(), num_experts, rows))
-
-
-def expert_indices_reference(
-    topk_ids_TK: torch.Tensor, num_experts: int, num_rows: int | None = None
-) -> ExpertIndices:
-    """Compute :func:`expert_indices` by one stable sort."""
+    if use_fast(backend, topk_ids_TK):
+        return ExpertIndices(*_expert_indices(topk_ids_TK.contiguous(), num_experts, rows))
     ids_N = topk_ids_TK.reshape(-1)
-    rows = ids_N.numel() if num_rows is None else num_rows
     # "No expert" sorts behind every expert.
     keys_N = torch.where(ids_N < 0, num_experts, ids_N)
     sorted_N, slots_N = torch.sort(keys_N, stable=True)
@@ -121,10 +109,7 @@ def _expert_indices(
     ids_TK: torch.Tensor, num_experts: int, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if not 0 <= num_rows <= ids_TK.numel():
-        raise ValueError(
-            f"expert_indices: num_rows is {num_rows}; with ids of {tuple(ids_TK.shape)} it is at "
-            f"most {ids_TK.numel()}"
-        )
+        raise refusal("expert_indices", f"at most {ids_TK.numel()}", num_rows=num_rows, ids=ids_TK)
     outputs = _empty_indices(ids_TK, num_experts, num_rows)
     slots, width = ids_TK.numel(), triton.next_power_of_2(num_experts)
     # At least two tiles: reading the counts at a program's start costs more than a tile.
@@ -226,86 +211,43 @@ _COLUMNS, _ROW_WARPS = 1024, 2  # columns a program copies or sums, measured on 
 
 
 def permute(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
+    x_TD: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    indices: ExpertIndices,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy tokens and routing weights to rows ``x_RD``, ``weights_R`` sorted by expert.
 
-    It is differentiable in both; a token's gradient is the fp32 sum over its rows, rounded once.
-
-    Raises:
-        ValueError: for shapes that do not fit together, or an ``x_TD`` that is not contiguous.
+    A token's gradient is the fp32 sum over its rows, rounded once. ``x_TD`` is contiguous. Without
+    weights, those of the rows are empty.
     """
-    if weights_TK.shape != indices.slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
-        raise ValueError(
-            f"permute: was given x {tuple(x_TD.shape)}, weights {tuple(weights_TK.shape)} and "
-            f"indices of {tuple(indices.slot_row_TK.shape)}; it takes [T, D], [T, K] and [T, K]"
-        )
-    if not use_fast(backend, x_TD):
-        return permute_reference(x_TD, weights_TK, indices)
-    require_contiguous("permute", x_TD)
-    rows = indices.row_slot_R.shape[0]
-    return _permute(x_TD, weights_TK.contiguous(), indices.slot_row_TK, rows)
-
-
-def permute_reference(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, indices: ExpertIndices
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute :func:`permute` by indexing; unused rows are zeros."""
+    shape = indices.slot_row_TK.shape
+    if x_TD.dim() != 2 or x_TD.shape[:1] != shape[:1]:
+        raise refusal("permute", "[T, D]", x=x_TD, slot_row_TK=indices.slot_row_TK)
+    if weights_TK is not None and weights_TK.shape != shape:
+        raise refusal("permute", "[T, K]", weights=weights_TK, slot_row_TK=indices.slot_row_TK)
+    if use_fast(backend, x_TD):
+        require_contiguous("permute", x=x_TD)
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        return _permute(x_TD, weights_TK, indices.slot_row_TK, indices.row_slot_R.shape[0])
     used_R = indices.row_slot_R >= 0
     slot_R = indices.row_slot_R.clamp(min=0)
-    weights_R = torch.where(used_R, weights_TK.reshape(-1)[slot_R], 0)
-    return permute_tokens_reference(x_TD, indices), weights_R
-
-
-def permute_tokens(
-    x_TD: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
-) -> torch.Tensor:
-    """Copy tokens to rows ``x_RD`` sorted by expert, in any dtype; differentiable as above.
-
-    Raises:
-        ValueError: for another number of tokens than the indices', or if ``x_TD`` is not
-            contiguous.
-    """
-    if x_TD.dim() != 2 or x_TD.shape[0] != indices.slot_row_TK.shape[0]:
-        raise ValueError(
-            f"permute_tokens: was given x {tuple(x_TD.shape)} and indices of "
-            f"{tuple(indices.slot_row_TK.shape)}; it takes [T, D] and [T, K]"
-        )
-    if not use_fast(backend, x_TD):
-        return permute_tokens_reference(x_TD, indices)
-    require_contiguous("permute_tokens", x_TD)
-    return _permute_tokens(x_TD, indices.slot_row_TK, indices.row_slot_R.shape[0])
-
-
-def permute_tokens_reference(x_TD: torch.Tensor, indices: ExpertIndices) -> torch.Tensor:
-    """Compute :func:`permute_tokens` by indexing; unused rows are zeros."""
-    used_R = indices.row_slot_R >= 0
-    token_R = indices.row_slot_R.clamp(min=0) // indices.slot_row_TK.shape[1]
     # where, not a product: the gradient of an unused row may hold NaN.
-    return torch.where(used_R[:, None], x_TD[token_R], 0)
+    x_RD = torch.where(used_R[:, None], x_TD[slot_R // shape[1]], 0)
+    if weights_TK is None:
+        return x_RD, x_TD.new_empty(0)
+    return x_RD, torch.where(used_R, weights_TK.reshape(-1)[slot_R], 0)
 
 
 def unpermute(
     y_RD: torch.Tensor, indices: ExpertIndices, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Sum each token's rows in fp32, rounded once to ``y_RD``'s dtype: ``y_TD``.
-
-    Raises:
-        ValueError: for another number of rows than the indices', or if ``y_RD`` is not contiguous.
-    """
+    """Sum each token's rows (contiguous) in fp32, rounded once to ``y_RD``'s dtype: ``y_TD``."""
     if y_RD.dim() != 2 or y_RD.shape[0] != indices.row_slot_R.shape[0]:
-        raise ValueError(
-            f"unpermute: was given rows {tuple(y_RD.shape)} and indices of "
-            f"{indices.row_slot_R.shape[0]}; it takes [R, D]"
-        )
-    if not use_fast(backend, y_RD):
-        return unpermute_reference(y_RD, indices)
-    require_contiguous("unpermute", y_RD)
-    return _unpermute(y_RD, indices.slot_row_TK)
-
-
-def unpermute_reference(y_RD: torch.Tensor, indices: ExpertIndices) -> torch.Tensor:
-    """Compute :func:`unpermute` by indexing."""
+        raise refusal("unpermute", "[R, D]", y=y_RD, row_slot_R=indices.row_slot_R)
+    if use_fast(backend, y_RD):
+        require_contiguous("unpermute", y=y_RD)
+        return _unpermute(y_RD, None, indices.slot_row_TK)[0]
     # -1, an absent row, indexes the last row, which is zeros.
     rows_TKD = F.pad(y_RD, (0, 0, 0, 1))[indices.slot_row_TK]
     wide = torch.promote_types(y_RD.dtype, torch.float32)
@@ -314,109 +256,81 @@ def unpermute_reference(y_RD: torch.Tensor, indices: ExpertIndices) -> torch.Ten
 
 @torch.library.custom_op("moetrain::permute", mutates_args=())
 def _permute(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
+    x_TD: torch.Tensor, weights_TK: torch.Tensor | None, slot_row_TK: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return rows_of(x_TD, weights_TK, slot_row_TK, num_rows)
 
 
 @_permute.register_fake
-def _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows):
-    return x_TD.new_empty(num_rows, x_TD.shape[1]), weights_TK.new_empty(num_rows)
-
-
-@torch.library.custom_op("moetrain::permute_backward", mutates_args=())
-def _permute_backward(
-    d_x_RD: torch.Tensor, d_weights_R: torch.Tensor, slot_row_TK: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    d_x_TD, d_weights_TK = _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK)
-    sum_rows(d_x_RD, slot_row_TK, d_x_TD, d_weights_R, d_weights_TK)
-    return d_x_TD, d_weights_TK
-
-
-@_permute_backward.register_fake
-def _permute_backward_fake(d_x_RD, d_weights_R, slot_row_TK):
-    d_x_TD = d_x_RD.new_empty(slot_row_TK.shape[0], d_x_RD.shape[1])
-    return d_x_TD, d_weights_R.new_empty(slot_row_TK.shape)
+def _(x_TD, weights_TK, slot_row_TK, num_rows):
+    weights_R = x_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(num_rows)
+    return x_TD.new_empty(num_rows, x_TD.shape[1]), weights_R
 
 
 @torch.library.custom_op("moetrain::unpermute", mutates_args=())
-def _unpermute(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
-    y_TD = y_RD.new_empty(slot_row_TK.shape[0], y_RD.shape[1])
-    sum_rows(y_RD, slot_row_TK, y_TD)
-    return y_TD
+def _unpermute(
+    x_RD: torch.Tensor, weights_R: torch.Tensor | None, slot_row_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD, weights_TK = _unpermute_fake(x_RD, weights_R, slot_row_TK)
+    sum_rows(x_RD, slot_row_TK, x_TD, weights_R, None if weights_R is None else weights_TK)
+    return x_TD, weights_TK
 
 
 @_unpermute.register_fake
-def _(y_RD: torch.Tensor, slot_row_TK: torch.Tensor) -> torch.Tensor:
-    return y_RD.new_empty(slot_row_TK.shape[0], y_RD.shape[1])
+def _unpermute_fake(x_RD, weights_R, slot_row_TK):
+    x_TD = x_RD.new_empty(slot_row_TK.shape[0], x_RD.shape[1])
+    return x_TD, x_RD.new_empty(0) if weights_R is None else weights_R.new_empty(slot_row_TK.shape)
 
 
-@torch.library.custom_op("moetrain::permute_tokens", mutates_args=())
-def _permute_tokens(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
-    x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    copy_to_rows(x_TD, slot_row_TK, x_RD)
-    return x_RD
-
-
-@_permute_tokens.register_fake
-def _(x_TD: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return x_TD.new_empty(num_rows, x_TD.shape[1])
-
-
-def _save_copied(ctx, inputs, output) -> None:
-    *_, slot_row_TK, _ = inputs
+def _save_permuted(ctx, inputs, output) -> None:
+    _, weights_TK, slot_row_TK, _ = inputs
     ctx.save_for_backward(slot_row_TK)
+    ctx.has_weights = weights_TK is not None
 
 
 def _save_summed(ctx, inputs, output) -> None:
-    y_RD, slot_row_TK = inputs
+    x_RD, weights_R, slot_row_TK = inputs
     ctx.save_for_backward(slot_row_TK)
-    ctx.num_rows = y_RD.shape[0]
+    ctx.has_weights = weights_R is not None
+    ctx.num_rows = x_RD.shape[0]
 
 
 def _differentiate_permute(ctx, d_x_RD: torch.Tensor, d_weights_R: torch.Tensor):
     (slot_row_TK,) = ctx.saved_tensors
-    grads = _permute_backward(d_x_RD.contiguous(), d_weights_R.contiguous(), slot_row_TK)
-    return *grads, None, None
+    given = d_weights_R.contiguous() if ctx.has_weights else None
+    d_x_TD, d_weights_TK = _unpermute(d_x_RD.contiguous(), given, slot_row_TK)
+    return d_x_TD, d_weights_TK if ctx.has_weights else None, None, None
 
 
-def _differentiate_permute_tokens(ctx, d_x_RD: torch.Tensor):
+def _differentiate_unpermute(ctx, d_x_TD: torch.Tensor, d_weights_TK: torch.Tensor):
     (slot_row_TK,) = ctx.saved_tensors
-    return _unpermute(d_x_RD.contiguous(), slot_row_TK), None, None
+    given = d_weights_TK.contiguous() if ctx.has_weights else None
+    d_x_RD, d_weights_R = _permute(d_x_TD.contiguous(), given, slot_row_TK, ctx.num_rows)
+    return d_x_RD, d_weights_R if ctx.has_weights else None, None
 
 
-def _differentiate_unpermute(ctx, d_y_TD: torch.Tensor):
-    (slot_row_TK,) = ctx.saved_tensors
-    return _permute_tokens(d_y_TD.contiguous(), slot_row_TK, ctx.num_rows), None
-
-
-_permute.register_autograd(_differentiate_permute, setup_context=_save_copied)
-_permute_tokens.register_autograd(_differentiate_permute_tokens, setup_context=_save_copied)
+_permute.register_autograd(_differentiate_permute, setup_context=_save_permuted)
 _unpermute.register_autograd(_differentiate_unpermute, setup_context=_save_summed)
 
 
 def rows_of(
-    x_TD: torch.Tensor, weights_TK: torch.Tensor, slot_row_TK: torch.Tensor, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Permute as :func:`permute` within an op: unchecked contiguous inputs, no autograd."""
-    x_RD, weights_R = _permute_fake(x_TD, weights_TK, slot_row_TK, num_rows)
-    copy_to_rows(x_TD, slot_row_TK, x_RD, weights_TK, weights_R)
-    return x_RD, weights_R
-
-
-def copy_to_rows(
     x_TD: torch.Tensor,
+    weights_TK: torch.Tensor | None,
     slot_row_TK: torch.Tensor,
-    x_RD: torch.Tensor,
-    weights_TK: torch.Tensor | None = None,
-    weights_R: torch.Tensor | None = None,
-) -> None:
-    """Write each token, and the weights of its slots, to its rows."""
-    (tokens, slots), width = slot_row_TK.shape, x_TD.shape[1]
+    num_rows: int,
+    x_RD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Permute as :func:`permute` within an op, to the memory of ``x_RD`` if it is given."""
+    if x_RD is None:
+        x_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    weights_R = None if weights_TK is None else weights_TK.new_empty(num_rows)
+    tokens, slots = slot_row_TK.shape
+    width = x_TD.shape[1]
     grid = (tokens, triton.cdiv(width, _COLUMNS))
     _copy_kernel[grid](
         x_TD, slot_row_TK, x_RD, weights_TK, weights_R, width, slots, _COLUMNS, num_warps=_ROW_WARPS
     )
+    return x_RD, x_TD.new_empty(0) if weights_R is None else weights_R
 
 
 def sum_rows(
@@ -427,7 +341,8 @@ def sum_rows(
     weights_TK: torch.Tensor | None = None,
 ) -> None:
     """Sum each token's rows in slot order, and fetch the weights of its slots."""
-    (tokens, slots), width = slot_row_TK.shape, x_TD.shape[1]
+    tokens, slots = slot_row_TK.shape
+    width = x_TD.shape[1]
     grid = (tokens, triton.cdiv(width, _COLUMNS))
     _sum_kernel[grid](
         x_RD, slot_row_TK, x_TD, weights_R, weights_TK, width, slots, _COLUMNS, num_warps=_ROW_WARPS

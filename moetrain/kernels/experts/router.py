@@ -1,4 +1,4 @@
-"""The router: logits, top-k, weights, and the statistics that the balancing losses need.
+"""The router: top-k, weights, and the statistics that the balancing losses need.
 
     p = softmax(logits)      s = p (or sigmoid(logits))      chosen = the K largest of s + bias
     weight = scale * s[chosen], divided by the sum of s[chosen] if ``normalize``
@@ -6,48 +6,31 @@
 ``bias`` moves the choice only, never the weights (auxiliary-loss-free balancing, arXiv 2408.15664).
 With expert groups (DeepSeek-V3, arXiv 2412.19437) the choice is among the ``topk_groups`` groups
 whose two best s + bias have the largest sums. All arithmetic is fp32. Equal scores go to the lower
-expert id, equal group scores to the lower group.
+expert id, equal group scores to the lower group. Padding is left out of everything.
 
 Worked example, E=4, K=2, softmax, normalised: logits [0, ln 3, 0, ln 4] give
 p = [1, 3, 1, 4] / 9, ids [3, 1], weights [4/7, 3/7]; a tie between experts 0 and 2 would go to 0.
 
-The forward is one kernel that walks tokens in a fixed order and leaves each program's sums in
-memory, and one small kernel that adds them up, so equal inputs give equal bits. The backward is one
-kernel, which recomputes the probabilities (both in ``router_triton.py``). Padding is left out of
-everything: a pad's ids are -1, its weights 0, and it counts in no sum. The entropy and the bias
-have no gradients.
+Sums are added up in a fixed order, so equal inputs give equal bits.
 
-:func:`router_logits` is ``x @ weight^T`` in fp32 from bf16 operands at the speed of bf16. A product
-of two bf16 numbers is exact in fp32, so nothing is lost by multiplying the operands as they are:
-the tensor cores' sums are fp32. In the backward the upstream gradient is fp32, and rounding it to
-bf16 would lose something; it is split into two bf16 numbers that hold its leading 16 bits,
-``d = high + low + O(2^-17) d``, whose products are summed in fp32::
-
-    dx = [high low] @ [weight; weight]        d_weight = high^T @ x + low^T @ x
-
-Legend: T tokens, D width, E experts, K experts a token, G expert groups, M = E / G experts a group,
+Legend: T tokens, E experts, K experts a token, G expert groups, M = E / G experts a group,
 P programs, C tile columns (E with each group padded to a power of two), S slots (K, padded).
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
-from moetrain.kernels.backend import Backend, triton, use_fast, worth_saving
-from moetrain.kernels.experts.router_triton import (
-    route_backward_kernel,
-    route_kernel,
-    sum_programs_kernel,
-)
+from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast, worth_saving
 
 _MAX_EXPERTS = 512
 _MAX_K = 32
 # 16 tokens of 128 experts: 16 values a thread in every tile-sized variable. Measured on one H200.
 _TILE_ELEMENTS = 2048
 _MAX_PROGRAMS = 264  # two for each of an H200's multiprocessors; more only adds partial sums
+_TAKEN = tl.constexpr(-(2**63))  # below the key of every score
 
 
 class Routed(NamedTuple):
@@ -60,11 +43,11 @@ class Routed(NamedTuple):
     counts_E: torch.Tensor
     """int32: (token, slot) pairs that chose each expert."""
     prob_sum_E: torch.Tensor
-    """fp32, differentiable: sum over tokens of softmax(logits)."""
+    """fp32, differentiable: the sum of softmax(logits)."""
     z_sum: torch.Tensor
-    """fp32 scalar, differentiable: sum over tokens of logsumexp(logits)^2 (arXiv 2202.08906)."""
+    """As above, of logsumexp(logits)^2 (arXiv 2202.08906)."""
     entropy_sum: torch.Tensor
-    """fp32 scalar, no gradient: sum over tokens of the entropy of softmax(logits), in nats."""
+    """fp32, no gradient: of softmax's entropy in nats."""
 
 
 def router_topk(
@@ -87,54 +70,55 @@ def router_topk(
         is_pad_T: bool, which tokens are padding; None: none.
         num_groups: equal groups of consecutive experts; the choice is within ``topk_groups``.
         scale: multiplies the weights.
-
-    Raises:
-        ValueError: for a dtype, shape or option that does not fit; it names what was given.
     """
-    _check(logits_TE, k, score, bias_E, is_pad_T, num_groups, topk_groups)
+    if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
+        raise refusal("router_topk", "floating [T, E]", logits=logits_TE)
+    tokens, experts = logits_TE.shape
+    if score not in ("softmax", "sigmoid"):
+        raise refusal("router_topk", "'softmax' or 'sigmoid'", score=repr(score))
+    if num_groups < 1 or experts % num_groups or not 1 <= topk_groups <= num_groups:
+        takes = "groups that divide the experts, and 1 to all of them"
+        given = {"num_groups": num_groups, "topk_groups": topk_groups, "experts": experts}
+        raise refusal("router_topk", takes, **given)
+    reachable = experts // num_groups * topk_groups
+    if not 1 <= k <= reachable:
+        raise refusal("router_topk", f"1 to {reachable}, the experts of the chosen groups", k=k)
+    if bias_E is not None and bias_E.shape != (experts,):
+        raise refusal("router_topk", "one number an expert", logits=logits_TE, bias=bias_E)
+    if is_pad_T is not None and (is_pad_T.dtype != torch.bool or is_pad_T.shape != (tokens,)):
+        raise refusal("router_topk", "bool, one a token", logits=logits_TE, is_pad=is_pad_T)
+    how = (bias_E, is_pad_T, k, score == "sigmoid", normalize, num_groups, topk_groups, scale)
     if not use_fast(backend, logits_TE):
-        return router_topk_reference(
-            logits_TE,
-            k,
-            score=score,
-            normalize=normalize,
-            bias_E=bias_E,
-            is_pad_T=is_pad_T,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            scale=scale,
-        )
+        return _reference(logits_TE, *how)
     _check_fast(logits_TE, k, bias_E)
-    weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = _router_topk(
-        logits_TE,
-        bias_E,
-        is_pad_T,
-        k,
-        score == "sigmoid",
-        normalize,
-        num_groups,
-        topk_groups,
-        scale,
-    )
+    weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = _router_topk(logits_TE, *how)
     return Routed(ids_TK, weights_TK, counts_E, prob_sum_E, z_sum, entropy_sum)
 
 
-def router_topk_reference(
+def _check_fast(logits_TE: torch.Tensor, k: int, bias_E: torch.Tensor | None) -> None:
+    if logits_TE.dtype != torch.float32 or logits_TE.stride(1) != 1:
+        raise refusal("router_topk", "float32 with contiguous rows", logits=logits_TE)
+    if logits_TE.shape[1] > _MAX_EXPERTS or k > _MAX_K:
+        takes = f"k of at most {_MAX_K} and {_MAX_EXPERTS} experts"
+        raise refusal("router_topk", takes, k=k, logits=logits_TE)
+    if bias_E is not None and (bias_E.dtype != torch.float32 or not bias_E.is_contiguous()):
+        raise refusal("router_topk", "contiguous float32", bias=bias_E)
+
+
+def _reference(
     logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    is_pad_T: torch.Tensor | None,
     k: int,
-    *,
-    score: Literal["softmax", "sigmoid"] = "softmax",
-    normalize: bool = True,
-    bias_E: torch.Tensor | None = None,
-    is_pad_T: torch.Tensor | None = None,
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    scale: float = 1.0,
+    sigmoid: bool,
+    normalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
 ) -> Routed:
-    """Compute :func:`router_topk` in plain torch."""
     log_probs_TE = logits_TE.log_softmax(-1)
     probs_TE = log_probs_TE.exp()
-    scores_TE = probs_TE if score == "softmax" else logits_TE.sigmoid()
+    scores_TE = logits_TE.sigmoid() if sigmoid else probs_TE
     choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if topk_groups < num_groups:
         choice_TGM = choice_TE.unflatten(-1, (num_groups, -1))
@@ -165,65 +149,6 @@ def router_topk_reference(
     )
 
 
-def _check(
-    logits_TE: torch.Tensor,
-    k: int,
-    score: str,
-    bias_E: torch.Tensor | None,
-    is_pad_T: torch.Tensor | None,
-    num_groups: int,
-    topk_groups: int,
-) -> None:
-    if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
-        raise ValueError(
-            f"router_topk: logits are {logits_TE.dtype} {tuple(logits_TE.shape)}; it takes "
-            "floating [T, E]"
-        )
-    num_experts = logits_TE.shape[1]
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"router_topk: score is {score!r}; it takes 'softmax' or 'sigmoid'")
-    if num_groups < 1 or num_experts % num_groups or not 1 <= topk_groups <= num_groups:
-        raise ValueError(
-            f"router_topk: num_groups is {num_groups} and topk_groups {topk_groups} with "
-            f"{num_experts} experts; it takes groups that divide the experts, and 1 to all of them"
-        )
-    reachable = num_experts // num_groups * topk_groups
-    if not 1 <= k <= reachable:
-        raise ValueError(
-            f"router_topk: k is {k}; it takes 1 to {reachable}, the experts of the chosen groups"
-        )
-    if bias_E is not None and bias_E.shape != (num_experts,):
-        raise ValueError(
-            f"router_topk: the bias has shape {tuple(bias_E.shape)}; with {num_experts} experts it "
-            f"takes ({num_experts},)"
-        )
-    if is_pad_T is not None and (
-        is_pad_T.dtype != torch.bool or is_pad_T.shape != logits_TE.shape[:1]
-    ):
-        raise ValueError(
-            f"router_topk: is_pad is {is_pad_T.dtype} {tuple(is_pad_T.shape)}; for "
-            f"{logits_TE.shape[0]} tokens it takes bool ({logits_TE.shape[0]},)"
-        )
-
-
-def _check_fast(logits_TE: torch.Tensor, k: int, bias_E: torch.Tensor | None) -> None:
-    if logits_TE.dtype != torch.float32 or logits_TE.stride(1) != 1:
-        raise ValueError(
-            f"router_topk: logits are {logits_TE.dtype} with strides {logits_TE.stride()}; the "
-            "fast path takes float32 with contiguous rows"
-        )
-    if logits_TE.shape[1] > _MAX_EXPERTS or k > _MAX_K:
-        raise ValueError(
-            f"router_topk: k is {k} of {logits_TE.shape[1]} experts; the fast path takes at most "
-            f"{_MAX_K} of {_MAX_EXPERTS}"
-        )
-    if bias_E is not None and (bias_E.dtype != torch.float32 or not bias_E.is_contiguous()):
-        raise ValueError(
-            f"router_topk: the bias is {bias_E.dtype} with strides {bias_E.stride()}; the fast "
-            "path takes contiguous float32"
-        )
-
-
 # weights, prob_sum, z_sum, entropy_sum, ids, counts
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -240,7 +165,8 @@ def _router_topk(
     topk_groups: int,
     scale: float,
 ) -> _Outputs:
-    (T, E), M = logits_TE.shape, logits_TE.shape[1] // num_groups
+    T, E = logits_TE.shape
+    M = E // num_groups
     outputs = _empty_outputs(logits_TE, k)
     weights_TK, prob_sum_E, z_sum, entropy_sum, ids_TK, counts_E = outputs
     padded_groups, padded_members = triton.next_power_of_2(num_groups), triton.next_power_of_2(M)
@@ -251,13 +177,13 @@ def _router_topk(
     counts_PE = logits_TE.new_empty((num_programs, E), dtype=torch.int32)
     sums_PE = logits_TE.new_empty((num_programs, E + 2))
     is_pad = None if is_pad_T is None else is_pad_T.contiguous().view(torch.uint8)
-    route_kernel[(num_programs,)](
+    _route_kernel[(num_programs,)](
         logits_TE, bias_E, is_pad, ids_TK, weights_TK, counts_PE, sums_PE,
         T, logits_TE.stride(0), topk_groups, scale, K=k, E=E, G=num_groups, M=M,
         SIGMOID=sigmoid, NORMALIZE=normalize, DROP_GROUPS=topk_groups < num_groups,
         B=rows, GP=padded_groups, MP=padded_members, S=triton.next_power_of_2(k),
     )  # fmt: skip
-    sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
+    _sum_programs_kernel[(triton.cdiv(E + 2, 16),)](
         counts_PE, sums_PE, counts_E, prob_sum_E, z_sum, entropy_sum, num_programs,
         E=E, B=64, C=16,
     )  # fmt: skip
@@ -275,12 +201,13 @@ def _router_topk_backward(
     normalize: bool,
     scale: float,
 ) -> torch.Tensor:
-    (T, E), k = logits_TE.shape, ids_TK.shape[1]
+    T, E = logits_TE.shape
+    k = ids_TK.shape[1]
     grad_logits_TE = logits_TE.new_empty((T, E))
     if T:
         columns = triton.next_power_of_2(E)
         rows = max(1, _TILE_ELEMENTS // columns)
-        route_backward_kernel[(triton.cdiv(T, rows),)](
+        _route_backward_kernel[(triton.cdiv(T, rows),)](
             logits_TE, ids_TK, grad_weights_TK.contiguous(), grad_prob_sum_E.contiguous(),
             grad_z_sum, grad_logits_TE, T, logits_TE.stride(0), scale, K=k, E=E,
             SIGMOID=sigmoid, NORMALIZE=normalize, B=rows, C=columns, S=triton.next_power_of_2(k),
@@ -327,80 +254,215 @@ _router_topk.register_autograd(_backward, setup_context=_save)
 worth_saving("routing", torch.ops.moetrain.router_topk.default, torch.ops.aten.sort.stable)
 
 
-def router_logits(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, backend: Backend = "auto"
-) -> torch.Tensor:
-    """Return ``logits_TE`` in fp32 (float64 for a float64 ``x``).
+@triton.jit
+def _keys(score, col, C: tl.constexpr):
+    """int64 keys whose order is (score, lower column first): a plain maximum breaks ties."""
+    # + 0.0 turns -0.0 into 0.0; the xor orders negative floats as signed integers.
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (C - 1 - col).to(tl.int64)
 
-    Args:
-        x_TD: any floating dtype; bf16 takes the fast path, others the reference.
-        weight_ED: any floating dtype; it is rounded to ``x``'s. Its gradient has its own dtype.
 
-    Raises:
-        ValueError: if the widths differ.
-    """
-    if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
-        raise ValueError(
-            f"router_logits: x and weight were given as {tuple(x_TD.shape)} and "
-            f"{tuple(weight_ED.shape)}; it takes [T, D] and [E, D]"
+@triton.jit
+def _column(key, C: tl.constexpr):
+    """The column that :func:`_keys` put into ``key``."""
+    return (C - 1 - (key & 0xFFFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def _drop_groups(
+    choice, is_expert, topk_groups, B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr
+):
+    """``choice`` [B, GP * MP] with -inf outside each row's best ``topk_groups`` groups."""
+    member = tl.arange(0, MP)
+    group = tl.arange(0, GP)
+    keys = tl.where(is_expert, _keys(choice, tl.arange(0, GP * MP)[None, :] % MP, MP), _TAKEN)
+    keys = tl.reshape(keys, (B, GP, MP))
+    best = tl.max(keys, axis=2)
+    rest = tl.where(keys == best[:, :, None], _TAKEN, keys)
+    second = tl.max(rest, axis=2)
+    values = tl.reshape(choice, (B, GP, MP))
+    is_best = member[None, None, :] == _column(best, MP)[:, :, None]
+    is_second = member[None, None, :] == _column(second, MP)[:, :, None]
+    # A group of one expert has no second, a padding group nothing at all.
+    score = tl.sum(tl.where(is_best, values, 0.0), axis=2)
+    score += tl.where(
+        second == _TAKEN, 0.0, tl.sum(tl.where(is_second & ~is_best, values, 0.0), axis=2)
+    )
+    group_keys = tl.where(best == _TAKEN, _TAKEN, _keys(score, group[None, :], GP))
+    kept = tl.zeros((B, GP), tl.int32)
+    for _ in range(topk_groups):
+        hit = group_keys == tl.max(group_keys, axis=1)[:, None]
+        kept = tl.where(hit, 1, kept)
+        group_keys = tl.where(hit, _TAKEN, group_keys)
+    values = tl.where(kept[:, :, None] != 0, values, float("-inf"))
+    return tl.reshape(values, (B, GP * MP))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, is_pad_ptr, ids_ptr, weights_ptr, counts_ptr, sums_ptr,
+    T, row_stride, topk_groups, scale,
+    K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, DROP_GROUPS: tl.constexpr,
+    B: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Tiles of B tokens, every num_programs-th one; sums [P, E + 2]: p, then z and entropy."""
+    C: tl.constexpr = GP * MP
+    program = tl.program_id(0)
+    col = tl.arange(0, C)
+    slot = tl.arange(0, S)
+    expert = col // MP * M + col % MP
+    is_expert = ((col // MP < G) & (col % MP < M))[None, :]
+    counts = tl.zeros((B, C), tl.int32)
+    prob_sums = tl.zeros((B, C), tl.float32)
+    z_sums = tl.zeros((B,), tl.float32)
+    entropy_sums = tl.zeros((B,), tl.float32)
+    for start in range(program * B, T, tl.num_programs(0) * B):
+        row = start + tl.arange(0, B)
+        in_range = row < T
+        # Rows past the end repeat the last one and are left out of every store and sum.
+        row = tl.minimum(row, T - 1).to(tl.int64)
+        row_ptr = logits_ptr + row * row_stride
+        logits = tl.load(row_ptr[:, None] + expert[None, :], mask=is_expert, other=float("-inf"))
+        largest = tl.max(logits, axis=1)
+        exps = tl.exp(logits - largest[:, None])
+        total = tl.sum(exps, axis=1)
+        probs = exps / total[:, None]
+        lse = largest + tl.log(total)
+
+        choice = tl.sigmoid(logits) if SIGMOID else probs
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert, mask=(col // MP < G) & (col % MP < M), other=0.0)
+            choice += bias[None, :]
+        if DROP_GROUPS:
+            choice = _drop_groups(choice, is_expert, topk_groups, B, GP, MP)
+        keys = tl.where(is_expert, _keys(choice, col[None, :], C), _TAKEN)
+        ids = tl.zeros((B, S), tl.int32)
+        for j in range(K):
+            best = tl.max(keys, axis=1)
+            keys = tl.where(keys == best[:, None], _TAKEN, keys)
+            chosen = _column(best, C)
+            ids = tl.where(slot[None, :] == j, (chosen // MP * M + chosen % MP)[:, None], ids)
+
+        in_slots = (slot < K)[None, :]
+        picked = tl.load(row_ptr[:, None] + ids, mask=in_slots, other=float("-inf"))
+        weights = tl.exp(picked - largest[:, None]) / total[:, None]
+        if SIGMOID:
+            weights = tl.sigmoid(picked)
+        if NORMALIZE:
+            weights = weights / tl.sum(weights, axis=1)[:, None]
+        is_counted = in_range
+        if is_pad_ptr is not None:
+            is_pad = tl.load(is_pad_ptr + row) != 0
+            ids = tl.where(is_pad[:, None], -1, ids)
+            weights = tl.where(is_pad[:, None], 0.0, weights)
+            is_counted = in_range & (is_pad == 0)
+        slot_index = row[:, None] * K + slot[None, :]
+        tl.store(ids_ptr + slot_index, ids, mask=in_range[:, None] & in_slots)
+        tl.store(weights_ptr + slot_index, weights * scale, mask=in_range[:, None] & in_slots)
+
+        counted = is_counted[:, None] & is_expert
+        counts += (counted & (keys == _TAKEN)).to(tl.int32)
+        prob_sums += tl.where(counted, probs, 0.0)
+        z_sums += tl.where(is_counted, lse * lse, 0.0)
+        # sum of -p log p = lse - sum of p * logit
+        mean = tl.sum(tl.where(is_expert, probs * logits, 0.0), axis=1)
+        entropy_sums += tl.where(is_counted, lse - mean, 0.0)
+
+    columns = (col // MP < G) & (col % MP < M)
+    tl.store(counts_ptr + program * E + expert, tl.sum(counts, axis=0), mask=columns)
+    sums_ptr += program * (E + 2)
+    tl.store(sums_ptr + expert, tl.sum(prob_sums, axis=0), mask=columns)
+    tl.store(sums_ptr + E, tl.sum(z_sums, axis=0))
+    tl.store(sums_ptr + E + 1, tl.sum(entropy_sums, axis=0))
+
+
+@triton.jit
+def _sum_programs_kernel(
+    counts_in_ptr, sums_in_ptr, counts_ptr, prob_sum_ptr, z_sum_ptr, entropy_sum_ptr,
+    P, E: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add the programs' partial sums, always in the same order."""
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    counts = tl.zeros((B, C), tl.int32)
+    sums = tl.zeros((B, C), tl.float32)
+    for start in range(0, P, B):
+        row = start + tl.arange(0, B)[:, None]
+        counts += tl.load(
+            counts_in_ptr + row * E + col[None, :], mask=(row < P) & (col < E)[None, :], other=0
         )
-    if x_TD.dtype == torch.bfloat16 and use_fast(backend, x_TD):
-        return _router_logits(x_TD, weight_ED)
-    return router_logits_reference(x_TD, weight_ED)
+        sums += tl.load(
+            sums_in_ptr + row * (E + 2) + col[None, :],
+            mask=(row < P) & (col < E + 2)[None, :],
+            other=0.0,
+        )
+    total = tl.sum(sums, axis=0)
+    tl.store(counts_ptr + col, tl.sum(counts, axis=0), mask=col < E)
+    tl.store(prob_sum_ptr + col, total, mask=col < E)
+    tl.store(z_sum_ptr + col * 0, total, mask=col == E)
+    tl.store(entropy_sum_ptr + col * 0, total, mask=col == E + 1)
 
 
-def router_logits_reference(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`router_logits` in plain torch."""
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
-    return F.linear(x_TD.to(wide), weight_ED.to(x_TD.dtype).to(wide))
+@triton.jit
+def _route_backward_kernel(
+    logits_ptr, ids_ptr, grad_weights_ptr, grad_prob_sum_ptr, grad_z_sum_ptr, grad_logits_ptr,
+    T, row_stride, scale,
+    K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """With ds the gradient of the scores and dp that of the probabilities (prob_sum's):
 
+    softmax: ds joins dp;  dlogits = p * (dp - sum(p * dp)) + 2 * dz * lse * p
+    sigmoid: dlogits gains s * (1 - s) * ds
+    """
+    row = tl.program_id(0) * B + tl.arange(0, B)
+    in_range = row < T
+    row = tl.minimum(row, T - 1).to(tl.int64)
+    col = tl.arange(0, C)
+    slot = tl.arange(0, S)
+    in_slots = (slot < K)[None, :]
+    row_ptr = logits_ptr + row * row_stride
+    logits = tl.load(row_ptr[:, None] + col[None, :], mask=(col < E)[None, :], other=float("-inf"))
+    largest = tl.max(logits, axis=1)
+    exps = tl.exp(logits - largest[:, None])
+    total = tl.sum(exps, axis=1)
+    probs = exps / total[:, None]
+    lse = largest + tl.log(total)
 
-@torch.library.custom_op("moetrain::router_logits", mutates_args=())
-def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-    return _wide_product(x_TD, weight_ED.to(x_TD.dtype).t())
+    slot_index = row[:, None] * K + slot[None, :]
+    ids = tl.load(ids_ptr + slot_index, mask=in_slots, other=-1)
+    is_pad = tl.max(ids, axis=1) < 0
+    grad = tl.load(grad_weights_ptr + slot_index, mask=in_slots, other=0.0) * scale
+    picked = tl.load(row_ptr[:, None] + ids, mask=ids >= 0, other=float("-inf"))
+    scores = tl.exp(picked - largest[:, None]) / total[:, None]
+    if SIGMOID:
+        scores = tl.sigmoid(picked)
+    if NORMALIZE:
+        sum_chosen = tl.sum(scores, axis=1)[:, None]
+        grad = (grad - tl.sum(grad * scores, axis=1)[:, None] / sum_chosen) / sum_chosen
+    if SIGMOID:
+        grad = grad * scores * (1.0 - scores)
 
+    # Slots to columns, one slot at a time: a token's ids differ, so nothing is added twice.
+    spread = tl.zeros((B, C), tl.float32)
+    for j in range(K):
+        is_slot = slot[None, :] == j
+        id_j = tl.sum(tl.where(is_slot, ids, 0), axis=1)
+        grad_j = tl.sum(tl.where(is_slot, grad, 0.0), axis=1)
+        spread = tl.where(col[None, :] == id_j[:, None], grad_j[:, None], spread)
 
-@torch.library.custom_op("moetrain::router_logits_backward", mutates_args=())
-def _router_logits_backward(
-    parts_T2E: torch.Tensor, x_TD: torch.Tensor, weight_ED: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of ``x``, and those of ``weight`` from each part, fp32 [2E, D]."""
-    d_x_TD = parts_T2E @ weight_ED.to(x_TD.dtype).repeat(2, 1)
-    return d_x_TD, _wide_product(parts_T2E.t(), x_TD)
-
-
-def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` in fp32."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-
-@_router_logits.register_fake
-def _(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
-
-
-@_router_logits_backward.register_fake
-def _(parts_T2E, x_TD, weight_ED):
-    experts, width = weight_ED.shape
-    return torch.empty_like(x_TD), x_TD.new_empty(2 * experts, width, dtype=torch.float32)
-
-
-def _save_logits(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate_logits(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x_TD, weight_ED = ctx.saved_tensors
-    # The split is outside the op, so that the compiler fuses it.
-    high_TE = d_logits_TE.to(x_TD.dtype)
-    low_TE = (d_logits_TE - high_TE.float()).to(x_TD.dtype)
-    parts_T2E = torch.cat((high_TE, low_TE), dim=1)
-    d_x_TD, d_weights_2ED = _router_logits_backward(parts_T2E, x_TD, weight_ED)
-    high_ED, low_ED = d_weights_2ED.chunk(2)
-    return d_x_TD, (high_ED + low_ED).to(weight_ED.dtype)
-
-
-_router_logits.register_autograd(_differentiate_logits, setup_context=_save_logits)
-worth_saving("linear", torch.ops.moetrain.router_logits.default)
+    grad_probs = tl.load(grad_prob_sum_ptr + col, mask=col < E, other=0.0)[None, :]
+    if not SIGMOID:
+        grad_probs += spread
+    mean = tl.sum(probs * grad_probs, axis=1)
+    grad_lse = 2.0 * tl.load(grad_z_sum_ptr) * lse
+    grad_logits = probs * (grad_probs + (grad_lse - mean)[:, None])
+    if SIGMOID:
+        grad_logits += spread
+    grad_logits = tl.where(is_pad[:, None], 0.0, grad_logits)
+    tl.store(
+        grad_logits_ptr + row[:, None] * E + col[None, :],
+        grad_logits,
+        mask=in_range[:, None] & (col < E)[None, :],
+    )

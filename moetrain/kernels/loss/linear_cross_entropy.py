@@ -6,20 +6,15 @@
     d loss / d logits = p - onehot      d lse / d logits = p
     d entropy / d logits = -p * (logits - mean)
 
-Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary tiles.
-
 Worked example, V=2, temperature 1: logits [0, ln 3] and target 1 give lse = ln 4, p = [1/4, 3/4],
 loss = ln(4/3), and the gradient of the loss in the logits is [1/4, -1/4].
 
-:func:`linear_cross_entropy` gives each token's loss, lse and entropy, with gradients of all three
-(post-training needs log-probabilities, which are -loss). A token's upstream gradient is known only
-in the backward, which therefore multiplies h by w again: four matrix products.
-:func:`linear_cross_entropy_sum` gives one weighted sum, so it knows every gradient up to one factor
-while the probabilities are at hand: the forward makes the gradients of h and w, and the backward
-multiplies them by the upstream scalar: three matrix products. Training uses this one.
+:func:`linear_cross_entropy` learns a token's upstream gradients in the backward, which therefore
+multiplies h by w again: four matrix products. :func:`linear_cross_entropy_sum` gives one weighted
+sum, so the forward makes the gradients of h and w: three. Both walk the tokens in chunks; the
+gradient of w is rounded once a chunk. Left out: a gradient of the weights, and label smoothing.
 
-Both walk the tokens in chunks (``vocabulary_chunk.py``). The gradient of w is rounded once a chunk.
-Left out: a gradient of the sum's weights, and label smoothing.
+Legend: T tokens, D model width, V vocabulary, C tokens of a chunk, N vocabulary tiles.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -28,11 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, tl, triton, use_fast
+from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
 from moetrain.kernels.loss.vocabulary_chunk import (
     CHUNK_ELEMENTS,
     LossGrads,
-    check_fast,
     loss_gradients,
     token_stats,
 )
@@ -41,14 +35,14 @@ _SCALE_BLOCK = 4096
 
 
 class TokenLosses(NamedTuple):
-    """Results of each token in fp32; zero where the target is the ignored index."""
+    """Differentiable results of each token in fp32; zero where the target is the ignored index."""
 
     loss_T: torch.Tensor
-    """Cross-entropy in nats, the negative log-probability of the target; differentiable."""
+    """The target's negative log-probability in nats."""
     lse_T: torch.Tensor
-    """logsumexp of the logits, for a z-loss; differentiable."""
+    """logsumexp of the logits, for a z-loss."""
     entropy_T: torch.Tensor
-    """Entropy of the predicted distribution in nats; differentiable."""
+    """Entropy of the prediction in nats."""
 
 
 class SummedLoss(NamedTuple):
@@ -77,20 +71,23 @@ def linear_cross_entropy(
 
     Args:
         h_TD: bf16 or fp32, as ``w_VD``; both differentiable.
-        chunk_elements: size of the logits held at once; smaller takes less memory and more time.
-
-    Raises:
-        ValueError: for other shapes, dtypes or temperatures.
+        chunk_elements: the logits held at once.
     """
     _check(h_TD, w_VD, targets_T, temperature)
-    if not use_fast(backend, h_TD):
-        return linear_cross_entropy_reference(
-            h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
-        )
-    check_fast(h_TD, w_VD)
-    loss_T, lse_T, mean_T = _token_losses(h_TD, w_VD, targets_T, 1 / temperature, chunk_elements)
     valid_T = targets_T != ignore_index
-    return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, lse_T - mean_T)))
+    if use_fast(backend, h_TD):
+        how = (1 / temperature, chunk_elements)
+        loss_T, lse_T, mean_T = _token_losses(h_TD, w_VD, targets_T, *how)
+        entropy_T = lse_T - mean_T
+    else:
+        wide = torch.promote_types(h_TD.dtype, torch.float32)
+        logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as in the kernels
+        lse_T = logits_TV.logsumexp(-1)
+        log_probs_TV = logits_TV - lse_T[:, None]
+        target_T = torch.where(valid_T, targets_T, 0)
+        loss_T = -log_probs_TV.gather(1, target_T[:, None])[:, 0]
+        entropy_T = -(log_probs_TV.exp() * log_probs_TV).sum(-1)
+    return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, entropy_T)))
 
 
 def linear_cross_entropy_sum(
@@ -113,24 +110,15 @@ def linear_cross_entropy_sum(
     The other arguments are those of :func:`linear_cross_entropy`.
     """
     if weights_T is not None and weights_T.shape != targets_T.shape:
-        raise ValueError(
-            f"linear_cross_entropy_sum: weights have shape {tuple(weights_T.shape)}; with targets "
-            f"of shape {tuple(targets_T.shape)} it takes one a token"
-        )
+        given = {"targets": targets_T, "weights": weights_T}
+        raise refusal("linear_cross_entropy_sum", "one weight a token", **given)
     has_grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
     if not has_grad or not use_fast(backend, h_TD):
-        losses = linear_cross_entropy(
-            h_TD,
-            w_VD,
-            targets_T,
-            ignore_index=ignore_index,
-            temperature=temperature,
-            chunk_elements=chunk_elements,
-            backend=backend,
-        )
-        return _sum_losses(losses, weights_T)
+        how = {"ignore_index": ignore_index, "temperature": temperature, "backend": backend}
+        losses = linear_cross_entropy(h_TD, w_VD, targets_T, chunk_elements=chunk_elements, **how)
+        weighted_T = losses.loss_T if weights_T is None else weights_T.detach() * losses.loss_T
+        return SummedLoss(weighted_T.sum(), *(x.detach() for x in losses))
     _check(h_TD, w_VD, targets_T, temperature)
-    check_fast(h_TD, w_VD)
     if weights_T is None:
         weights_T = torch.ones_like(targets_T, dtype=torch.float32)
     valid_T = targets_T != ignore_index
@@ -142,65 +130,15 @@ def linear_cross_entropy_sum(
     return SummedLoss(total, *tokens)
 
 
-def linear_cross_entropy_reference(
-    h_TD: torch.Tensor,
-    w_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-) -> TokenLosses:
-    """Compute :func:`linear_cross_entropy` from logits held whole, the softmax in fp32."""
-    wide = torch.promote_types(h_TD.dtype, torch.float32)
-    logits_TV = (h_TD @ w_VD.T).to(wide) * (1 / temperature)  # a product, as in the kernels
-    valid_T = targets_T != ignore_index
-    target_T = torch.where(valid_T, targets_T, 0)
-    lse_T = logits_TV.logsumexp(-1)
-    log_probs_TV = logits_TV - lse_T[:, None]
-    loss_T = -log_probs_TV.gather(1, target_T[:, None])[:, 0]
-    entropy_T = -(log_probs_TV.exp() * log_probs_TV).sum(-1)
-    return TokenLosses(*(torch.where(valid_T, x, 0) for x in (loss_T, lse_T, entropy_T)))
-
-
-def linear_cross_entropy_sum_reference(
-    h_TD: torch.Tensor,
-    w_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    weights_T: torch.Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-) -> SummedLoss:
-    """Compute :func:`linear_cross_entropy_sum` from the reference's losses."""
-    losses = linear_cross_entropy_reference(
-        h_TD, w_VD, targets_T, ignore_index=ignore_index, temperature=temperature
-    )
-    return _sum_losses(losses, weights_T)
-
-
-def _sum_losses(losses: TokenLosses, weights_T: torch.Tensor | None) -> SummedLoss:
-    weighted_T = losses.loss_T if weights_T is None else weights_T.detach() * losses.loss_T
-    return SummedLoss(weighted_T.sum(), *(x.detach() for x in losses))
-
-
 def _check(
-    h_TD: torch.Tensor,
-    w_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    temperature: float,
+    h_TD: torch.Tensor, w_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float
 ) -> None:
-    if h_TD.dim() != 2 or w_VD.dim() != 2 or h_TD.shape[1] != w_VD.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy: h has shape {tuple(h_TD.shape)} and w {tuple(w_VD.shape)}; it "
-            "takes [T, D] and [V, D]"
-        )
-    if targets_T.shape != h_TD.shape[:1] or targets_T.dtype != torch.int64:
-        raise ValueError(
-            f"linear_cross_entropy: targets are {targets_T.dtype} of shape "
-            f"{tuple(targets_T.shape)}; with h {tuple(h_TD.shape)} it takes int64, one a token"
-        )
+    are_rows = h_TD.dim() == w_VD.dim() == 2 and h_TD.shape[1] == w_VD.shape[1]
+    if not are_rows or targets_T.shape != h_TD.shape[:1] or targets_T.dtype != torch.int64:
+        takes = "[T, D], [V, D] and int64 [T]"
+        raise refusal("linear_cross_entropy", takes, h=h_TD, w=w_VD, targets=targets_T)
     if temperature <= 0:
-        raise ValueError(f"linear_cross_entropy: temperature is {temperature}; it takes > 0")
+        raise refusal("linear_cross_entropy", "more than 0", temperature=temperature)
 
 
 @triton.jit
@@ -218,7 +156,6 @@ def _token_losses(
     scale: float,
     chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, lse, mean) of every token."""
     stats = token_stats(h_TD, w_VD, targets_T, scale, chunk_elements)
     return stats.lse_C - stats.target_logit_C, stats.lse_C, stats.mean_C
 
@@ -250,8 +187,9 @@ def _summed_loss(
     chunk_elements: int,
     is_trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, loss, lse, mean) and the gradients of total in h and w (w's empty if not trained)."""
-    grads, how = LossGrads(weights_T.contiguous()), (scale, chunk_elements)
+    """(total, loss, lse, mean) and the gradients of total in h and w."""
+    grads = LossGrads(weights_T.contiguous())
+    how = (scale, chunk_elements)
     stats, grad_h_TD, grad_w_VD = loss_gradients(
         h_TD, w_VD, targets_T, grads, *how, is_trained=is_trained
     )

@@ -1,46 +1,55 @@
-"""A chunk of tokens against (a part of) the vocabulary: the parts of ``linear_cross_entropy.py``.
+"""A chunk of tokens against (a part of) the vocabulary: parts of the loss, and sampling.
 
-Each chunk takes two calls. ``_chunk_stats`` multiplies h by w^T and gives each token's (lse, target
-logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean = sum(p * logits); it
-can also leave exp(logit - largest logit of the row's tile). ``_chunk_logit_grads`` turns those
-exponentials, in place, into the gradient of the logits.
+Each chunk of a loss takes two calls. ``_chunk_stats`` multiplies h by w^T and gives each token's
+(lse, target logit, mean) of logits = scale * h @ w^T, with p = exp(logits - lse) and mean =
+sum(p * logits); it can also leave exp(logit - largest logit of the row's tile), which
+``_chunk_logit_grads`` turns, in place, into the gradient of the logits.
 
-Logits themselves are never stored. Each exponential is stored in bf16, rounded relative to itself,
-where rounding a logit of 20 can move its p by 6%; maxima and sums are fp32. With logits of standard
-deviation 4, gradients measured 2.2e-3 off fp32's (2-norms); from bf16 logits, 6.7e-3.
+Each exponential is stored in bf16, rounded relative to itself, where rounding a logit of 20 can
+move its p by 6%; maxima and sums are fp32.
 
-:func:`token_stats` and :func:`loss_gradients` walk all tokens; cuBLAS multiplies the logits'
-gradients. A vocabulary split over ranks fits between the two calls: a target outside [0, V) has no
-logit here, and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum of
-both, mean = sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and mean.
+A vocabulary split over ranks fits between the two calls: a target outside [0, V) has no logit here,
+and two shards a and b join by lse = logaddexp(lse_a, lse_b), target logit = the sum of both, mean =
+sum of exp(lse_i - lse) * mean_i. The second call then takes the joined lse and mean.
 
-Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles.
+:func:`sample_tokens` draws the next token in the same product, by the Gumbel-max trick::
+
+    chosen = argmax over v of  logit[v] / temperature + noise[v]     (no noise at temperature 0)
+
+The noise is a hash of a key and the token id, ``-log(-log u)`` with u in (0, 1). It lies between
+-2.82 and 22.9, so a score of -inf stays -inf.
 
 Worked example, one token, V=3 in tiles of 2, logits [0, ln 2, ln 3]: the tiles' largest are
 [ln 2, ln 3], their exponentials [1/2, 1] and [1], their sums [3/2, 1]; so lse = ln(2 * 3/2 + 3 * 1)
 = ln 6, and p = [1/2, 1, 1] * [2, 2, 3] / 6 = [1/6, 1/3, 1/2].
+
+Legend: C tokens of the chunk, D model width, V vocabulary, N vocabulary tiles (of sampling: rows).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from moetrain.kernels.backend import INTERPRETED, TensorDescriptor, tl, triton
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    TensorDescriptor,
+    refusal,
+    tl,
+    triton,
+    use_fast,
+)
 
 _ALIGNMENT_BYTES = 16  # of the rows that tensor descriptors (Hopper's bulk copies) read and write
-
-
 # Logits of a chunk: 4096 tokens of a 151,936 vocabulary, 1.24 GB in bf16.
 CHUNK_ELEMENTS = 4096 * 151_936
 
 
 class _VocabTile(NamedTuple):
-    """Launch settings of the product kernel."""
-
     tokens: int
     columns: int
     depth: int
@@ -84,35 +93,33 @@ class LossGrads(NamedTuple):
     mean_C: torch.Tensor | None = None
 
 
-def check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
-    """Raise ValueError for dtypes or strides that the fast path does not take."""
-    if h_TD.dtype != w_VD.dtype or h_TD.dtype not in _TILES:
-        raise ValueError(
-            f"linear_cross_entropy: h is {h_TD.dtype} and w {w_VD.dtype}; the fast path takes both "
-            "in bf16 or both in fp32"
-        )
-    aligned = h_TD.shape[1] * h_TD.element_size() % _ALIGNMENT_BYTES == 0
-    if not (aligned and h_TD.is_contiguous() and w_VD.is_contiguous()):
-        raise ValueError(
-            f"linear_cross_entropy: h has strides {h_TD.stride()} and w {w_VD.stride()}; the fast "
-            f"path takes contiguous rows of a multiple of {_ALIGNMENT_BYTES} bytes"
-        )
+def _check_fast(h_TD: torch.Tensor, w_VD: torch.Tensor) -> None:
+    are_aligned = h_TD.shape[1] * h_TD.element_size() % _ALIGNMENT_BYTES == 0
+    are_rows = are_aligned and h_TD.is_contiguous() and w_VD.is_contiguous()
+    if not are_rows or h_TD.dtype != w_VD.dtype or h_TD.dtype not in _TILES:
+        rows = f"contiguous rows of a multiple of {_ALIGNMENT_BYTES} bytes"
+        takes = f"{rows}, both in bf16 or both in fp32"
+        raise refusal("the loss's fast path", takes, h=h_TD, w=w_VD)
 
 
 def _chunk_stats(
     h_CD: torch.Tensor,
     w_VD: torch.Tensor,
-    targets_C: torch.Tensor,
-    scale: float,
+    tile: _VocabTile,
     stats: ChunkStats,
-    exps_CV: torch.Tensor | None,
+    scale: float = 1.0,
+    targets_C: torch.Tensor | None = None,
+    exps_CV: torch.Tensor | None = None,
+    draws: Sequence[torch.Tensor | None] = (None,) * 6,
+    known: int | None = None,
 ) -> torch.Tensor:
     """Fill ``stats`` and, unless None, ``exps_CV``; return tiles' largest logits / ln 2, [N, C].
 
-    ``h`` and ``w`` are contiguous, all rows aligned to 16 bytes; ``stats.target_logit_C`` starts
-    as zeros; ``targets_C`` is int64; ``scale`` is positive.
+    ``stats.target_logit_C`` starts as zeros. ``draws`` are what sampling reads and writes.
     """
-    (C, D), V, tile = h_CD.shape, w_VD.shape[0], _TILES[h_CD.dtype]
+    C, D = h_CD.shape
+    V = w_VD.shape[0]
+    known = V if known is None else known
     N = triton.cdiv(V, tile.columns)
     largest_NC, total_NC, weighted_NC = h_CD.new_empty((3, N, C), dtype=torch.float32)
     store = exps_CV is not None
@@ -120,8 +127,8 @@ def _chunk_stats(
         TensorDescriptor.from_tensor(h_CD, [tile.tokens, tile.depth]),
         TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
         TensorDescriptor.from_tensor(exps_CV, [tile.tokens, tile.columns]) if store else None,
-        targets_C, largest_NC, total_NC, weighted_NC, stats.target_logit_C,
-        None, None, None, None, None, None, C, V, V, D, scale,
+        targets_C, largest_NC, total_NC, weighted_NC,
+        None if targets_C is None else stats.target_logit_C, *draws, C, V, known, D, scale,
         BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=store, WIDEN=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -152,46 +159,6 @@ def _chunk_logit_grads(
     )  # fmt: skip
 
 
-def sample_chunk(
-    h_ND: torch.Tensor,
-    w_VD: torch.Tensor,
-    keys_N: torch.Tensor,
-    inverse_temperatures_N: torch.Tensor,
-    scales_N: torch.Tensor,
-    known: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's token with the largest score (int64), and its log-probability.
-
-    The log-probability has the bits of a loss whose logits are multiplied by the row's scale. It is
-    the fast path of :func:`moetrain.kernels.loss.sampling.sample_tokens`, not an op.
-    """
-    (C, D), V, tile = h_ND.shape, w_VD.shape[0], _SAMPLING_TILES[h_ND.dtype]
-    N = triton.cdiv(V, tile.columns)
-    sums = h_ND.new_empty((5, N, C), dtype=torch.float32)
-    token_NC = h_ND.new_empty((N, C), dtype=torch.int32)
-    chosen_C = h_ND.new_empty(C, dtype=torch.int64)
-    lse_C, mean_C, logprob_C = h_ND.new_empty((3, C), dtype=torch.float32)
-    if C == 0:
-        return chosen_C, logprob_C
-    largest_NC, total_NC, weighted_NC, score_NC, logit_NC = sums
-    _product_kernel[(triton.cdiv(C, tile.tokens) * N,)](
-        TensorDescriptor.from_tensor(h_ND, [tile.tokens, tile.depth]),
-        TensorDescriptor.from_tensor(w_VD, [tile.columns, tile.depth]),
-        None, None, largest_NC, total_NC, weighted_NC, None,
-        keys_N, inverse_temperatures_N, scales_N, score_NC, token_NC, logit_NC, C, V, known, D, 1.0,
-        BC=tile.tokens, BV=tile.columns, BD=tile.depth, STORE=False, WIDEN=INTERPRETED,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    _stats_kernel[(triton.cdiv(C, _STATS_TOKENS),)](
-        largest_NC, total_NC, weighted_NC, lse_C, mean_C, C, N, BN=_STATS_TILES, BC=_STATS_TOKENS
-    )
-    _best_kernel[(C,)](
-        score_NC, token_NC, logit_NC, lse_C, chosen_C, logprob_C, C, N,
-        BLOCK=triton.next_power_of_2(N),
-    )  # fmt: skip
-    return chosen_C, logprob_C
-
-
 def _empty_stats(h_TD: torch.Tensor) -> ChunkStats:
     lse_T = h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
     return ChunkStats(lse_T, torch.zeros_like(lse_T), torch.empty_like(lse_T))
@@ -202,7 +169,8 @@ def _chunks(h_TD: torch.Tensor, columns: int, chunk_elements: int) -> list[slice
 
     Each token counts for ``columns`` logits.
     """
-    T, multiple = h_TD.shape[0], _TILES[h_TD.dtype].tokens
+    T = h_TD.shape[0]
+    multiple = _TILES[h_TD.dtype].tokens
     num_chunks = max(1, triton.cdiv(T * columns, chunk_elements))
     step = max(1, triton.cdiv(T, num_chunks * multiple)) * multiple
     return [slice(i, min(i + step, T)) for i in range(0, T, step)]
@@ -216,10 +184,11 @@ def token_stats(
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> ChunkStats:
     """Compute the statistics of all tokens over the vocabulary in ``w``: a fast path, not an op."""
+    _check_fast(h_TD, w_VD)
     stats = _empty_stats(h_TD)
     for c in _chunks(h_TD, w_VD.shape[0], chunk_elements):
         stats_C = ChunkStats(*(x[c] for x in stats))
-        _chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, None)
+        _chunk_stats(h_TD[c], w_VD, _TILES[h_TD.dtype], stats_C, scale, targets_T[c])
     return stats
 
 
@@ -238,14 +207,15 @@ def loss_gradients(
     """Compute all tokens' statistics and the gradients of h and w: a fast path, not an op.
 
     The gradient of w is empty, unless ``is_trained``. Where ranks share the vocabulary, ``join``
-    turns a chunk's statistics over ``w``'s part into those over the whole vocabulary, in place; h's
-    gradient is then that of ``w``'s part. ``join`` is called once a chunk: if it is collective, all
-    ranks must cut alike, by the same ``columns`` (the most rows of the matrix that any rank holds;
-    None: ``w``'s own).
+    turns a chunk's statistics over ``w``'s part into those over the whole, in place; h's gradient
+    is then that of ``w``'s part. All ranks must cut alike, by the same ``columns`` (the most rows
+    that any rank holds; None: ``w``'s own).
     """
+    _check_fast(h_TD, w_VD)
     V = w_VD.shape[0]
     chunks = _chunks(h_TD, V if columns is None else columns, chunk_elements)
-    stats, grad_h_TD = _empty_stats(h_TD), torch.empty_like(h_TD)
+    stats = _empty_stats(h_TD)
+    grad_h_TD = torch.empty_like(h_TD)
     grad_w_VD = w_VD.new_empty(0)
     if is_trained:
         grad_w_VD = torch.empty_like(w_VD) if chunks else torch.zeros_like(w_VD)
@@ -256,7 +226,8 @@ def loss_gradients(
         chunk_CV = buffer_CV[: c.stop - c.start]
         stats_C = ChunkStats(*(x[c] for x in stats))
         grads_C = LossGrads(*(None if g is None else g[c] for g in grads))
-        largest_NC = _chunk_stats(h_TD[c], w_VD, targets_T[c], scale, stats_C, chunk_CV)
+        inputs = (h_TD[c], w_VD, _TILES[h_TD.dtype])
+        largest_NC = _chunk_stats(*inputs, stats_C, scale, targets_T[c], chunk_CV)
         join(stats_C)
         _chunk_logit_grads(chunk_CV, largest_NC, targets_T[c], stats_C, grads_C, scale)
         torch.mm(chunk_CV, w_VD, out=grad_h_TD[c])
@@ -278,7 +249,7 @@ def _product_kernel(
 
     2^x [C, V] if STORE, sum(2^x) and sum(2^x * x) [N, C], and the target's logit (in nats) if the
     target is here; with keys, instead of a target's, that of the token with the largest score
-    (:mod:`moetrain.kernels.loss.sampling`), which token that is, and its score, all [N, C]; then
+    (:func:`sample_tokens`), which token that is, and its score, all [N, C]; then
     every row has a scale of its own.
     Programs that share columns of w follow one another, so w is read once.
     """
@@ -315,7 +286,7 @@ def _product_kernel(
     tl.store(weighted_ptr + tile_row, tl.sum(exps * x, axis=1), mask=in_chunk)
     if keys_ptr is not None:
         inverse = tl.load(inverse_ptr + row, mask=in_chunk, other=0.0)[:, None]
-        noise = gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
+        noise = _tl_gumbel(tl.load(keys_ptr + row, mask=in_chunk, other=0)[:, None], col[None, :])
         # An inverse temperature of 0 stands for the likeliest token.
         score = tl.where(inverse > 0, products * inverse + noise, products)
         # Nothing is above NaN, nor below: of a row of them the first is chosen, as a token that is.
@@ -331,36 +302,6 @@ def _product_kernel(
         if tl.max(has_target.to(tl.int32), axis=0) > 0:  # few tiles hold one
             target_x = tl.sum(tl.where(col[None, :] == target[:, None], x, 0.0), axis=1)
             tl.store(target_logit_ptr + row, (target_x + largest) * _LN_2, mask=has_target)
-
-
-@triton.jit
-def gumbel(key, token):
-    """Gumbel noise of uint32 ``key`` and ``token``; see :mod:`moetrain.kernels.loss.sampling`."""
-    key = key.to(tl.uint32)
-    return noise_of(mix_bits(mix_bits(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
-
-
-@triton.jit
-def noise_of(bits):
-    """:func:`moetrain.kernels.loss.sampling.noise_of` of uint32."""
-    return -tl.log(exponential_of(bits))
-
-
-@triton.jit
-def exponential_of(bits):
-    """:func:`moetrain.kernels.loss.sampling.exponential_of` of uint32."""
-    from_above = ~bits
-    middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
-    near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
-    return tl.where(from_above < 2**17, near_one, -tl.log(middle))
-
-
-@triton.jit
-def mix_bits(x):
-    """The finalizer of MurmurHash3: every bit of uint32 ``x`` changes half of the result's."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
 
 
 @triton.jit(do_not_specialize=["C"])  # which changes from call to call
@@ -393,19 +334,6 @@ def _stats_kernel(
     tl.store(mean_ptr + row, (largest + weighted / total) * _LN_2, mask=row < C)
 
 
-@triton.jit(do_not_specialize=["C"])  # which changes from call to call
-def _best_kernel(
-    score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
-):
-    """Take the tile with the largest score of a token's N tiles (the first of equals)."""
-    row, tile = tl.program_id(0), tl.arange(0, BLOCK)
-    score = tl.load(score_ptr + tile * C + row, mask=tile < N, other=float("-inf"))
-    best = tl.argmax(score, axis=0)
-    tl.store(chosen_ptr + row, tl.load(token_ptr + best * C + row).to(tl.int64))
-    loss = tl.load(lse_ptr + row) - tl.load(logit_ptr + best * C + row)
-    tl.store(logprob_ptr + row, -loss)
-
-
 @triton.jit
 def _logit_grad_kernel(
     exps_ptr, largest_ptr, targets_ptr, lse_ptr, mean_ptr,
@@ -432,3 +360,135 @@ def _logit_grad_kernel(
         grad += p * (1.0 + logits - tl.load(mean_ptr + row)) * tl.load(grad_mean_ptr + row)
     grad -= tl.where(col == tl.load(targets_ptr + row), grad_loss, 0.0)
     tl.store(exps_ptr, (grad * scale).to(exps_ptr.dtype.element_ty), mask=col < V)
+
+
+def sample_tokens(
+    h_ND: torch.Tensor,
+    w_VD: torch.Tensor,
+    keys_N: torch.Tensor,
+    inverse_temperatures_N: torch.Tensor,
+    scales_N: torch.Tensor,
+    known: int,
+    backend: Backend = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample each row's token (int64) and return its log-probability (fp32), without gradient.
+
+    It has the bits of a loss on the same device, at a temperature of 1 / the row's scale.
+
+    Args:
+        keys_N: int32, any bits; they determine the noise.
+        inverse_temperatures_N: fp32; 0 stands for temperature 0, the likeliest token.
+        scales_N: fp32, above 0: 1 / the temperature of the log-probability.
+        known: tokens from this id on are never chosen.
+    """
+    if not use_fast(backend, h_ND):
+        logits_NV = (h_ND @ w_VD.T).float()
+        chosen_N = gumbel_argmax(logits_NV[:, :known], keys_N, inverse_temperatures_N)
+        scaled_NV = logits_NV * scales_N[:, None]
+        return chosen_N, scaled_NV.gather(1, chosen_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
+    _check_fast(h_ND, w_VD)
+    C, tile = h_ND.shape[0], _SAMPLING_TILES[h_ND.dtype]
+    N = triton.cdiv(w_VD.shape[0], tile.columns)
+    score_NC, logit_NC = h_ND.new_empty((2, N, C), dtype=torch.float32)
+    token_NC = h_ND.new_empty((N, C), dtype=torch.int32)
+    chosen_C = h_ND.new_empty(C, dtype=torch.int64)
+    stats = ChunkStats(*h_ND.new_empty((3, C), dtype=torch.float32))
+    logprob_C = torch.empty_like(stats.lse_C)
+    if C:
+        rows = (keys_N, inverse_temperatures_N, scales_N)
+        draws = (*rows, score_NC, token_NC, logit_NC)
+        _chunk_stats(h_ND, w_VD, tile, stats, draws=draws, known=known)
+        _best_kernel[(C,)](
+            score_NC, token_NC, logit_NC, stats.lse_C, chosen_C, logprob_C, C, N,
+            BLOCK=triton.next_power_of_2(N),
+        )  # fmt: skip
+    return chosen_C, logprob_C
+
+
+MASK = 2**32 - 1
+_Words = TypeVar("_Words", int, torch.Tensor)
+
+
+def gumbel_argmax(
+    logits_NV: torch.Tensor, keys_N: torch.Tensor, inverse_temperatures_N: torch.Tensor
+) -> torch.Tensor:
+    """Sample each row's token from its logits; arguments as in :func:`sample_tokens`."""
+    inverse_N1, noise_NV = inverse_temperatures_N[:, None], _gumbel(keys_N, logits_NV.shape[1])
+    scores_NV = torch.where(inverse_N1 > 0, logits_NV * inverse_N1 + noise_NV, logits_NV)
+    return scores_NV.argmax(-1)
+
+
+def _gumbel(keys_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return the noise [N, V] in fp32."""
+    keys_N1 = (keys_N.long() & MASK)[:, None]
+    ids_V = torch.arange(vocabulary, device=keys_N.device) * 0x9E3779B1
+    return _noise_of(mix(mix(keys_N1 ^ (ids_V & MASK)) ^ keys_N1))
+
+
+def _noise_of(bits: torch.Tensor) -> torch.Tensor:
+    """Return the noise, in fp32, of 32 random bits (int64, not negative)."""
+    return -_exponential_of(bits).log()
+
+
+def _exponential_of(bits: torch.Tensor) -> torch.Tensor:
+    """Map 32 random bits to -log u, in fp32, where u is spread evenly over (0, 1).
+
+    u is the middle of one of 2^23 equal parts: it has 24 binary digits, as many as fp32 keeps. Of
+    2^24 parts fp32 would round the last middle to 1, and its noise would be infinite.
+
+    The uppermost 2^8 parts are divided by the nine bits that are left, as a token with a share of
+    1e-8 needs a u above the last of 2^23 middles: it would be chosen a third as often as it should
+    be. There ``1 - u`` stands for ``-log u``, which is larger by 1.5e-5 of itself at most.
+    """
+    from_above = MASK - bits
+    middle = ((bits >> 9).float() + 0.5) / 2**23
+    return torch.where(from_above < 2**17, (from_above.float() + 0.5) / 2**32, -middle.log())
+
+
+def mix(x: _Words) -> _Words:
+    """Apply MurmurHash3's finalizer to 32-bit numbers in int64; products are cut to 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["C"])  # which changes from call to call
+def _best_kernel(
+    score_ptr, token_ptr, logit_ptr, lse_ptr, chosen_ptr, logprob_ptr, C, N, BLOCK: tl.constexpr
+):
+    """Take the tile with the largest score of a token's N tiles (the first of equals)."""
+    row, tile = tl.program_id(0), tl.arange(0, BLOCK)
+    score = tl.load(score_ptr + tile * C + row, mask=tile < N, other=float("-inf"))
+    best = tl.argmax(score, axis=0)
+    tl.store(chosen_ptr + row, tl.load(token_ptr + best * C + row).to(tl.int64))
+    loss = tl.load(lse_ptr + row) - tl.load(logit_ptr + best * C + row)
+    tl.store(logprob_ptr + row, -loss)
+
+
+@triton.jit
+def _tl_gumbel(key, token):
+    """:func:`_gumbel` of a uint32 ``key`` and ``token``."""
+    key = key.to(tl.uint32)
+    return _tl_noise(_tl_mix(_tl_mix(key ^ (token.to(tl.uint32) * 0x9E3779B1)) ^ key))
+
+
+@triton.jit
+def _tl_noise(bits):
+    return -tl.log(_tl_exponential(bits))
+
+
+@triton.jit
+def _tl_exponential(bits):
+    """:func:`_exponential_of` of uint32."""
+    from_above = ~bits
+    middle = ((bits >> 9).to(tl.float32) + 0.5) * (1 / 2**23)
+    near_one = (from_above.to(tl.float32) + 0.5) * (1 / 2**32)
+    return tl.where(from_above < 2**17, near_one, -tl.log(middle))
+
+
+@triton.jit
+def _tl_mix(x):
+    """:func:`mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)

@@ -3,15 +3,13 @@
     r = 1 / rms(x)    n = x * r    y = round(n) * w
     dn = dy * w       dx = r * (dn - n * mean(dn * n))      dw = sum over rows of dy * round(n)
 
-:func:`rms_norm` is one op. The compiler would fuse a norm into its neighbours, and round at other
-places in every graph; an op reads its inputs from memory and rounds where the formula says, in
-training as in generation, so a row has the same bits anywhere. :func:`add_rms_norm` is
-``s = round(x + y)`` and the norm of ``s`` in one pass. :func:`fusible_rms_norm` leaves the forward
-to the compiler, where bits may differ.
+:func:`rms_norm` is one op, because the compiler would round at other places in every graph: an op
+rounds where the formula says, so a row has the same bits in training and in generation.
+:func:`add_rms_norm` is ``s = round(x + y)`` and the norm of ``s`` in one pass.
+:func:`fusible_rms_norm` leaves the forward to the compiler, where bits may differ.
 
-One op makes the gradients of all of them. ``dw`` is a sum over rows, where ``dx`` needs sums over
-columns: a compiler makes two kernels of that, and both read ``dy`` and ``x``. Here each of P
-programs takes every P-th row and adds up its ``dw`` in registers.
+One op makes the gradients of all. ``dw`` is a sum over rows, where ``dx`` needs sums over columns:
+each of P programs takes every P-th row and adds up its ``dw`` in registers.
 
 Legend: N rows, D width, P programs of the backward.
 """
@@ -22,25 +20,16 @@ from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast
+from moetrain.kernels.backend import Backend, refusal, require_contiguous, tl, triton, use_fast
 
 
 def rms_norm(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it.
-
-    Raises:
-        ValueError: for a weight of another width, or one that is not contiguous.
-    """
+    """Normalise ``x`` [..., D] in fp32, round to its dtype and multiply by ``weight`` in it."""
     _check("rms_norm", x, x, weight_D)
-    if not use_fast(backend, x):
-        return rms_norm_reference(x, weight_D, eps)
-    return _rms_norm(x.contiguous(), weight_D, eps)
-
-
-def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute :func:`rms_norm` in plain torch."""
+    if use_fast(backend, x):
+        return _rms_norm(x.contiguous(), weight_D, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_D.to(x.dtype) * wide.to(x.dtype)
@@ -49,23 +38,12 @@ def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
 def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, backend: Backend = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``s = x + y`` and :func:`rms_norm` of ``s``; ``x`` and ``y`` have one shape and dtype.
-
-    Raises:
-        ValueError: for other shapes or dtypes, or a weight that is not contiguous.
-    """
+    """Return ``s = x + y``, of one shape and dtype, and :func:`rms_norm` of ``s``."""
     _check("add_rms_norm", x, y, weight_D)
-    if not use_fast(backend, x):
-        return add_rms_norm_reference(x, y, weight_D, eps)
-    return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps)
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute :func:`add_rms_norm` in plain torch."""
+    if use_fast(backend, x):
+        return _add_rms_norm(x.contiguous(), y.contiguous(), weight_D, eps)
     s = x + y
-    return s, rms_norm_reference(s, weight_D, eps)
+    return s, rms_norm(s, weight_D, eps, "reference")
 
 
 def fusible_rms_norm(
@@ -73,22 +51,19 @@ def fusible_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` and its :func:`rms_norm` in plain torch, which the compiler fuses.
 
-    Use the returned ``x`` from here on: the gradients of its other uses are then added in the
-    kernel that makes the norm's.
+    Use the returned ``x`` from here on: gradients of its other uses are then added in one kernel.
     """
     _check("fusible_rms_norm", x, x, weight_D)
-    if not use_fast(backend, x):
-        return x, rms_norm_reference(x, weight_D, eps)
-    return _FusibleNorm.apply(x, weight_D, eps)
+    if use_fast(backend, x):
+        return _FusibleNorm.apply(x, weight_D, eps)
+    return x, rms_norm(x, weight_D, eps, "reference")
 
 
 def _check(kernel: str, x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor) -> None:
     if weight_D.shape != x.shape[-1:] or x.shape != y.shape or x.dtype != y.dtype:
-        raise ValueError(
-            f"{kernel}: was given {x.dtype} {tuple(x.shape)}, {y.dtype} {tuple(y.shape)} and a "
-            f"weight {tuple(weight_D.shape)}; it takes [..., D] of one shape and dtype, and [D]"
-        )
-    require_contiguous(kernel, weight_D)
+        takes = "[..., D] of one shape and dtype, and a weight [D]"
+        raise refusal(kernel, takes, x=x, y=y, weight=weight_D)
+    require_contiguous(kernel, weight=weight_D)
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=())
@@ -102,7 +77,8 @@ def _rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tens
 def _add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    s, out = torch.empty_like(x), torch.empty_like(x)
+    s = torch.empty_like(x)
+    out = torch.empty_like(x)
     _launch(x, y, weight_D, s, out, eps)
     return s, out
 
@@ -126,7 +102,8 @@ def _launch(
     eps: float,
 ) -> None:
     width = x.shape[-1]
-    rows, block = x.numel() // width, triton.next_power_of_2(width)
+    rows = x.numel() // width
+    block = triton.next_power_of_2(width)
     if rows:
         warps = min(8, max(1, block // 512))
         _norm_kernel[(rows,)](x, y, weight_D, s, out, eps, D=width, BLOCK=block, num_warps=warps)
@@ -172,8 +149,10 @@ def _norm_gradients(
     eps: float,
     ds: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, width = torch.empty_like(x), x.shape[-1]
-    rows, block = x.numel() // width, triton.next_power_of_2(width)
+    dx = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    block = triton.next_power_of_2(width)
     programs = min(-(-rows // 4), _PROGRAMS)
     dw_PD = x.new_empty(programs, width, dtype=torch.float32)
     if rows:
@@ -222,11 +201,12 @@ class _FusibleNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight_D)
         ctx.set_materialize_grads(False)  # x may have no other use
         ctx.eps = eps
-        return x.view_as(x), rms_norm_reference(x, weight_D, eps)
+        return x.view_as(x), rms_norm(x, weight_D, eps, "reference")
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (ds, dy), (x, weight_D) = grads, ctx.saved_tensors
+        ds, dy = grads
+        x, weight_D = ctx.saved_tensors
         if dy is None:
             return ds, None, None
         return *_gradients(dy, x, weight_D, ctx.eps, ds), None

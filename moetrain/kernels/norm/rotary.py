@@ -5,8 +5,7 @@
 A head is rotated by its token's cosines ``c`` and sines ``s`` (arXiv 2104.09864), in fp32, rounded
 once. It is one op so that its bits do not depend on what the compiler would fuse it with; where
 they may (``fusible``), the forward is the compiler's. One op makes all gradients, as in
-:mod:`moetrain.kernels.norm.rms_norm`: the weight's is a sum over all tokens and heads, the others'
-over each head. ``dy`` rotated back by the same angles is the upstream gradient of the norm.
+:mod:`moetrain.kernels.norm.rms_norm`; ``dy`` rotated back is the upstream gradient of the norm.
 
 Legend: T tokens, H heads, d head width, S rows of angles: token t has those of row t % S; N is T/S;
 P programs of the backward.
@@ -14,14 +13,13 @@ P programs of the backward.
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-# (Triton's launch settings, unrolled ranges and constant conditions are not typed.)
 
 from typing import Any
 
 import torch
 
-from moetrain.kernels.backend import Backend, require_contiguous, tl, triton, use_fast
-from moetrain.kernels.norm.rms_norm import rms_norm_reference
+from moetrain.kernels.backend import Backend, refusal, require_contiguous, tl, triton, use_fast
+from moetrain.kernels.norm.rms_norm import rms_norm
 
 _HEADS = 8  # heads of one token that a program rotates
 
@@ -43,16 +41,12 @@ def rotary(
         cos_Sd, sin_Sd: fp32 [S, d/2], contiguous; T is a multiple of S.
         weight_d: the norm's weight, contiguous; None: no norm.
         fusible: run the forward in plain torch, which the compiler fuses with its neighbours.
-
-    Raises:
-        ValueError: for other shapes or strides.
     """
     _check(x_THd, cos_Sd, sin_Sd, weight_d)
+    tensors = (x_THd, cos_Sd, sin_Sd, weight_d)
     if not use_fast(backend, x_THd):
-        return rotary_reference(x_THd, cos_Sd, sin_Sd, weight_d, eps)
-    if fusible:
-        return _FusibleRotary.apply(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
-    return _rotary(x_THd, cos_Sd, sin_Sd, weight_d, eps)
+        return _turned(*tensors, eps).flatten(0, 1)
+    return _FusibleRotary.apply(*tensors, eps).flatten(0, 1) if fusible else _rotary(*tensors, eps)
 
 
 def _check(
@@ -60,25 +54,14 @@ def _check(
 ) -> None:
     (T, _, d), half = x_THd.shape, (cos_Sd.shape[0], x_THd.shape[-1] // 2)
     if d % 2 or T % max(1, half[0]) or cos_Sd.shape != half or sin_Sd.shape != half:
-        raise ValueError(
-            f"rotary: was given x {tuple(x_THd.shape)}, cos {tuple(cos_Sd.shape)} and sin "
-            f"{tuple(sin_Sd.shape)}; it takes [T, H, d] and [S, d/2] of which S divides T"
+        raise refusal(
+            "rotary", "[T, H, d] and [S, d/2], S divides T", x=x_THd, cos=cos_Sd, sin=sin_Sd
         )
-    if weight_d is not None and weight_d.shape != (d,):
-        raise ValueError(f"rotary: was given a weight {tuple(weight_d.shape)} for heads of {d}")
-    for tensor in (cos_Sd, sin_Sd) if weight_d is None else (cos_Sd, sin_Sd, weight_d):
-        require_contiguous("rotary", tensor)
-
-
-def rotary_reference(
-    x_THd: torch.Tensor,
-    cos_Sd: torch.Tensor,
-    sin_Sd: torch.Tensor,
-    weight_d: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Compute :func:`rotary` in plain torch."""
-    return _turned(x_THd, cos_Sd, sin_Sd, weight_d, eps).flatten(0, 1)
+    require_contiguous("rotary", cos=cos_Sd, sin=sin_Sd)
+    if weight_d is not None:
+        if weight_d.shape != (d,):
+            raise refusal("rotary", "a weight [d]", x=x_THd, weight=weight_d)
+        require_contiguous("rotary", weight=weight_d)
 
 
 def _turned(
@@ -89,11 +72,12 @@ def _turned(
     eps: float,
 ) -> torch.Tensor:
     """Return [N, S, H, d], a tensor without an alias (see :class:`_FusibleRotary`)."""
-    n_THd = x_THd if weight_d is None else rms_norm_reference(x_THd, weight_d, eps)
+    n_THd = x_THd if weight_d is None else rms_norm(x_THd, weight_d, eps, "reference")
     wide = n_THd.to(torch.promote_types(x_THd.dtype, torch.float32))
     T, S = x_THd.shape[0], cos_Sd.shape[0]
     x1, x2 = wide.unflatten(0, (T // max(1, S), S)).chunk(2, dim=-1)
-    cos, sin = cos_Sd[:, None], sin_Sd[:, None]
+    cos = cos_Sd[:, None]
+    sin = sin_Sd[:, None]
     halves = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     return torch.cat([half.to(x_THd.dtype) for half in halves], dim=-1)
 

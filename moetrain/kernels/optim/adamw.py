@@ -4,17 +4,14 @@
     v <- beta2 v + (1 - beta2) g^2          p <- p - decay p - step_size m / (root sqrt(v) + eps)
     out = p in the compute dtype            (decay = lr * weight_decay, 0 where a block has none)
 
-Memory bandwidth alone limits it: a parameter's 28 bytes with fp32 moments (20 with bf16), and 2 for
-the copy, which saves reading it again; gradients in bf16 save 2. The kernel reads what changes from
-step to step on the device (:func:`adamw_rates`), the decision to skip included: then it writes the
-copy alone.
+The kernel reads what changes from step to step on the device (:meth:`Settings.rates`), the decision
+to skip included: then it writes the copy alone.
 
-bf16 moments are rounded stochastically: up or down with the probabilities that make the mean exact,
-since a second moment at beta2 0.95 would otherwise lose all that is below 1/256 of it. The 16
-random bits of a moment are Philox's (Salmon et al. 2011, ten rounds) of the seed, the step and the
-number's place, four numbers a call: a rerun repeats them, and so does another layout that gives a
-number the same place. Worked example: 1 + 2^-9 (a quarter of the way to the next bf16 number,
-1 + 2^-7) becomes 1 + 2^-7 for one in four values of the bits.
+bf16 moments are rounded stochastically, so that the mean is exact: a second moment at beta2 0.95
+would otherwise lose all that is below 1/256 of it. The 16 random bits of a moment are Philox's
+(Salmon et al. 2011, ten rounds) of the seed, the step and the number's place: a rerun repeats them,
+and so does another layout. Worked example: 1 + 2^-9 becomes 1 + 2^-7, the next bf16 number, for one
+in four values of the bits.
 
 Left out on purpose: gradients (it runs after the backward), AMSGrad, masters in other than fp32.
 
@@ -22,14 +19,13 @@ Legend: N numbers of a shard, B blocks of :data:`BLOCK` of them, each of one par
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's launch settings and unrolled ranges are not typed.)
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import Backend, tl, triton, use_fast
+from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
 
 BLOCK = 1024  # measured on one H200: 2,048 and 4,096 are 1 to 3 % slower
 _WARPS = 4
@@ -46,27 +42,27 @@ class Settings(NamedTuple):
     seed: int
     """The seed of the random bits of stochastic rounding, at least 0."""
 
+    def rates(
+        self,
+        steps: torch.Tensor,
+        clip: torch.Tensor,
+        skipped: torch.Tensor,
+        lr: float,
+        weight_decay: float,
+    ) -> torch.Tensor:
+        """Compute the rates of one step for all buckets: ``rates_S``, fp32 [6], on the device.
 
-def adamw_rates(
-    steps: torch.Tensor,
-    clip: torch.Tensor,
-    skipped: torch.Tensor,
-    lr: float,
-    weight_decay: float,
-    settings: Settings,
-) -> torch.Tensor:
-    """Compute the rates of one step for all buckets: ``rates_S``, fp32 [6], on the device.
-
-    Args:
-        steps: the number of steps, this one included (0-d).
-        clip: the factor of the gradients (0-d).
-        skipped: true if the step changes nothing (0-d).
-    """
-    t = steps.double()
-    corrections = [1 - settings.beta1**t, 1 - settings.beta2**t]
-    size, root = lr / corrections[0], corrections[1].rsqrt()
-    decay = torch.full_like(t, lr * weight_decay)
-    return torch.stack([clip.double(), decay, size, root, skipped.double(), t]).float()
+        Args:
+            steps: the number of steps, this one included (0-d).
+            clip: the factor of the gradients (0-d).
+            skipped: true if the step changes nothing (0-d).
+        """
+        t = steps.double()
+        corrections = [1 - self.beta1**t, 1 - self.beta2**t]
+        size = lr / corrections[0]
+        root = corrections[1].rsqrt()
+        decay = torch.full_like(t, lr * weight_decay)
+        return torch.stack([clip.double(), decay, size, root, skipped.double(), t]).float()
 
 
 def adamw(
@@ -84,17 +80,13 @@ def adamw(
     """Update ``param_N``, ``avg_N``, ``avg_sq_N`` in place, and write ``out_N`` if it is given.
 
     Args:
-        param_N: fp32, contiguous.
-        grad_N: fp32 or bf16, contiguous.
-        avg_N, avg_sq_N: the moments, contiguous, both fp32 or both bf16.
-        rates_S: made by :func:`adamw_rates`.
+        param_N: fp32; as all of N numbers, contiguous.
+        grad_N: fp32 or bf16.
+        avg_N, avg_sq_N: the moments, both fp32 or both bf16.
+        rates_S: made by :meth:`Settings.rates`.
         decays_B: uint8, 1 where weight decay applies.
-        origins_B: int64, the place of each block's first number, which determines its random bits;
-            with bf16 moments alone.
-        out_N: contiguous, of any float dtype: the new parameters, rounded to nearest.
-
-    Raises:
-        ValueError: for other shapes, dtypes or strides.
+        origins_B: int64, the place of each block's first number; with bf16 moments alone.
+        out_N: of any float dtype: the new parameters, rounded to nearest.
     """
     flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
     _check(flat if out_N is None else flat | {"out": out_N}, decays_B, origins_B)
@@ -114,27 +106,21 @@ def adamw(
 def _check(
     flat: Mapping[str, torch.Tensor], decays_B: torch.Tensor, origins_B: torch.Tensor | None
 ) -> None:
-    shape, state = flat["param"].shape, flat["avg"].dtype
+    shape = flat["param"].shape
+    state = flat["avg"].dtype
     blocks = -(-shape.numel() // BLOCK)
     takes = {"grad": _STATE_DTYPES, "avg": _STATE_DTYPES, "avg_sq": (state,), "out": _OUT_DTYPES}
     for name, tensor in flat.items():
         dtypes = takes.get(name, (torch.float32,))
         if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise ValueError(
-                f"adamw: {name} was given as {tensor.dtype} {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}; it takes a contiguous {tuple(shape)} of "
-                f"{' or '.join(map(str, dtypes))}"
-            )
+            takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
+            raise refusal("adamw", takes, **{name: tensor})
     if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
-        raise ValueError(
-            f"adamw: decays were given as {decays_B.dtype} {tuple(decays_B.shape)}; {shape[0]} "
-            f"numbers take uint8 [{blocks}]"
-        )
+        takes = f"uint8 [{blocks}] with {shape[0]} numbers"
+        raise refusal("adamw", takes, decays=decays_B)
     if (origins_B is None) != (state == torch.float32):
-        raise ValueError(
-            f"adamw: origins were {'not ' if origins_B is None else ''}given with moments in "
-            f"{state}; bf16 ones, and those alone, take int64 [{blocks}]"
-        )
+        takes = f"int64 [{blocks}] with bf16 moments, and with those alone"
+        raise refusal("adamw", takes, moments=state, origins=origins_B)
 
 
 def adamw_reference(
@@ -176,15 +162,20 @@ def _philox_reference(origins_B: torch.Tensor, step: torch.Tensor, seed: int) ->
     """Return 32 random bits (int64) for each number of the blocks."""
     mask = 0xFFFFFFFF
     groups = origins_B[:, None] // 4 + torch.arange(BLOCK // 4, device=origins_B.device)
-    c0, c1 = groups & mask, (groups >> 32) & mask
-    c2, c3 = step.long().expand_as(groups), torch.zeros_like(groups)
+    c0 = groups & mask
+    c1 = (groups >> 32) & mask
+    c2 = step.long().expand_as(groups)
+    c3 = torch.zeros_like(groups)
     k0, k1 = seed & mask, (seed >> 32) & mask
     for _ in range(10):
         # Products wrap in int64, which leaves the bits of unsigned ones.
-        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        product0 = c0 * 0xD2511F53
+        product2 = c2 * 0xCD9E8D57
         c0, c2 = ((product2 >> 32) & mask) ^ c1 ^ k0, ((product0 >> 32) & mask) ^ c3 ^ k1
-        c1, c3 = product2 & mask, product0 & mask
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+        c1 = product2 & mask
+        c3 = product0 & mask
+        k0 = (k0 + 0x9E3779B9) & mask
+        k1 = (k1 + 0xBB67AE85) & mask
     return torch.stack([c0, c1, c2, c3], dim=-1).flatten()
 
 

@@ -2,16 +2,12 @@
 
     out = chunk_0 + chunk_1 + ... + chunk_{R-1}        (+ out, when accumulating)
 
-Each rank sends its bf16 contribution once (an all-to-all), and the receiver adds the R chunks in
-rank order in fp32: no partial sum is ever rounded to bf16, unlike in a ring, and the result does
-not depend on timing. Worked example: chunks [[1], [2]], out [10] accumulating: [13].
+The receiver adds the ranks' chunks in rank order: no partial sum is rounded to bf16, unlike in a
+ring, and the result does not depend on timing. The kernel also adds up the squares of the stored
+sums, block by block, so that the norm of a gradient takes no pass over it.
 
-The kernel also adds up the squares of the sums, block by block, so that the norm of a gradient is a
-sum of few numbers in a fixed order, and takes no pass over the gradient.
-
-The result may be stored in bf16 (``optim.gradient_dtype``): the sum is rounded once, to nearest,
-and the squares are those of the stored numbers. Worked example: chunks [[1], [2^-9]], out [2^-8] in
-bf16, accumulating: 1 + 3 * 2^-9, stored as 1 + 2^-7.
+The result may be stored in bf16 (``optim.gradient_dtype``), rounded once, to nearest. Worked
+example: chunks [[1], [2^-9]], out [2^-8] in bf16, accumulating: 1 + 3 * 2^-9, stored as 1 + 2^-7.
 
 It leaves out the collective, which is in ``parallel``, and gradients: it runs inside a backward.
 
@@ -19,12 +15,11 @@ Legend: R chunks (ranks), N elements a chunk, B blocks of 1024 elements.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's launch settings and unrolled ranges are not typed.)
 
 import torch
 import torch.nn.functional as F
 
-from moetrain.kernels.backend import Backend, tl, triton, use_fast
+from moetrain.kernels.backend import Backend, refusal, tl, triton, use_fast
 
 # Launch settings, measured on one H200.
 _BLOCK, _WARPS = 1024, 4
@@ -45,86 +40,53 @@ def sum_chunks(
     """Write the fp32 sum over R to ``out_N`` (None: a new tensor) and return it.
 
     Args:
-        chunks_RN: bf16, fp16 or fp32, contiguous, R at least 1. It is fast where N is a multiple of
-            16: other rows are not aligned for 16-byte loads.
-        out_N: contiguous, written in place; fp32, or the dtype that the sum is rounded to (of one
-            chunk: its cast, at the speed of memory).
+        chunks_RN: bf16, fp16 or fp32, contiguous; fast where N is a multiple of 16.
+        out_N: contiguous; fp32, or the dtype that the sum is rounded to.
         accumulate: add, in fp32, to the contents of ``out_N`` (fp32 or bf16).
-        squares_B: fp32, contiguous: receives each block's sum of squares of the new ``out_N``.
-        own_N, own: chunk ``own``, contiguous, is read from ``own_N`` and not from ``chunks_RN``,
-            because a rank's own chunk did not travel.
-
-    Raises:
-        ValueError: for other shapes, dtypes or strides, or ``accumulate`` without ``out_N``.
+        squares_B: fp32: receives each block's sum of squares of the new ``out_N``.
+        own_N, own: chunk ``own``, which did not travel, is read from ``own_N``.
     """
     if chunks_RN.dim() != 2 or not chunks_RN.shape[0] or not chunks_RN.is_contiguous():
-        raise ValueError(
-            f"sum_chunks: chunks were given as {tuple(chunks_RN.shape)} with strides "
-            f"{chunks_RN.stride()}; it takes a contiguous [R, N] with R at least 1"
-        )
+        takes = "a contiguous [R, N] with R at least 1"
+        raise refusal("sum_chunks", takes, chunks=chunks_RN)
     if out_N is None:
         if accumulate:
-            raise ValueError("sum_chunks: accumulate was given without out_N; it takes both")
+            raise refusal("sum_chunks", "it with out_N alone", accumulate=accumulate)
         out_N = chunks_RN.new_empty(chunks_RN.shape[1], dtype=torch.float32)
     fits = out_N.shape == chunks_RN.shape[1:] and out_N.is_contiguous()
     if not fits or out_N.dtype not in (_SUM_DTYPES if accumulate else _DTYPES):
-        raise ValueError(
-            f"sum_chunks: out was given as {out_N.dtype} {tuple(out_N.shape)} with strides "
-            f"{out_N.stride()}; with chunks of {tuple(chunks_RN.shape)} it takes a contiguous "
-            f"[{chunks_RN.shape[1]}] of {'float32 or bfloat16' if accumulate else 'a float dtype'}"
-        )
-    if squares_B is not None:
-        blocks = (num_blocks(out_N.numel()),)
-        if squares_B.shape != blocks or squares_B.dtype != torch.float32:
-            raise ValueError(
-                f"sum_chunks: squares were given as {squares_B.dtype} {tuple(squares_B.shape)}; "
-                f"{out_N.numel()} elements take float32 {list(blocks)}"
-            )
+        dtypes = "float32 or bfloat16" if accumulate else "a float dtype"
+        takes = f"a contiguous [{chunks_RN.shape[1]}] of {dtypes}"
+        raise refusal("sum_chunks", takes, chunks=chunks_RN, out=out_N)
+    blocks = num_blocks(out_N.numel())
+    if squares_B is not None and (squares_B.shape, squares_B.dtype) != ((blocks,), torch.float32):
+        takes = f"float32 [{blocks}] for {out_N.numel()} elements"
+        raise refusal("sum_chunks", takes, squares=squares_B)
     if own_N is not None:
         fits = own_N.shape == out_N.shape and own_N.is_contiguous()
         if not fits or own_N.dtype != chunks_RN.dtype or not 0 <= own < chunks_RN.shape[0]:
-            raise ValueError(
-                f"sum_chunks: chunk {own} was given as {own_N.dtype} {tuple(own_N.shape)} with "
-                f"strides {own_N.stride()}; it is one of {chunks_RN.dtype} "
-                f"{tuple(chunks_RN.shape)}, contiguous"
-            )
+            given = {f"chunk {own} as": own_N, "chunks": chunks_RN}
+            raise refusal("sum_chunks", "one of the chunks, contiguous", **given)
     if use_fast(backend, chunks_RN):
         # In torch 2.11 an argument that an op writes must be a tensor.
         none = out_N.new_empty(0, dtype=torch.float32)
         squares_B = none if squares_B is None else squares_B
         _sum_chunks(out_N, chunks_RN, accumulate, squares_B, own_N, own)
         return out_N
-    out_N.copy_(sum_chunks_reference(chunks_RN, out_N, accumulate, own_N, own))
-    if squares_B is not None:
-        squares_B.copy_(block_squares(out_N))
-    return out_N
-
-
-def num_blocks(size: int) -> int:
-    """Return the number of blocks of ``size`` elements; the last may have fewer."""
-    return -(-size // _BLOCK)
-
-
-def block_squares(x_N: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of squares of each block in plain torch, in fp32 or wider."""
-    padding = num_blocks(x_N.numel()) * _BLOCK - x_N.numel()
-    wide_N = x_N.to(torch.promote_types(x_N.dtype, torch.float32))
-    return F.pad(wide_N, (0, padding)).view(-1, _BLOCK).square().sum(1)
-
-
-def sum_chunks_reference(
-    chunks_RN: torch.Tensor,
-    out_N: torch.Tensor | None = None,
-    accumulate: bool = False,
-    own_N: torch.Tensor | None = None,
-    own: int = -1,
-) -> torch.Tensor:
-    """Compute :func:`sum_chunks` in plain torch; ``out_N`` is not written."""
     wide = torch.promote_types(chunks_RN.dtype, torch.float32)
     sum_N = torch.zeros(chunks_RN.shape[1], dtype=wide, device=chunks_RN.device)
     for i, chunk_N in enumerate(chunks_RN):
         sum_N = sum_N + (chunk_N if own_N is None or i != own else own_N)
-    return sum_N + out_N if accumulate and out_N is not None else sum_N
+    out_N.copy_(sum_N + out_N if accumulate else sum_N)
+    if squares_B is not None:
+        wide_N = F.pad(out_N.float(), (0, blocks * _BLOCK - out_N.numel()))
+        squares_B.copy_(wide_N.view(-1, _BLOCK).square().sum(1))
+    return out_N
+
+
+def num_blocks(size: int) -> int:
+    """Return the number of blocks of ``size`` elements."""
+    return -(-size // _BLOCK)
 
 
 @torch.library.custom_op("moetrain::sum_chunks", mutates_args=("out_N", "squares_B"))

@@ -4,44 +4,42 @@ Rows have a scale each and lie in the order a product reads them::
 
     scale = 2^k, the least with |x| <= 448 scale in all of the row      values = round(x / scale)
 
-The scale is a power of two. Then dividing by it is exact, a value times its scale is exact in bf16,
-and quantising what was quantised changes nothing: every rank that quantises a row gets the same
-bits, and a row that travelled in e4m3 needs no special treatment. A mantissa has the same 3 bits
-under any scale, so the power of two costs at most one of 15 binades. A row of zeros has zeros,
-under some scale.
-
-A product in e4m3 reads both its operands along the inner width, so a weight [N, M] is quantised by
-its rows for the forward (``x @ w^T``) and by its columns, transposed, for the input's gradient
-(``g @ w``). A weight is read twice for that, once in each pass, and nothing of it is kept between.
+With powers of two dividing is exact, a value times its scale is exact in bf16, and quantising what
+was quantised changes nothing: every rank that quantises a row gets the same bits. It costs at most
+one of 15 binades. A product reads both its operands along the inner width, so a weight [N, M] is
+quantised by its rows for the forward and by its columns, transposed, for the input's gradient.
 
 Worked example: the row [3, -1, 0.3] has the scale 2^-7 (448 / 128 = 3.5 holds 3, half of it does
 not). Divided by it, [384, -128, 38.4] rounds to [384, -128, 40], which stands for [3, -1, 0.3125].
 
 OCP's MXFP8 (Microscaling Formats v1.0) has a scale for each group of 32 neighbours, by the same
 rule, stored as the byte of its exponent in fp32: 127 + k, k >= -126. Groups are widened without
-rounding (in bf16 but for numbers below 2^-133), in a pass over memory that reads 1 1/32 bytes a
-number and writes the wider one.
-
-Worked example, groups of 2: (3, 1000) has the scale 4, since 1000 > 2 x 448, and the codes 0.75 and
-256 (250 lies between 240 and 256, nearer to 256), which stand for (3, 1024).
+rounding (in bf16 but for numbers below 2^-133).
 
 Legend: T tokens, K rows that a token is copied to, R rows, E experts, N outer width, M inner width;
 of MXFP8: W ranks, N numbers of whole groups, G groups.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's launch settings and unrolled ranges are not typed.)
 
 from typing import NamedTuple
 
 import torch
 
-from moetrain.kernels.backend import INTERPRETED, Backend, require_contiguous, tl, triton, use_fast
+from moetrain.kernels.backend import (
+    INTERPRETED,
+    Backend,
+    refusal,
+    require_contiguous,
+    tl,
+    triton,
+    use_fast,
+)
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0  # the largest number in e4m3
 MULTIPLE = 16
-"""Widths of products in e4m3 are multiples of this: rows are read through vectors of 16 bytes."""
+"""Widths of products in e4m3 are multiples of this."""
 _TILE = {"BN": 512, "BM": 32, "num_warps": 16}  # a tile that is transposed at once
 
 
@@ -53,30 +51,25 @@ class Quantised(NamedTuple):
     scales: torch.Tensor
     """[...] fp32, powers of two."""
 
-    def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantise to ``dtype``; exact in bf16 and wider.
-
-        It multiplies rather than casts: a cast to the dtype that is there gives the same tensor,
-        and torch 2.11 compiled gives no gradient to an alias in an autograd function's forward.
-        """
-        return self.values.to(dtype) * self.scales[..., None].to(dtype)
+    def to(self, dtype: torch.dtype, backend: Backend = "reference") -> torch.Tensor:
+        """Dequantise to ``dtype``; exact in bf16 and wider. The fast path takes rows [R, M]."""
+        if self.scales.shape != self.values.shape[:-1]:
+            raise refusal("dequantise", "a scale a row", **self._asdict())
+        if not use_fast(backend, self.values):
+            # A product, as a cast to the dtype that is there gives the same tensor, and torch 2.11
+            # compiled gives no gradient to an alias in an autograd function's forward.
+            return self.values.to(dtype) * self.scales[..., None].to(dtype)
+        # As bytes: opcheck computes with an op's inputs, and torch computes nothing in e4m3.
+        values = self.values.contiguous().view(torch.uint8)
+        return _dequantise(values, self.scales.contiguous(), dtype)
 
 
 def quantise_rows(x_XM: torch.Tensor, backend: Backend = "auto") -> Quantised:
-    """Quantise ``x`` [..., M] by rows.
-
-    Raises:
-        ValueError: if ``x_XM`` is not contiguous.
-    """
-    if not use_fast(backend, x_XM):
-        return quantise_rows_reference(x_XM)
-    require_contiguous("quantise_rows", x_XM)
-    values, scales = _quantise_rows(x_XM.flatten(0, -2))
-    return Quantised(values.view_as(x_XM), scales.view(x_XM.shape[:-1]))
-
-
-def quantise_rows_reference(x_XM: torch.Tensor) -> Quantised:
-    """Compute :func:`quantise_rows` in plain torch."""
+    """Quantise ``x`` [..., M] (contiguous) by rows."""
+    if use_fast(backend, x_XM):
+        require_contiguous("quantise_rows", x=x_XM)
+        values, scales = _quantise_rows(x_XM.flatten(0, -2))
+        return Quantised(values.view_as(x_XM), scales.view(x_XM.shape[:-1]))
     amax_X = x_XM.detach().abs().amax(-1).float()
     # The exponent's field of the power of two from which on a row is too large for scale 1 / 256.
     field_X = ((amax_X.view(torch.int32) + 0x1FFFFF) >> 23).clamp(min=9)
@@ -86,40 +79,19 @@ def quantise_rows_reference(x_XM: torch.Tensor) -> Quantised:
 
 
 def quantise_columns(w_ENM: torch.Tensor, backend: Backend = "auto") -> Quantised:
-    """Quantise the columns of ``w`` [E, N, M], as rows: values [E, M, N], scales [E, M].
-
-    Raises:
-        ValueError: if ``w_ENM`` is not contiguous.
-    """
+    """Quantise the columns of a contiguous ``w`` [E, N, M], within an op: [E, M, N] and [E, M]."""
     if not use_fast(backend, w_ENM):
-        return quantise_columns_reference(w_ENM)
-    require_contiguous("quantise_columns", w_ENM)
-    return Quantised(*_quantise_columns(w_ENM))
-
-
-def quantise_columns_reference(w_ENM: torch.Tensor) -> Quantised:
-    """Compute :func:`quantise_columns` in plain torch."""
-    return quantise_rows_reference(w_ENM.transpose(1, 2).contiguous())
-
-
-def dequantise(
-    quantised_RM: Quantised, dtype: torch.dtype, backend: Backend = "auto"
-) -> torch.Tensor:
-    """Return the rows [R, M] that ``quantised_RM`` stands for; exact in bf16 and wider.
-
-    Raises:
-        ValueError: if there are not as many scales as rows.
-    """
-    values_RM, scales_R = quantised_RM
-    if scales_R.shape != values_RM.shape[:1]:
-        raise ValueError(
-            f"dequantise: was given values {tuple(values_RM.shape)} and scales "
-            f"{tuple(scales_R.shape)}; it takes [R, M] and [R]"
-        )
-    if not use_fast(backend, values_RM):
-        return quantised_RM.to(dtype)
-    # As bytes: opcheck computes with an op's inputs, and torch computes nothing in e4m3.
-    return _dequantise(values_RM.contiguous().view(torch.uint8), scales_R.contiguous(), dtype)
+        return quantise_rows(w_ENM.transpose(1, 2).contiguous(), "reference")
+    require_contiguous("quantise_columns", w=w_ENM)
+    experts, n, m = w_ENM.shape
+    values_EMN = w_ENM.new_empty(experts, m, n, dtype=E4M3)
+    scales_EM = w_ENM.new_empty(experts, m, dtype=torch.float32)
+    grid = (triton.cdiv(m, _TILE["BM"]), experts)
+    is_whole = n <= _TILE["BN"]
+    _columns_kernel[grid](
+        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **_TILE
+    )
+    return Quantised(values_EMN, scales_EM)
 
 
 def quantise_to_rows(
@@ -133,21 +105,18 @@ def quantise_to_rows(
 ) -> tuple[Quantised, torch.Tensor, torch.Tensor]:
     """Permute tokens to rows in e4m3 (:mod:`moetrain.kernels.experts.permutation`).
 
-    A token is quantised once and copied. Returns the rows (with ``narrow``), their weights, and
-    (with ``wide``) the dequantised rows in ``x``'s dtype; the others are empty. Ops call it on
-    their fast path, with contiguous inputs.
-
-    Raises:
-        ValueError: for shapes that do not fit together.
+    Returns the rows (with ``narrow``), their weights, and (with ``wide``) the dequantised rows in
+    ``x``'s dtype; the others are empty. It is for the inside of an op, with contiguous inputs.
     """
-    if weights_TK.shape != slot_row_TK.shape or x_TD.shape[:1] != weights_TK.shape[:1]:
-        raise ValueError(
-            f"quantise_to_rows: was given x {tuple(x_TD.shape)}, weights {tuple(weights_TK.shape)} "
-            f"and maps of {tuple(slot_row_TK.shape)}; it takes [T, D], [T, K] and [T, K]"
-        )
-    values_RD, scales_R, weights_R, x_RD = _quantise_to_rows(
-        x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide
-    )
+    width = x_TD.shape[1]
+    values_RD = x_TD.new_empty(num_rows if narrow else 0, width, dtype=E4M3)
+    scales_R = x_TD.new_empty(num_rows, dtype=torch.float32)
+    weights_R = weights_TK.new_empty(num_rows)
+    x_RD = x_TD.new_empty(num_rows if wide else 0, width)
+    _launch_rows(
+        x_TD, slot_row_TK, values_RD if narrow else None, scales_R, x_RD if wide else None,
+        weights_TK, weights_R,
+    )  # fmt: skip
     return Quantised(values_RD, scales_R), weights_R, x_RD
 
 
@@ -163,27 +132,6 @@ def _quantise_rows_fake(x_RM):
     return torch.empty_like(x_RM, dtype=E4M3), x_RM.new_empty(x_RM.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("moetrain::quantise_columns", mutates_args=())
-def _quantise_columns(w_ENM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values_EMN, scales_EM = _quantise_columns_fake(w_ENM)
-    experts, n, m = w_ENM.shape
-    grid = (triton.cdiv(m, _TILE["BM"]), experts)
-    is_whole = n <= _TILE["BN"]
-    _columns_kernel[grid](
-        w_ENM, values_EMN, scales_EM, n, m, IS_WHOLE=is_whole, BY_HAND=INTERPRETED, **_TILE
-    )
-    return values_EMN, scales_EM
-
-
-@_quantise_columns.register_fake
-def _quantise_columns_fake(w_ENM):
-    experts, n, m = w_ENM.shape
-    return (
-        w_ENM.new_empty(experts, m, n, dtype=E4M3),
-        w_ENM.new_empty(experts, m, dtype=torch.float32),
-    )
-
-
 @torch.library.custom_op("moetrain::dequantise", mutates_args=())
 def _dequantise(bytes_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     (rows, width), x_RM = bytes_RM.shape, torch.empty_like(bytes_RM, dtype=dtype)
@@ -196,35 +144,6 @@ def _dequantise(bytes_RM: torch.Tensor, scales_R: torch.Tensor, dtype: torch.dty
 @_dequantise.register_fake
 def _(bytes_RM, scales_R, dtype):
     return torch.empty_like(bytes_RM, dtype=dtype)
-
-
-@torch.library.custom_op("moetrain::quantise_to_rows", mutates_args=())
-def _quantise_to_rows(
-    x_TD: torch.Tensor,
-    weights_TK: torch.Tensor,
-    slot_row_TK: torch.Tensor,
-    num_rows: int,
-    narrow: bool,
-    wide: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide)
-    values_RD, scales_R, weights_R, x_RD = found
-    _launch_rows(
-        x_TD, slot_row_TK, values_RD if narrow else None, scales_R, x_RD if wide else None,
-        weights_TK, weights_R,
-    )  # fmt: skip
-    return found
-
-
-@_quantise_to_rows.register_fake
-def _quantise_to_rows_fake(x_TD, weights_TK, slot_row_TK, num_rows, narrow, wide):
-    width = x_TD.shape[1]
-    return (
-        x_TD.new_empty(num_rows if narrow else 0, width, dtype=E4M3),
-        x_TD.new_empty(num_rows, dtype=torch.float32),
-        weights_TK.new_empty(num_rows),
-        x_TD.new_empty(num_rows if wide else 0, width),
-    )
 
 
 def row_launch(width: int) -> dict[str, int]:
@@ -361,7 +280,8 @@ def quantise_groups(x_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x_N`` (floating, whole groups) to codes [N] (e4m3) and scales [G] (uint8)."""
     x_GS = x_N.float().view(-1, SCALED)
     is_bad_G = ~x_GS.isfinite().all(1)
-    codes_GS, scales_G = quantise_rows_reference(x_GS.masked_fill(is_bad_G[:, None], 0.0))
+    x_GS = x_GS.masked_fill(is_bad_G[:, None], 0.0)
+    codes_GS, scales_G = quantise_rows(x_GS, "reference")
     bytes_G = (scales_G.view(torch.int32) >> 23).masked_fill(is_bad_G, _BAD)
     return codes_GS.view(-1), bytes_G.to(torch.uint8)
 
@@ -377,39 +297,24 @@ def widen_groups(
     """Dequantise ``numel`` numbers from ``start`` on of each rank into ``out_N``, rank by rank.
 
     Args:
-        codes_WN: e4m3; rows may lie apart.
-        scales_WG: uint8; rows may lie apart.
+        codes_WN, scales_WG: e4m3 and uint8; rows may lie apart.
         out_N: floating, contiguous, at most W * ``numel``: the last ranks may have less.
-
-    Raises:
-        ValueError: for other dtypes, numbers past the end, or more room than numbers.
     """
     ranks, numbers = codes_WN.shape
     is_there = 0 <= start <= start + numel <= numbers and out_N.numel() <= ranks * numel
     are_groups = numbers % SCALED == 0 and scales_WG.shape == (ranks, numbers // SCALED)
-    if not (is_there and are_groups and out_N.dim() == 1):
-        raise ValueError(
-            f"widen_groups: was given codes {tuple(codes_WN.shape)}, scales "
-            f"{tuple(scales_WG.shape)}, numbers {start} to {start + numel} and room for "
-            f"{tuple(out_N.shape)}; it takes [W, N], [W, N / {SCALED}], numbers of N and [N]"
-        )
-    if (codes_WN.dtype, scales_WG.dtype) != (E4M3, torch.uint8):
-        given = f"codes {codes_WN.dtype} and scales {scales_WG.dtype}"
-        raise ValueError(f"widen_groups: was given {given}; it takes {E4M3} and uint8")
-    if not (codes_WN.stride(1) == scales_WG.stride(1) == out_N.stride(0) == 1):
-        given = f"{codes_WN.stride()}, {scales_WG.stride()} and {out_N.stride()}"
-        raise ValueError(f"widen_groups: was given strides {given}; neighbours must be neighbours")
-    if not use_fast(backend, out_N):
-        widen_groups_reference(codes_WN, scales_WG, out_N, start, numel)
-    elif out_N.numel():
-        _widen_groups(codes_WN.view(torch.uint8), scales_WG, out_N, start, numel)
-
-
-def widen_groups_reference(
-    codes_WN: torch.Tensor, scales_WG: torch.Tensor, out_N: torch.Tensor, start: int, numel: int
-) -> None:
-    """Compute :func:`widen_groups` in plain torch."""
-    first, last = start // SCALED, -(-(start + numel) // SCALED)
+    are_dtypes = (codes_WN.dtype, scales_WG.dtype) == (E4M3, torch.uint8)
+    are_near = codes_WN.stride(1) == scales_WG.stride(1) == out_N.stride(0) == 1
+    if not (is_there and are_groups and are_dtypes and are_near and out_N.dim() == 1):
+        takes = f"{E4M3} [W, N], uint8 [W, N / {SCALED}] and [N], of near neighbours, numbers of N"
+        given = {"codes": codes_WN, "scales": scales_WG, "room for": out_N}
+        raise refusal("widen_groups", takes, numbers=f"{start} to {start + numel}", **given)
+    if use_fast(backend, out_N):
+        if out_N.numel():
+            _widen_groups(codes_WN.view(torch.uint8), scales_WG, out_N, start, numel)
+        return
+    first = start // SCALED
+    last = -(-(start + numel) // SCALED)
     whole_WN = codes_WN[:, first * SCALED : last * SCALED].to(out_N.dtype)
     powers_WG = (scales_WG[:, first:last].int() << 23).view(torch.float32)
     whole_WN.view(*powers_WG.shape, SCALED).mul_(powers_WG[..., None])

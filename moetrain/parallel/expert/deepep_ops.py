@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import worth_saving
-from moetrain.kernels.quant.e4m3 import Quantised, dequantise, quantise_rows
+from moetrain.kernels.quant.e4m3 import Quantised, quantise_rows
 
 INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 
@@ -214,7 +214,7 @@ def _widened(x_SD: torch.Tensor | tuple[torch.Tensor, ...], dtype: torch.dtype) 
     if isinstance(x_SD, torch.Tensor):
         return x_SD
     values_SD, scales_S1 = x_SD
-    return dequantise(Quantised(values_SD, scales_S1[:, 0]), dtype)
+    return Quantised(values_SD, scales_S1[:, 0]).to(dtype, "auto")
 
 
 @deepep_dispatch.register_fake

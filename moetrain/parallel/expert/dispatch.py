@@ -56,10 +56,10 @@ from moetrain.kernels.backend import Backend, worth_saving
 from moetrain.kernels.experts.permutation import (
     ExpertIndices,
     expert_indices,
-    permute_tokens,
+    permute,
     unpermute,
 )
-from moetrain.kernels.quant.e4m3 import E4M3, Quantised, dequantise, quantise_rows
+from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
 from moetrain.models.architecture import FP32
 from moetrain.models.moe import Dispatched
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
@@ -183,8 +183,8 @@ class AllToAll:
         )
         # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
         routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
-        x_ND = permute_tokens(x_TD, route, self.backend)
-        routing_NC = permute_tokens(routing_TC, route, self.backend)
+        x_ND, _ = permute(x_TD, None, route, self.backend)
+        routing_NC, _ = permute(routing_TC, None, route, self.backend)
 
         every_rank_W = torch.arange(ranks, dtype=rank_TK.dtype, device=rank_TK.device)
         slots_W = (rank_TK[..., None] == every_rank_W).sum((0, 1), dtype=torch.int32)
@@ -307,7 +307,7 @@ def _pack(x_ND: torch.Tensor) -> torch.Tensor:
 
 def _unpack(bytes_SC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values, scales = (x.contiguous() for x in bytes_SC.tensor_split([-FP32], dim=1))
-    return dequantise(Quantised(values.view(E4M3), scales.view(torch.float32)[:, 0]), dtype)
+    return Quantised(values.view(E4M3), scales.view(torch.float32)[:, 0]).to(dtype, "auto")
 
 
 @_exchange_rows.register_fake

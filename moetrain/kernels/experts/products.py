@@ -1,0 +1,171 @@
+"""The experts' matrix products that torch multiplies: grouped by expert, and the router's in fp32.
+
+This is the one place that names torch's grouped GEMM. Rows of ``a`` are sorted by group; group g is
+rows ``offsets[g-1]:offsets[g]``. Outputs and gradients of rows past ``offsets[-1]`` are
+uninitialised memory (0 x NaN is NaN, so nothing may reduce over them).
+
+:func:`router_logits` is ``x @ weight^T`` in fp32 at the speed of bf16: products of bf16 numbers are
+exact in fp32, in which tensor cores add. The upstream gradient is fp32, and split into two bf16
+numbers that hold its leading 16 bits, ``d = high + low + O(2^-17) d``::
+
+    dx = [high low] @ [weight; weight]        d_weight = high^T @ x + low^T @ x
+
+Legend: R rows, T tokens, E groups (experts), M and N the inner and outer widths, D width.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.functional import grouped_mm as _grouped_mm
+
+from moetrain.kernels.backend import Backend, refusal, save_inputs, use_fast, worth_saving
+
+_ALIGNMENT_BYTES = 16  # torch's grouped GEMM reads rows through 16-byte vectors
+
+
+def grouped_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """Return ``out[r] = a[r] @ b[group of r]``: [R, M] x [E, M, N] -> [R, N], in ``a``'s dtype.
+
+    ``offsets_E`` is int32; ``b``'s widths are multiples of 16 bytes. It is fast in bf16, and on a
+    CPU in fp16 and fp32; other dtypes take a loop that waits for the device.
+    """
+    if a_RM.dtype == torch.float64:
+        return _mm_reference(a_RM, b_EMN, offsets_E)
+    multiple = _ALIGNMENT_BYTES // b_EMN.element_size()
+    if b_EMN.shape[1] % multiple or b_EMN.shape[2] % multiple:
+        raise refusal("grouped_mm", f"widths that are multiples of {multiple}", b=b_EMN)
+    if a_RM.dtype == torch.bfloat16:
+        return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
+    return _opaque_mm(a_RM, b_EMN, offsets_E)
+
+
+# On a CPU the product takes fp32 and fp16, too, but its shape function does not.
+@torch.library.custom_op("moetrain::grouped_mm", mutates_args=())
+def _opaque_mm(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    if a_RM.is_cuda:
+        return _mm_reference(a_RM, b_EMN, offsets_E)
+    return _grouped_mm(a_RM, b_EMN, offs=offsets_E)
+
+
+@torch.library.custom_op("moetrain::grouped_outer", mutates_args=())
+def _opaque_outer(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """``out[e] = a[rows of e]^T @ g[rows of e]``: [E, M, N]."""
+    if a_RM.is_cuda:
+        return _outer_reference(a_RM, g_RN, offsets_E)
+    return _grouped_mm(a_RM.T, g_RN, offs=offsets_E)
+
+
+@_opaque_mm.register_fake
+def _(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    return a_RM.new_empty(a_RM.shape[0], b_EMN.shape[2])
+
+
+@_opaque_outer.register_fake
+def _(a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    return a_RM.new_empty(offsets_E.shape[0], a_RM.shape[1], g_RN.shape[1])
+
+
+def grouped_weight_grad(
+    a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
+) -> torch.Tensor:
+    """Return ``out[e] = a[rows of e]^T @ g[rows of e]``: [R, M] x [R, N] -> [E, M, N].
+
+    It is the gradient of :func:`grouped_mm` in ``b``. A group without rows gives zeros.
+    """
+    if a_RM.dtype == torch.float64:
+        return _outer_reference(a_RM, g_RN, offsets_E)
+    if a_RM.dtype == torch.bfloat16:
+        return _grouped_mm(a_RM.t(), g_RN, offs=offsets_E)
+    return _opaque_outer(a_RM, g_RN, offsets_E)
+
+
+def _backward(ctx: Any, g_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    a_RM, b_EMN, offsets_E = ctx.saved_tensors
+    g_RN = g_RN.contiguous()  # a gradient may come expanded, which the product rejects
+    grad_a = _opaque_mm(g_RN, b_EMN.transpose(1, 2), offsets_E)
+    is_trained = ctx.needs_input_grad[1]
+    return grad_a, _opaque_outer(a_RM, g_RN, offsets_E) if is_trained else None, None
+
+
+torch.library.register_autograd("moetrain::grouped_mm", _backward, setup_context=save_inputs)
+worth_saving("experts", torch.ops.moetrain.grouped_mm.default, torch.ops.aten._grouped_mm.default)
+
+
+def _mm_reference(a_RM: torch.Tensor, b_EMN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """Compute :func:`grouped_mm` one group at a time; rows past the last offset are zeros."""
+    ends = offsets_E.tolist()
+    parts = [a_RM[i:j] @ b for i, j, b in zip([0, *ends], ends, b_EMN, strict=False)]
+    parts.append(a_RM.new_zeros(a_RM.shape[0] - ends[-1], b_EMN.shape[2]))
+    return torch.cat(parts)
+
+
+def _outer_reference(
+    a_RM: torch.Tensor, g_RN: torch.Tensor, offsets_E: torch.Tensor
+) -> torch.Tensor:
+    ends = offsets_E.tolist()
+    rows = [slice(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+    return torch.stack([a_RM[r].T @ g_RN[r] for r in rows])
+
+
+def router_logits(
+    x_TD: torch.Tensor, weight_ED: torch.Tensor, backend: Backend = "auto"
+) -> torch.Tensor:
+    """Return ``logits_TE`` in fp32 (float64 for a float64 ``x``).
+
+    Args:
+        x_TD: any floating dtype; bf16 takes the fast path, others the reference.
+        weight_ED: any floating dtype; it is rounded to ``x``'s. Its gradient has its own dtype.
+    """
+    if x_TD.dim() != 2 or weight_ED.dim() != 2 or x_TD.shape[1] != weight_ED.shape[1]:
+        raise refusal("router_logits", "[T, D] and [E, D]", x=x_TD, weight=weight_ED)
+    if x_TD.dtype == torch.bfloat16 and use_fast(backend, x_TD):
+        return _router_logits(x_TD, weight_ED)
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    return F.linear(x_TD.to(wide), weight_ED.to(x_TD.dtype).to(wide))
+
+
+@torch.library.custom_op("moetrain::router_logits", mutates_args=())
+def _router_logits(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    return _wide_product(x_TD, weight_ED.to(x_TD.dtype).t())
+
+
+@torch.library.custom_op("moetrain::router_logits_backward", mutates_args=())
+def _router_logits_backward(
+    parts_T2E: torch.Tensor, x_TD: torch.Tensor, weight_ED: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of ``x``, and those of ``weight`` from each part, fp32 [2E, D]."""
+    d_x_TD = parts_T2E @ weight_ED.to(x_TD.dtype).repeat(2, 1)
+    return d_x_TD, _wide_product(parts_T2E.t(), x_TD)
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+@_router_logits.register_fake
+def _(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
+
+
+@_router_logits_backward.register_fake
+def _(parts_T2E, x_TD, weight_ED):
+    experts, width = weight_ED.shape
+    return torch.empty_like(x_TD), x_TD.new_empty(2 * experts, width, dtype=torch.float32)
+
+
+def _differentiate_logits(ctx: Any, d_logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD, weight_ED = ctx.saved_tensors
+    # The split is outside the op, so that the compiler fuses it.
+    high_TE = d_logits_TE.to(x_TD.dtype)
+    low_TE = (d_logits_TE - high_TE.float()).to(x_TD.dtype)
+    parts_T2E = torch.cat((high_TE, low_TE), dim=1)
+    d_x_TD, d_weights_2ED = _router_logits_backward(parts_T2E, x_TD, weight_ED)
+    high_ED, low_ED = d_weights_2ED.chunk(2)
+    return d_x_TD, (high_ED + low_ED).to(weight_ED.dtype)
+
+
+_router_logits.register_autograd(_differentiate_logits, setup_context=save_inputs)
+worth_saving("linear", torch.ops.moetrain.router_logits.default)
