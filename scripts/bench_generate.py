@@ -35,8 +35,8 @@ from moetrain.models.transformer import Transformer, build_model, compile_blocks
 from moetrain.parallel.expert.deepep import choose_transport
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.steps import ExpertParallel
 from moetrain.train.setup import resolve_run
 
 CHUNK = 16_384  # tokens that a step reads

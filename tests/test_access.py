@@ -187,7 +187,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(
     serve, tmp_path, monkeypatch, sent, drop, drips
 ):
     """Whether nothing comes any more, or a byte now and then."""
-    monkeypatch.setattr(access_module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(Access, "idle_seconds", 0.5)
     with open_to(serve(access_to(tmp_path))) as connection:
         start, got = time.monotonic(), b""
         connection.sendall(sent)
@@ -202,7 +202,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(
 
 
 def test_a_connection_without_a_request_is_closed(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(access_module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(Access, "idle_seconds", 0.5)
     with open_to(serve(access_to(tmp_path))) as connection:
         start = time.monotonic()
         assert connection.recv(1) == b""
@@ -211,7 +211,7 @@ def test_a_connection_without_a_request_is_closed(serve, tmp_path, monkeypatch):
 
 def test_who_sends_slowly_or_waits_long_is_not_idle(serve, tmp_path, monkeypatch):
     """Some hundred KiB a second for three times as long, and then an answer that takes as long."""
-    monkeypatch.setattr(access_module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(Access, "idle_seconds", 0.5)
     length = 12 * (16 << 10)
     post = POST.replace(b"10", b"%d" % length).replace(b"/echo", b"/echo?wait=1.5")
     with open_to(serve(access_to(tmp_path))) as connection:
@@ -222,7 +222,7 @@ def test_who_sends_slowly_or_waits_long_is_not_idle(serve, tmp_path, monkeypatch
 
 
 def test_who_asks_often_is_not_idle(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(access_module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(Access, "idle_seconds", 0.5)
     port = serve(access_to(tmp_path))
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.connect()
@@ -234,7 +234,7 @@ def test_who_asks_often_is_not_idle(serve, tmp_path, monkeypatch):
 
 
 def test_an_answer_is_not_kept_for_who_does_not_read_it(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(access_module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(Access, "idle_seconds", 0.5)
     port, length = serve(access_to(tmp_path)), 20_000_000
     ask_for = POST.replace(b"/echo", b"/echo?n=%d" % length) + b"1" * 10
     with open_to(port) as connection:
@@ -272,7 +272,7 @@ def test_what_is_no_request_is_told_so(serve, tmp_path, sent, says):
 
 
 def test_too_many_connections_cost_the_slowest_its_own(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(access_module, "CONNECTIONS", 8)
+    monkeypatch.setattr(Access, "connections", 8)
     port = serve(access_to(tmp_path))
     with open_to(port) as busy, contextlib.ExitStack() as stack:
         busy.sendall(POST.replace(b"/echo", b"/echo?wait=3") + b"1" * 10)

@@ -26,8 +26,8 @@ from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
 from moetrain.cli import checkpoint, generate, serve
-from moetrain.cli.train import JOBS, RL, TRAIN, main
-from moetrain.config import Config
+from moetrain.cli.train import _PROGRAMS, main
+from moetrain.config import RL_RECIPES, Config
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.protocol import Chat, Completions
 from moetrain.train.metrics import read_metrics
@@ -36,7 +36,7 @@ from moetrain.train.trainer import Trainer
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PROGRAMS = {f"moetrain.{program.name}": program for program in (TRAIN, RL, JOBS)}
+PROGRAMS = {f"moetrain.{name}": program for name, program in _PROGRAMS.items()}
 OTHERS = {"bash", "cd", "git", "nsys", "pip", "ruff", "pyright", "tensorboard", "uv", ".ci/run"}
 """Commands of others, of which nothing but the extras that pip installs is checked."""
 
@@ -156,7 +156,7 @@ def check_module(module, words, world):
 def check_run(program, words, world):
     """A run's command is read and planned for; one that is for GPUs, on H200s."""
     if {"--help", "--version"} & {*words}:
-        assert main(words, program) == 0
+        assert main(words, program.name) == 0
         return
     settings = [word for word in words if word != "--dry_run"]
     is_source = bool(settings) and not settings[0].startswith("--")
@@ -171,7 +171,7 @@ def check_run(program, words, world):
             del settings[at : at + 2]
         settings += ["--launch.gpus", str(world), "--launch.gpu", "h200"]
     with redirect_stderr(io.StringIO()) as said:
-        code = main([*source, *settings, "--dry_run"], program)
+        code = main([*source, *settings, "--dry_run"], program.name)
     assert code == 0, said.getvalue()
     assert not is_big or "fits: " in said.getvalue().splitlines()[-1]
 
@@ -230,7 +230,7 @@ def check_request(words):
 
 def test_help_is_printed(capsys):
     for module, program in PROGRAMS.items():
-        assert main(["--help"], program) == 0
+        assert main(["--help"], program.name) == 0
         assert capsys.readouterr().out.startswith(f"usage: python -m {module} ")
 
 
@@ -333,7 +333,7 @@ def test_every_metric_of_reinforcement_learning_is_explained(tmp_path):
     words += ["rl.supervised_steps=1", "rl.group_size=4", "rl.eval_tasks=2", "rl.kl_coef=0.1"]
     words += ["rl.entropy_coef=0.1", "rl.ratio=proximal", "rl.env=yes_no_maybe", "rl.max_tokens=6"]
     words += ["train.device=cpu", "log.tensorboard=no", f"output_dir={tmp_path}"]
-    RlTrainer(Config.load("rl-sort", words, environ={}, recipes=RL.recipes)).fit()
+    RlTrainer(Config.load("rl-sort", words, environ={}, recipes=RL_RECIPES)).fit()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert any("eval_reward" in row for row in rows)
     assert any("reward" in row for row in rows)

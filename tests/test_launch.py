@@ -25,7 +25,7 @@ from moetrain.parallel.rendezvous import find_ranks
 # What ranks run: the real command line, with a trainer that does what it is told.
 RANK = """
 import glob, os, signal, sys, time, types
-import moetrain.cli.rank, moetrain.cli.train
+from moetrain.cli import launch
 from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed
 from moetrain.cli.train import main
@@ -83,10 +83,10 @@ class Trainer:
 
 def at_the_gate(file):
     open(os.path.join(folder, f"gate{rank}.{os.getpid()}"), "w").close()
-    moetrain.cli.rank.pass_gate(file)
+    pass_gate(file)
 
 
-moetrain.cli.train.pass_gate = at_the_gate
+pass_gate, launch.pass_gate = launch.pass_gate, at_the_gate
 module = types.ModuleType("moetrain.train.trainer")
 module.Trainer = Trainer
 sys.modules["moetrain.train.trainer"] = module

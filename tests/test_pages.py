@@ -104,9 +104,9 @@ class CountedTokens(list):
 def test_publishing_reads_every_token_once():
     scheduler = Scheduler(Pages(600, SIZE), max_sequences=4, max_tokens=7)
     request = Request("a", tuple(range(100)), SamplingParams(max_tokens=1000))
-    sequence = Running.of(request, 0, 600)
+    sequence = Running(request, 0, 600, stream=0)
     sequence.tokens = CountedTokens(sequence.tokens)
-    scheduler.add(sequence)
+    scheduler.waiting.append(sequence)
     while len(sequence.tokens) < 1100:
         ((_, number),) = scheduler.plan()
         scheduler.was_read(sequence, number)

@@ -23,7 +23,7 @@ from moetrain.models.transformer import build_model
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, RequestError, SamplingParams
-from moetrain.rollout.sampling import _kept, choose_filtered, keys_of, stream_of
+from moetrain.rollout.steps import _choose_filtered, _kept, _keys_of, _stream_of
 
 ARCH = make_architecture(
     family="qwen3_moe",
@@ -336,8 +336,8 @@ def test_what_can_never_be_served_says_so(problem):
     with pytest.raises(RequestError, match=f"request '{request.id}': .*{problem}") as caught:
         generator.submit(request)
     assert caught.value.request_id == request.id
-    twice = [Request("y", (1,)), Request("y", (2,))]
-    with pytest.raises(RequestError, match="'y': 2 requests"):
+    twice = [Request("y", (token,), SamplingParams(max_tokens=3)) for token in (1, 2)]
+    with pytest.raises(RequestError, match="'y': a request of this id is being served"):
         generator.generate(twice)
     assert list(generator._live) == ["there"]  # nothing of them stayed
 
@@ -466,10 +466,10 @@ def test_draws_follow_the_filtered_softmax():
     for top_k, top_p, min_p in [(0, 1, 0), (4, 1, 0), (0, 0.7, 0), (0, 1, 0.2), (6, 0.8, 0.05)]:
         logits = torch.randn(12, generator=generator) * 1.5
         params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=9)
-        streams = torch.tensor([stream_of(params, i) for i in range(3)]).repeat(7000)
-        keys = keys_of(streams, torch.arange(len(streams)))
+        streams = torch.tensor([_stream_of(params, i) for i in range(3)]).repeat(7000)
+        keys = _keys_of(streams, torch.arange(len(streams)))
         rows = logits.expand(len(keys), -1)
-        found = Counter(choose_filtered(rows, [params] * len(keys), keys).tolist())
+        found = Counter(_choose_filtered(rows, [params] * len(keys), keys).tolist())
         allowed = plain_filter(logits, params)
         assert set(found) <= allowed
         mask = torch.tensor([i in allowed for i in range(12)])
@@ -481,8 +481,8 @@ def test_draws_follow_the_filtered_softmax():
 
 def test_noise_depends_on_what_it_is_for_alone():
     params = [SamplingParams(seed=seed) for seed in (5, 6, 5 + 2**32)]
-    streams = torch.tensor([*(stream_of(p, 0) for p in params), stream_of(params[0], 1)])
-    keys = torch.cat([keys_of(streams, torch.full((4,), position)) for position in (3, 4)])
+    streams = torch.tensor([*(_stream_of(p, 0) for p in params), _stream_of(params[0], 1)])
+    keys = torch.cat([_keys_of(streams, torch.full((4,), position)) for position in (3, 4)])
     noise = _gumbel(keys, 1000)
     assert torch.equal(_gumbel(keys[:1], 100)[0], noise[0, :100])
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))

@@ -10,8 +10,8 @@ from test_rollout import alone, draw_request, make_generator, make_model
 
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.expert_parallel import ExpertParallel
 from moetrain.rollout.request import Request, SamplingParams
+from moetrain.rollout.steps import ExpertParallel
 
 
 def shared_generator(seed=0, **settings):

@@ -38,7 +38,7 @@ def plain_continuation(model, ids, number, window):
 
 @pytest.mark.parametrize("seq_len", [7, 32, 100])
 def test_a_sample_is_what_the_model_goes_on_with(seq_len, tiny_words, monkeypatch):
-    monkeypatch.setattr(sample, "TEMPERATURE", 0.0)
+    monkeypatch.setattr(sample, "_TEMPERATURE", 0.0)
     words = [*tiny_words, *GREEDY, f"data.seq_len={seq_len}", "train.sample_prompt=the cat sat"]
     trainer, text = sample_of(words)
     prompt = ByteTokenizer().encode_prompt("the cat sat")

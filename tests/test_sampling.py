@@ -15,7 +15,7 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     sample_tokens,
 )
 from moetrain.rollout.request import SamplingParams
-from moetrain.rollout.sampling import _kept, choose_filtered, keys_of
+from moetrain.rollout.steps import _choose_filtered, _kept, _keys_of
 
 PLACES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
@@ -85,7 +85,7 @@ def test_the_highest_word_chooses_no_token_that_the_softmax_would_not(place):
         assert sample_tokens(*rows, 300, backend)[0].tolist() == [7, 7, 7]
     # Equal logits, of which a filter leaves the first.
     logits, one_of_all = torch.zeros(3, 300, device=place), SamplingParams(top_k=1)
-    assert choose_filtered(logits, [one_of_all] * 3, keys.int().to(place)).tolist() == [0, 0, 0]
+    assert _choose_filtered(logits, [one_of_all] * 3, keys.int().to(place)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -104,7 +104,7 @@ def test_a_million_draws_stay_within_their_filters(place):
     inverse, most = inverse.repeat(2**12), torch.tensor([*limits.values()] * 2**12, device=place)
     for part in range(64):  # of 16,384 draws
         positions = torch.arange(len(masked), device=place) + part * len(masked)
-        keys = keys_of(torch.full_like(positions, 5), positions)
+        keys = _keys_of(torch.full_like(positions, 5), positions)
         assert (gumbel_argmax(masked, keys, inverse) < most).all()
 
 
@@ -122,7 +122,7 @@ def test_draws_from_a_large_vocabulary_follow_the_softmax(place):
     w, h, one = w.to(place), torch.eye(1, 16, device=place).repeat(rows, 1), torch.ones(rows)
     counts, one = torch.zeros(6), one.to(place)
     for start in range(0, number, rows):
-        keys = keys_of(torch.full((rows,), 11), torch.arange(start, start + rows)).to(place)
+        keys = _keys_of(torch.full((rows,), 11), torch.arange(start, start + rows)).to(place)
         tokens = sample_tokens(h, w, keys, one, one, QWEN)[0].cpu()
         counts += bin_of[tokens].bincount(minlength=6)
     expected = number * shares

@@ -28,7 +28,7 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.server import make_app
+from moetrain.rollout.server import CompletionServer
 from moetrain.rollout.text import TextStream, chat_ids
 
 COMMON = {"max_tokens": 20, "temperature": 0.8, "seed": 3}
@@ -181,7 +181,7 @@ def held_back(generator):
 @contextlib.contextmanager
 def serving(generator, **settings):
     """A server in this process: a client of it, and uvicorn's."""
-    app = make_app(generator, "tiny", **settings)
+    app = CompletionServer(generator, "tiny", **settings).app
     served = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     thread = threading.Thread(target=served.run)
     thread.start()

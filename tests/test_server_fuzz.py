@@ -20,11 +20,10 @@ from moetrain.jobs.api import KINDS
 from moetrain.jobs.scheduler import Service
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.rollout import access as access_module
-from moetrain.rollout import server as rollout_server
 from moetrain.rollout.access import Access
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.protocol import ASKED, error_body
+from moetrain.rollout.protocol import Chat, Completions, error_body
+from moetrain.rollout.server import CompletionServer
 
 DEEP = "@deep"
 """Stands for a list that is nested too deeply for json.dumps."""
@@ -116,7 +115,7 @@ class Target:
     """A server behind its door, and what may be asked of it."""
 
     def __init__(self, app, error_body, folder, models):
-        self.names = sorted({name for model in models.values() for name in model.model_fields})
+        self.names = sorted({name for model in models for name in model.model_fields})
         access = Access("127.0.0.1", 0, "auto", None, folder / "token")
         self.server, listener = access.server(app, error_body)
         self.port = listener.getsockname()[1]
@@ -135,8 +134,8 @@ class Serve(Target):
     def __init__(self, folder):
         save_hf(make_model(), folder / "hf", tokenizer=tokenizer_files(ByteTokenizer()))
         self.generator = Generator(load_hf(folder / "hf"), load_tokenizer(str(folder / "hf")))
-        app = rollout_server.make_app(self.generator, "tiny", max_request_mib=1)
-        super().__init__(app, error_body, folder, ASKED)
+        app = CompletionServer(self.generator, "tiny", max_request_mib=1).app
+        super().__init__(app, error_body, folder, (Completions, Chat))
         turns = [{"role": "user", "content": "a"}]
         self.good = {
             "/v1/completions": {"prompt": "AB", "max_tokens": 2, "seed": 1},
@@ -167,7 +166,7 @@ class Jobs(Target):
     def __init__(self, folder):
         self.service = Service(config_of(folder / "jobs", "jobs.max_request_mib=1"))
         app = jobs_server.make_app(self.service)
-        super().__init__(app, jobs_server.error_body, folder, KINDS)
+        super().__init__(app, jobs_server.error_body, folder, KINDS.values())
         self.over = False
         self.worker = threading.Thread(target=self.work)
         self.worker.start()
@@ -210,7 +209,7 @@ class Jobs(Target):
 @pytest.fixture(scope="module", params=[Serve, Jobs])
 def target(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(access_module, "IDLE_SECONDS", 1.0)
+        patch.setattr(Access, "idle_seconds", 1.0)
         one = request.param(tmp_path_factory.mktemp("fuzz"))
         yield one
         one.close()

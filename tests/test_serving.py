@@ -24,11 +24,20 @@ async def serve(work, **settings):
         assert not serving.generator.is_busy
 
 
+async def complete(serving, request):
+    """The completions of ``request``, finished."""
+    ended = {}
+    async for update in serving.stream(request):
+        if update.finish_reason is not None:
+            ended[update.completion.index] = update.completion
+    return [ended[index] for index in range(request.params.n)]
+
+
 def test_requests_beside_each_other_have_the_tokens_they_have_alone():
     requests = [draw_request(i) for i in range(8)]
 
     async def work(serving):
-        return await asyncio.gather(*map(serving.complete, requests))
+        return await asyncio.gather(*(complete(serving, request) for request in requests))
 
     for request, completions in zip(requests, asyncio.run(serve(work)), strict=True):
         assert [c.tokens for c in completions] == alone(request)
@@ -40,7 +49,7 @@ def test_who_hangs_up_aborts_and_disturbs_nobody():
     other = Request("other", (3,), SamplingParams(max_tokens=40, seed=2))
 
     async def work(serving):
-        beside = asyncio.create_task(serving.complete(other))
+        beside = asyncio.create_task(complete(serving, other))
         seen = []
         stream = serving.stream(long)
         async for update in stream:
@@ -48,7 +57,7 @@ def test_who_hangs_up_aborts_and_disturbs_nobody():
             if len(seen) == 5:
                 break
         await stream.aclose()
-        cancelled = asyncio.create_task(serving.complete(Request("cut", (9,), long.params)))
+        cancelled = asyncio.create_task(complete(serving, Request("cut", (9,), long.params)))
         await asyncio.sleep(0.05)
         cancelled.cancel()
         completions = await beside
@@ -75,9 +84,9 @@ def test_who_is_cancelled_before_it_is_served_is_served_no_further():
             submit(request)
 
         serving.generator.submit = slowly
-        waiting = asyncio.create_task(serving.complete(request))
+        waiting = asyncio.create_task(complete(serving, request))
         assert await asyncio.to_thread(started.wait, 30)
-        behind = asyncio.create_task(serving.complete(replace(request, id="b")))
+        behind = asyncio.create_task(complete(serving, replace(request, id="b")))
         await asyncio.sleep(0)  # it is in the thread's queue
         for task in (waiting, behind):
             task.cancel()
@@ -114,7 +123,7 @@ def test_completions_are_the_generators():
     (expected,) = make_generator().generate([request])
 
     async def work(serving):
-        return await serving.complete(request)
+        return await complete(serving, request)
 
     for found, wanted in zip(asyncio.run(serve(work)), expected, strict=True):
         assert found.routes is not None
@@ -128,12 +137,12 @@ def test_errors_reach_whom_they_concern():
 
     async def work(serving):
         with pytest.raises(RequestError, match="'bad': it has no tokens"):
-            await serving.complete(Request("bad", ()))
-        await serving.complete(good)
+            await complete(serving, Request("bad", ()))
+        await complete(serving, good)
         serving.generator.step = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            await serving.complete(good)
+            await complete(serving, good)
         del serving.generator.step
-        return (await serving.complete(good))[0].tokens
+        return (await complete(serving, good))[0].tokens
 
     assert asyncio.run(serve(work)) == alone(good)[0]

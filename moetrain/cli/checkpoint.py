@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,6 @@ from moetrain.models.transformer import build_model
 from moetrain.parallel.layout import TensorSlice
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
-    return run_command(_run, argv)
-
-
 def _run(argv: Sequence[str] | None) -> int:
     words = _parse(argv)
     try:
@@ -80,11 +76,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="export-hf: what to store")
     words = parser.parse_args(argv)
     if (words.other is None) != (words.command in ("inspect", "verify")):
-        raise ConfigError("checkpoint", f"{words.command} takes {_TAKES[words.other is None]}")
+        takes = "a second path" if words.other is None else "one path"
+        raise ConfigError("checkpoint", f"{words.command} takes {takes}")
     return words
-
-
-_TAKES = {True: "a second path", False: "one path"}
 
 
 def _open(path: Path) -> Checkpoint:
@@ -140,14 +134,21 @@ def _verify(words: argparse.Namespace) -> int:
 
 
 def _diff(words: argparse.Namespace) -> int:
-    one, two = (_all_of(_open(path)) for path in (words.path, words.other))
+    one, two = (
+        {(group, name): stored for group, name, stored in _open(path).stored()}
+        for path in (words.path, words.other)
+    )
     lines = [*_only_in(words.path, one, two), *_only_in(words.other, two, one)]
-    for name in one.keys() & two.keys():
-        a, b = one[name], two[name]
+    for key in one.keys() & two.keys():
+        a, b, name = one[key], two[key], " ".join(key)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
-        elif (apart := _apart(x := a[()], b[()])).any():
-            norm = x.double().nan_to_num(0.0, 0.0, 0.0).norm()
+            continue
+        x, y = a[()].double(), b[()].double()
+        # The same infinity and NaN differ by nothing.
+        apart = (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
+        if apart.any():
+            norm = x.nan_to_num(0.0, 0.0, 0.0).norm()
             largest, rest = apart.abs().max().item(), apart.norm() / norm
             share = (apart != 0).double().mean().item()
             lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
@@ -155,27 +156,17 @@ def _diff(words: argparse.Namespace) -> int:
     return int(bool(lines))
 
 
-def _only_in(path: Path, mine: Iterable[str], others: Iterable[str]) -> Iterator[str]:
+_Key = tuple[str, str]
+"""A group and a tensor's name."""
+
+
+def _only_in(path: Path, mine: Iterable[_Key], others: Iterable[_Key]) -> Iterator[str]:
     """Write a line for each name that ``others`` lack, or one for a whole group (optim, say)."""
-    absent, groups = {*mine} - {*others}, {_group(name) for name in others}
-    for group, count in Counter(map(_group, absent)).items():
+    absent, groups = {*mine} - {*others}, {group for group, _ in others}
+    for group, count in Counter(group for group, _ in absent).items():
         if group not in groups:
             yield f"{group}: all {count} tensors are only in {path}"
-    yield from (f"{name}: only in {path}" for name in absent if _group(name) in groups)
-
-
-def _group(name: str) -> str:
-    return name.partition(" ")[0]
-
-
-def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return ``x - y`` in fp64, and 0 where both are the same infinity or both are NaN."""
-    x, y = x.double(), y.double()
-    return (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
-
-
-def _all_of(found: Checkpoint) -> dict[str, Any]:
-    return {f"{group} {name}": stored for group, name, stored in found.stored()}
+    yield from (f"{group} {name}: only in {path}" for group, name in absent if group in groups)
 
 
 def _export_hf(words: argparse.Namespace) -> int:
@@ -281,6 +272,8 @@ _COMMANDS = {
     "import-hf": _import_hf,
     "diff": _diff,
 }
+
+main = partial(run_command, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,18 +1,15 @@
-"""Parts that all commands share: options, help, version, the one line of an error.
+"""Parts that commands share: options, version, the one line of an error.
 
-``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.config`), the other commands options of
-their own (:class:`Parser`). In both, whatever is wrong raises :class:`ConfigError`, whose one line
-goes to standard error, and the exit code is 2.
+``train``, ``rl`` and ``jobs`` take settings (:mod:`moetrain.cli.train`), the other commands options
+of their own (:class:`Parser`). In both, whatever is wrong raises :class:`ConfigError`, whose one
+line goes to standard error, and the exit code is 2.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
 import os
 import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from moetrain.config import Config, ConfigError, Recipes
+from moetrain.config import ConfigError
 from moetrain.config.environment import let_idle_threads_sleep
-from moetrain.config.sources import ENV_PREFIX, recipe_names
 
 
 def version() -> str:
@@ -44,9 +37,12 @@ def error_line(text: str) -> str:
 
 
 def run_command(
-    work: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None
+    work: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None
 ) -> int:
-    """Call ``work(argv)`` and return its exit code; a ConfigError is one line, and 2."""
+    """Call ``work(argv)`` and return its exit code; a ConfigError is one line, and 2.
+
+    ``argv`` is a command line; None: the process's own.
+    """
     let_idle_threads_sleep()
     try:
         with reader_may_leave():
@@ -96,41 +92,3 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(self.name, f"{message}; see --help")
-
-
-def settings_help(name: str, recipes: Recipes) -> str:
-    """Return the ``--help`` of ``python -m moetrain.NAME``, a command that takes settings.
-
-    It lists usage, recipes, and every setting with its type, default and docstring.
-    """
-    with_path = recipes.of_path
-    if recipes.of_chats != with_path:
-        with_path = f"{recipes.of_chats} for jsonl, else {with_path}"
-    lines = [
-        f"usage: python -m moetrain.{name} [RECIPE | FILE.toml] [--section.key value ...]",
-        "",
-        f"recipes: {', '.join(recipe_names())}",
-        f"default: {recipes.default}; with model.path, {with_path}",
-        f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
-        "--dry_run prints the resolved config as JSON and whether it fits; --help prints this",
-        "--version prints the version",
-        "A recipe may set other values than the defaults shown here.",
-    ]
-    for key, field in Config.model_fields.items():
-        section = field.default
-        if not isinstance(section, BaseModel):
-            lines += ["", *_help_entry(key, field)]
-            continue
-        lines += ["", f"[{key}] {inspect.cleandoc(type(section).__doc__ or '')}"]
-        for inner, setting in type(section).model_fields.items():
-            lines += _help_entry(f"{key}.{inner}", setting)
-    return "\n".join(lines)
-
-
-def _help_entry(name: str, field: FieldInfo) -> list[str]:
-    kind = field.annotation
-    kind = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-    meaning = " ".join((field.description or "").split())
-    default = "unset" if field.default is None else json.dumps(field.default)
-    head = f"  --{name} ({kind}, default: {default})"
-    return [head, textwrap.fill(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)]

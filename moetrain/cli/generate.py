@@ -9,14 +9,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from moetrain.cli.command import Parser, run_command
 from moetrain.config import ConfigError
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own) and return its exit code."""
-    return run_command(_run, argv)
+_SAMPLING = {
+    "temperature": (1.0, "0 takes the likeliest token"),
+    "top_k": (0, "sample among the k likeliest; 0: all"),
+    "top_p": (1.0, "nucleus sampling"),
+    "min_p": (0.0, "share of the largest"),
+    "seed": (0, None),
+}
+"""Options that SamplingParams has under the same names: default and meaning."""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -31,13 +36,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max_tokens", type=int, help="most tokens to generate; default 256, or as many as fit"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 takes the likeliest token"
-    )
-    parser.add_argument("--top_k", type=int, default=0, help="sample among the k likeliest; 0: all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling")
-    parser.add_argument("--min_p", type=float, default=0.0, help="share of the largest")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, (default, meaning) in _SAMPLING.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=meaning)
     parser.add_argument(
         "--stop", action="append", default=[], help="text to stop before; may be repeated"
     )
@@ -48,7 +48,7 @@ def _run(argv: Sequence[str] | None) -> None:
     args = _parse(argv)
     # A second of imports, which --help and a misspelt option need not wait for.
     from moetrain.rollout.engine import Generator
-    from moetrain.rollout.pages import PAGE_SIZE
+    from moetrain.rollout.pages import Pages
     from moetrain.rollout.request import Request, RequestError, SamplingParams
     from moetrain.rollout.text import TextStream, chat_ids, end_ids, load_model, prompt_ids
 
@@ -59,18 +59,17 @@ def _run(argv: Sequence[str] | None) -> None:
         ids = prompt_ids(tokenizer, args.prompt)
     room = max(1, model.arch.max_positions - len(ids))
     most = min(SamplingParams.max_tokens, room)
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
     try:
         params = SamplingParams(
             max_tokens=most if args.max_tokens is None else args.max_tokens,
             stop_ids=end_ids(model, tokenizer),
             stop=tuple(args.stop),
-            **{name: getattr(args, name) for name in names},
+            **{name: getattr(args, name) for name in _SAMPLING},
         )
     except ValueError as error:
         name, _, problem = str(error).partition(" ")
         raise ConfigError(name, problem) from None
-    pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // PAGE_SIZE)
+    pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
     generator = Generator(model, tokenizer, num_pages=pages)
     text = TextStream(tokenizer, params.stop)
     try:
@@ -83,6 +82,8 @@ def _run(argv: Sequence[str] | None) -> None:
         raise ConfigError("max_tokens", str(error)) from None
     print()
 
+
+main = partial(run_command, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,9 @@
 """Start the processes of a run on this machine, and make sure that they end together.
 
 :func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the variables
-that torchrun would, so that they cannot tell the two apart. The rest of that launcher is not used:
-it renumbers ranks, which a run with checkpoints does not need; it gives a stopped run 30 seconds,
-however large its checkpoint is; and after a failure it gives as long to the other ranks, which hang
-in a collective.
+that torchrun would. The rest of that launcher is not used: it gives a stopped run 30 seconds,
+however large its checkpoint is, and after a failure as long to the other ranks, which hang in a
+collective.
 
 How a run ends:
 
@@ -12,44 +11,38 @@ How a run ends:
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
     a rank fails             the first that does prints its error; the others are killed: 1 or 2
     a rank is killed         a line names the signal; the others are killed: 1
-    this process is killed   the ranks are killed too (:mod:`moetrain.cli.rank`)
+    this process is killed   the ranks, which watch it, die too
 
-After exit code 1 all ranks may be started again (``launch.max_restarts``); the run then resumes its
-newest checkpoint.
+After exit code 1 all ranks may be started again (``launch.max_restarts``).
 
-Ranks take seconds to import torch, in which the launcher checks the settings. They wait for a gate,
-a file that the launcher creates once it has.
+A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. It takes seconds
+to import torch, in which the launcher checks the settings; then it waits for a gate, a file that
+the launcher creates once it has.
 
-Left out on purpose: several machines (torchrun, srun).
+Left out on purpose: several machines, and ranks of torchrun and srun, which have launchers of their
+own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    SignalException,
-    start_processes,
-)
-
 from moetrain.config.environment import GATE
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
-CAUSE_SECONDS = 5 * _POLL_SECONDS
-"""Time for which a rank holds back its error, so that the death of another, its cause, is reported
-first."""
+_GATE_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
 """Time after a failure in which other ranks can report what they know, before they are killed."""
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -57,17 +50,18 @@ _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that torch's start_processes handles, and SIGUSR1, with which batch systems warn."""
 _FAILED = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _Handlers = Mapping[signal.Signals, Any]
-Check = Callable[[], None]
-"""A check of a run's settings, which raises what is wrong with them."""
+_Check = Callable[[], None]
+"""Checks a run's settings, and raises what is wrong with them."""
 
 
 def start_ranks(
     command: Sequence[str],
     nproc: int,
     max_restarts: int = 0,
-    check: Check | None = None,
+    check: _Check | None = None,
 ) -> int:
     """Run ``python COMMAND`` as ``nproc`` ranks until the run ends; returns its exit code.
 
@@ -75,31 +69,33 @@ def start_ranks(
 
     Args:
         max_restarts: how often to start all ranks again after a failure.
-        check: called once while the ranks start, before any passes
-            :func:`moetrain.cli.rank.pass_gate`. If it raises, the ranks end and the error is raised
-            here.
+        check: called once while the ranks start, before any passes :func:`pass_gate`. If it
+            raises, the ranks end and the error is raised here.
     """
-    restarts = 0
-    while (code := _run_ranks(command, nproc, restarts, max_restarts, check)) == _FAILED:
-        if restarts == max_restarts:
-            break
-        restarts += 1
-        check = None
-        print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
+    code = _run_ranks(command, nproc, 0, max_restarts, check)
+    for restarts in range(1, max_restarts + 1):
+        if code == _FAILED:
+            print(f"starting again: {restarts} of {max_restarts} times", file=sys.stderr)
+            code = _run_ranks(command, nproc, restarts, max_restarts, None)
     return code
 
 
 class _Stopped(BaseException):
-    """A stop signal came while settings were checked."""
-
-    def __init__(self, sigval: int) -> None:
-        super().__init__()
-        self.sigval = sigval
+    """A stop signal, the argument, came while settings were checked."""
 
 
 def _run_ranks(
-    command: Sequence[str], nproc: int, restarts: int, max_restarts: int, check: Check | None
+    command: Sequence[str], nproc: int, restarts: int, max_restarts: int, check: _Check | None
 ) -> int:
+    # Ranks need none of this, nor does --help.
+    import torch
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        SignalException,
+        start_processes,
+    )
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Served from here, so that no rank has to find a port that stays free until it is used.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -115,7 +111,7 @@ def _run_ranks(
         "LOCAL_WORLD_SIZE": str(nproc),
         "OMP_NUM_THREADS": str(max(1, threads)),
     }
-    follower = ("-m", "moetrain.cli.rank", str(os.getpid()), *command)
+    follower = ("-m", "moetrain.cli.launch", str(os.getpid()), *command)
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         gate = Path(folder) / "gate"
@@ -132,13 +128,13 @@ def _run_ranks(
                 if check is not None:
                     _look(check, handlers)
                 gate.touch()
-                mark = failure_mark(ranks.error_files[0])
+                mark = _failure_mark(ranks.error_files[0])
                 return _watch(list(ranks.pids().values()), handlers, mark)
             finally:
                 ranks.close(signal.SIGKILL)  # and whatever they started
         except (SignalException, _Stopped) as stop:  # before _watch took the signals over
             print("interrupted", file=sys.stderr)
-            return 128 + stop.sigval
+            return 128 + (stop.args[0] if isinstance(stop, _Stopped) else stop.sigval)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -149,7 +145,7 @@ def _set_handlers(before: _Handlers, handler: Callable[[int, Any], None]) -> Non
         signal.signal(number, was if was is signal.SIG_IGN else handler)
 
 
-def _look(check: Check, handlers: _Handlers) -> None:
+def _look(check: _Check, handlers: _Handlers) -> None:
     """Call ``check``; a stop signal ends it, or is honoured after it if a user's code caught it."""
     got: list[int] = []
 
@@ -167,11 +163,8 @@ def _meaning(number: int) -> int:
     return signal.SIGTERM if number == signal.SIGUSR1 else number
 
 
-def failure_mark(error_file: str) -> Path:
-    """Return the file that exists once a rank's failure was reported, so that others stay silent.
-
-    ``error_file`` is a rank's own file, which it finds in TORCHELASTIC_ERROR_FILE.
-    """
+def _failure_mark(error_file: str) -> Path:
+    """Return the file that exists once a rank's failure was reported."""
     return Path(error_file).parent.parent / "failed"
 
 
@@ -214,3 +207,62 @@ def _exit_code(pid: int) -> int | None:
     if status is None:
         return None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+# ---- what a rank does --------------------------------------------------------------------------
+
+
+def pass_gate(file: str) -> None:
+    """Wait until the launcher has created ``file``, or its folder is gone: it was another's."""
+    while os.path.isdir(os.path.dirname(file)) and not os.path.exists(file):
+        time.sleep(_GATE_SECONDS)
+
+
+def is_first_to_fail(error_file: str, *, waits: bool) -> bool:
+    """Return whether no rank of this machine reported a failure before; others fail because of it.
+
+    Args:
+        error_file: this rank's own file, from TORCHELASTIC_ERROR_FILE.
+        waits: let the death of another rank, which may be the cause, be reported first.
+    """
+    if waits:
+        time.sleep(5 * _POLL_SECONDS)
+    try:
+        _failure_mark(error_file).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _die_with(launcher: int) -> None:
+    """Have this process killed when ``launcher``, its parent, ends, also by ``kill -9``."""
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    else:
+        threading.Thread(target=_outlive_not, args=(launcher,), daemon=True).start()
+    if os.getppid() != launcher:  # it ended before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _outlive_not(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_command(argv: Sequence[str]) -> None:
+    """Run ``LAUNCHER -m MODULE [WORD ...]`` or ``LAUNCHER FILE [WORD ...]`` as python would."""
+    launcher, *command = argv
+    _die_with(int(launcher))
+    is_module = command[0] == "-m"
+    sys.argv = command[1:] if is_module else command
+    if is_module:
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run_command(sys.argv[1:])

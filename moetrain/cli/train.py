@@ -7,27 +7,32 @@ Exit codes: 0 success, 2 a bad setting or input (one line on standard error), 1 
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import logging
 import os
 import re
 import sys
+import textwrap
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetrain.cli.command import error_line, reader_may_leave, settings_help, version
-from moetrain.cli.rank import pass_gate
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from moetrain.cli import launch
+from moetrain.cli.command import error_line, reader_may_leave, version
 from moetrain.config import JOB_RECIPES, RL_RECIPES, TRAIN_RECIPES, Config, ConfigError, Recipes
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
-from moetrain.config.sources import RunFailed
+from moetrain.config.sources import ENV_PREFIX, RunFailed, recipe_names
 
 
 class _Program(NamedTuple):
@@ -49,12 +54,6 @@ class _Program(NamedTuple):
     inspect: str | None = None
     """The same check while several processes start, without a look at devices; None: not needed."""
 
-    @staticmethod
-    def find(name: str) -> Any:
-        """Import what ``MODULE:NAME`` means."""
-        module, _, key = name.partition(":")
-        return getattr(import_module(module), key)
-
     def check(self, config: Config) -> None:
         """Raise ConfigError for a setting that this command does not use."""
         for name, origin in config.origins.items():
@@ -67,63 +66,62 @@ class _Program(NamedTuple):
                 raise ConfigError(name, f"{problem}; leave it out")
 
 
-TRAIN = _Program("train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs."))
-RL = _Program(
-    "rl",
-    "moetrain.rl.trainer:RlTrainer",
-    RL_RECIPES,
-    foreign=(
-        *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
-        *("data.text_field", "train.eval_rows", "train.sample", "jobs."),
-    ),
-    plan="moetrain.rl.setup:plan",
-    inspect="moetrain.rl.setup:inspect",
+def _find(name: str) -> Any:
+    """Import what ``MODULE:NAME`` means."""
+    module, _, key = name.partition(":")
+    return getattr(import_module(module), key)
+
+
+_NO_DATA = (
+    *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
+    "data.text_field",
 )
-JOBS = _Program(
-    "jobs",
-    "moetrain.jobs.run:JobRun",
-    JOB_RECIPES,
-    foreign=(
-        # Jobs bring data, steps and learning rates with them.
-        *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
-        *("data.text_field", "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
-        *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
-        *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
-        *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
-        *(f"rl.{x}" for x in RlSection.model_fields if x not in ("max_sequences", "cache_tokens")),
+"""Settings that commands have no use for whose data comes from environments or clients."""
+_JOBS_OF_RL = ("max_sequences", "cache_tokens")
+"""Settings of ``rl`` that jobs use too: those of generation."""
+
+_PROGRAMS = {
+    "train": _Program(
+        "train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs.")
     ),
-    plan="moetrain.jobs.run:plan",
-    inspect="moetrain.jobs.run:inspect",
-)
+    "rl": _Program(
+        "rl",
+        "moetrain.rl.trainer:RlTrainer",
+        RL_RECIPES,
+        foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
+        plan="moetrain.rl.setup:plan",
+        inspect="moetrain.rl.setup:inspect",
+    ),
+    "jobs": _Program(
+        "jobs",
+        "moetrain.jobs.run:JobRun",
+        JOB_RECIPES,
+        foreign=(
+            # Jobs bring data, steps and learning rates with them.
+            *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
+            *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
+            *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
+            *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
+            *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
+        ),
+        plan="moetrain.jobs.run:plan",
+        inspect="moetrain.jobs.run:inspect",
+    ),
+}
 
 
-def run_rl(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m moetrain.rl``: reinforcement learning.
-
-    Without arguments: a toy that learns to sort digits on two CPU cores within minutes.
-    """
-    return main(argv, RL)
-
-
-def run_jobs(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m moetrain.jobs``: fine-tune many adapters beside one model that stays loaded.
-
-    Without arguments: the service over a small model with random weights, at port 8100.
-    """
-    return main(argv, JOBS)
-
-
-def main(argv: Sequence[str] | None = None, program: _Program = TRAIN) -> int:
+def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code.
 
     A process that a launcher started as one of several does not return from an error: it exits.
     """
+    program = _PROGRAMS[command]
     let_idle_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
     if asked := {"--help", "-h", "--version"} & {*words}:
         with reader_may_leave():
             is_version = asked == {"--version"}
-            print(version() if is_version else settings_help(program.name, program.recipes))
+            print(version() if is_version else _help(program.name, program.recipes))
         return 0
     dry_run = "--dry_run" in words
     words = [word for word in words if word != "--dry_run"]
@@ -148,13 +146,49 @@ def main(argv: Sequence[str] | None = None, program: _Program = TRAIN) -> int:
     except Exception as error:
         if place is None:
             raise
-        if place.error_file:  # a launcher watches
-            from moetrain.cli.launch import CAUSE_SECONDS
-
-            time.sleep(CAUSE_SECONDS)
-        return _end(place, 1, "".join(traceback.format_exception(error)).rstrip())
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return _end(place, 1, text, may_follow=True)
     except KeyboardInterrupt:  # while loading, or a second: in a run the first stops it in order
         return _end(place, 130, "interrupted")
+
+
+run_rl = partial(main, command="rl")
+run_jobs = partial(main, command="jobs")
+
+
+def _help(name: str, recipes: Recipes) -> str:
+    """Describe usage, recipes, and every setting with its type, default and docstring."""
+    with_path = recipes.of_path
+    if recipes.of_chats != with_path:
+        with_path = f"{recipes.of_chats} for jsonl, else {with_path}"
+    lines = [
+        f"usage: python -m moetrain.{name} [RECIPE | FILE.toml] [--section.key value ...]",
+        "",
+        f"recipes: {', '.join(recipe_names())}",
+        f"default: {recipes.default}; with model.path, {with_path}",
+        f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
+        "--dry_run prints the resolved config as JSON and whether it fits; --help prints this",
+        "--version prints the version",
+        "A recipe may set other values than the defaults shown here.",
+    ]
+    for key, field in Config.model_fields.items():
+        section = field.default
+        if not isinstance(section, BaseModel):
+            lines += ["", *_help_entry(key, field)]
+            continue
+        lines += ["", f"[{key}] {inspect.cleandoc(type(section).__doc__ or '')}"]
+        for inner, setting in type(section).model_fields.items():
+            lines += _help_entry(f"{key}.{inner}", setting)
+    return "\n".join(lines)
+
+
+def _help_entry(name: str, field: FieldInfo) -> list[str]:
+    kind = field.annotation
+    kind = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    meaning = " ".join((field.description or "").split())
+    default = "unset" if field.default is None else json.dumps(field.default)
+    head = f"  --{name} ({kind}, default: {default})"
+    return [head, textwrap.fill(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
 def _plan(config: Config, program: _Program, *, shows: bool) -> None:
@@ -163,7 +197,7 @@ def _plan(config: Config, program: _Program, *, shows: bool) -> None:
     from moetrain.train.setup import resolve_run
 
     config, arch = resolve_run(config)
-    estimates = [program.find(program.plan)(config, arch), plan_host(config, arch)]
+    estimates = [_find(program.plan)(config, arch), plan_host(config, arch)]
     if shows:
         with reader_may_leave():
             print(json.dumps(config.to_dict(), indent=2))
@@ -178,7 +212,6 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
     nproc, max_restarts = num_processes(config), config.launch.max_restarts
     if nproc == 1 and not max_restarts:
         return _fit(config, program, None)
-    from moetrain.cli.launch import start_ranks
 
     def check() -> None:
         from moetrain.models.families import SHIPPED
@@ -196,29 +229,29 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
             )
         plan_world(*resolved, nproc)
         if program.inspect is not None:
-            program.find(program.inspect)(*resolved)
+            _find(program.inspect)(*resolved)
 
-    return start_ranks(["-m", f"moetrain.{program.name}", *words], nproc, max_restarts, check)
+    return launch.start_ranks(
+        ["-m", f"moetrain.{program.name}", *words], nproc, max_restarts, check
+    )
 
 
 def _fit(config: Config, program: _Program, place: LaunchedPlace | None) -> int:
     """Run ``program`` in this process; returns the exit code."""
     from safetensors import SafetensorError
 
-    run = program.find(program.run)
+    run = _find(program.run)
     if place is not None and place.gate is not None:
-        pass_gate(place.gate)  # the launcher has worked while we imported torch and more
+        launch.pass_gate(place.gate)  # the launcher has worked while we imported torch and more
     try:
         with _disk_errors_of_threads_unprinted(config.output_dir):
             run(config).fit()
     except RunFailed as failure:
         return _end(place, 1, error_line(f"failed: {failure}"))
     except (OSError, SafetensorError) as error:
-        reason = _why_no_disk(error, config.output_dir)
-        if reason is None:
+        if (reason := _why_no_disk(error, config.output_dir)) is None:
             raise
-        where = _file_of(error) or f"in output_dir {config.output_dir!r}"
-        return _end(place, 1, error_line(f"failed: {reason}: {where}"))
+        return _end(place, 1, error_line(f"failed: {reason}"))
     return 0
 
 
@@ -229,23 +262,21 @@ _OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")
 
 
 def _why_no_disk(error: Exception, folder: str) -> str | None:
-    """Say what went wrong with the disk; None: the error is of another kind.
+    """Say what went wrong with the disk, and where; None: the error is of another kind.
 
     Every error of a file in the output folder counts: moving it under a run causes many kinds.
     """
+    name = getattr(error, "filename", None)  # a descriptor's is a number
+    file = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
     number = getattr(error, "errno", None)
     if number is None and (match := _OS_ERROR.search(str(error))):
         number = int(match[1] or match[2])
     if number is None:
         return None
-    is_ours = Path(folder).absolute() in Path(_file_of(error)).absolute().parents
-    return os.strerror(number) if is_ours or errno.errorcode.get(number) in _DISK_ERRORS else None
-
-
-def _file_of(error: Exception) -> str:
-    """Return the file that ``error`` names; empty: none, or a descriptor."""
-    name = getattr(error, "filename", None)
-    return os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
+    is_ours = Path(folder).absolute() in Path(file).absolute().parents
+    if not is_ours and errno.errorcode.get(number) not in _DISK_ERRORS:
+        return None
+    return f"{os.strerror(number)}: {file or f'in output_dir {folder!r}'}"
 
 
 @contextmanager
@@ -265,33 +296,22 @@ def _disk_errors_of_threads_unprinted(folder: str) -> Iterator[None]:
         threading.excepthook = before
 
 
-def _end(place: LaunchedPlace | None, code: int, reason: str) -> int:
-    """Print once why a run did not succeed; return ``code``, or exit if ranks are several."""
+def _end(place: LaunchedPlace | None, code: int, reason: str, *, may_follow: bool = False) -> int:
+    """Print once why a run did not succeed; return ``code``, or exit if ranks are several.
+
+    Args:
+        may_follow: the reason may be that another rank ended.
+    """
+    # Without one of torch's launchers (under srun) ranks share no folder, and every one reports.
+    error_file = None if place is None else place.error_file
+    if not error_file or launch.is_first_to_fail(error_file, waits=may_follow):
+        print(reason, file=sys.stderr)
     if place is None:
-        print(reason, file=sys.stderr)
         return code
-    if _is_first_to_fail(place):
-        print(reason, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Ending in the usual way closes communicators, which can wait for ranks that do not come.
     os._exit(code)
-
-
-def _is_first_to_fail(place: LaunchedPlace) -> bool:
-    """Return whether no rank of this machine failed before; the others fail because it did.
-
-    Without one of torch's launchers (under srun) ranks share no folder, and every one reports.
-    """
-    if not place.error_file:
-        return True
-    from moetrain.cli.launch import failure_mark
-
-    try:
-        failure_mark(place.error_file).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -31,11 +31,11 @@ from starlette.routing import Route
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import NAME, BadRequest, Full, NewJob, Nothing, validated
 from moetrain.jobs.scheduler import STOPPED, Service, Unknown
-from moetrain.rollout.http_json import Bodies, Meaning, json_app, reply
+from moetrain.rollout.http_json import Bodies, json_app, reply
 
 _LONGEST_WAIT = 600.0
 """Seconds that one HTTP request may wait for an answer."""
-_REFUSALS: Mapping[type[Exception], Meaning] = {
+_REFUSALS: Mapping[type[Exception], Callable[[Any], tuple[int, str]]] = {
     Unknown: lambda error: (404, "there is no such thing"),
     BadRequest: lambda error: (400, str(error)),
     Full: lambda error: (429, str(error)),

@@ -38,7 +38,7 @@ from moetrain.rl.calls import Calls, Failed, not_a_reward
 from moetrain.rl.envs import Demonstrates, Environment, Prompts
 from moetrain.rl.envs.generated import Arithmetic, Calculator, ReasoningGym, Sort, YesNoMaybe
 from moetrain.rl.envs.jsonl import Jsonl, load_function
-from moetrain.rollout.pages import PAGE_SIZE
+from moetrain.rollout.pages import Pages
 from moetrain.train.plan import plan_memory
 
 logger = logging.getLogger("moetrain")
@@ -173,14 +173,14 @@ def pages_of(config: Config) -> int:
     """Return the pages of one rank's key/value cache; ConfigError: they do not hold a row."""
     rl, longest = config.rl, config.data.seq_len
     if rl.cache_tokens is None:
-        return rl.max_sequences * -(-longest // PAGE_SIZE)
-    if rl.cache_tokens // PAGE_SIZE * PAGE_SIZE < longest:
+        return rl.max_sequences * -(-longest // Pages.SIZE)
+    if rl.cache_tokens // Pages.SIZE * Pages.SIZE < longest:
         raise ConfigError(
             "rl.cache_tokens",
-            f"{rl.cache_tokens}, in pages of {PAGE_SIZE}, do not hold a row of data.seq_len "
+            f"{rl.cache_tokens}, in pages of {Pages.SIZE}, do not hold a row of data.seq_len "
             f"{longest}; raise it",
         )
-    return rl.cache_tokens // PAGE_SIZE
+    return rl.cache_tokens // Pages.SIZE
 
 
 def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:

@@ -1,16 +1,12 @@
 """Authentication and limits on connections for both HTTP servers (``serve`` and ``jobs``).
 
-By default a server that other machines can reach asks for a bearer token. One that listens on a
-loopback address asks for none; but a page in a local browser can make a name of its own resolve to
-this machine (DNS rebinding), and would then have the server's origin. So without a token a request
-to a loopback address must name such an address as its host.
+Without a token a request to a loopback address must name such an address as its host: a page in a
+local browser can make a name of its own resolve to this machine (DNS rebinding), and would then
+have the server's origin. A client that keeps the server waiting, for a request or while it reads an
+answer, is closed after a minute, or earlier if there are too many connections and it was waited for
+longest: each takes a file of the process. Starlette's TrustedHostMiddleware and uvicorn's own
+limits answer in plain text, know no loopback addresses, and close no slow client.
 
-Connections are limited, since each takes a file of the process, and anybody who can connect makes
-them. A client that keeps the server waiting, for a request or while it reads an answer, is closed
-after a minute, or earlier if there are too many connections and it was waited for longest.
-
-Starlette's TrustedHostMiddleware and uvicorn's own limits are not used: they answer in plain text,
-know host names but not loopback addresses, and close no slow client.
 Left out on purpose: TLS, which belongs to a proxy before the server.
 """
 
@@ -29,7 +25,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
 
 from moetrain.config import ConfigError
@@ -38,31 +34,30 @@ from moetrain.config.sources import shortened
 if TYPE_CHECKING:
     import uvicorn  # which is in an extra
 
-CONNECTIONS = 1024
-"""Connections at once at most; fewer where half of the process's file limit is less."""
-IDLE_SECONDS = 60.0
-"""Time that a client may keep the server waiting, for a request or while reading an answer."""
 _SLOWEST = 16 << 10
 """Bytes, sent or read, that earn a client another second: slower clients are closed."""
 _PIECE = 64 << 10
 """Bytes of an answer that are handed to the connection at once, so that a reader's progress shows:
 the size above which asyncio makes a writer wait until a quarter is left."""
 
-ErrorBody = Callable[[int, str], object]
-"""Makes the JSON that reports a status and a problem."""
-Send = Callable[[Any], Awaitable[None]]
-_App = Callable[[Any, Any, Send], Awaitable[None]]
+_Send = Callable[[Any], Awaitable[None]]
+_App = Callable[[Any, Any, _Send], Awaitable[None]]
 """An ASGI application: ``app(scope, receive, send)``."""
-Auth = Literal["auto", "token", "none"]
+_ErrorBody = Callable[[int, str], object]
 
 
 @dataclass(frozen=True)
 class Access:
     """The address of a server and its authentication, as settings give them."""
 
+    connections: ClassVar = 1024
+    """Connections at once at most; fewer where half of the process's file limit is less."""
+    idle_seconds: ClassVar = 60.0
+    """Time that a client may keep the server waiting, for a request or while reading an answer."""
+
     host: str
     port: int
-    auth: Auth
+    auth: Literal["auto", "token", "none"]
     """token: clients must send the token; none: everybody is served; auto: none where :attr:`host`
     is a loopback address, else token."""
     token_file: str | None
@@ -107,20 +102,18 @@ class Access:
                 _write_secret(path, secrets.token_urlsafe(32))
             token = path.read_text("utf-8").strip()
         except (OSError, ValueError) as error:
-            raise self._error(
-                "token_file", f"{shortened(str(path))} cannot be read: {error}"
-            ) from None
+            problem = f"{shortened(str(path))} cannot be read: {error}"
+            raise self._error("token_file", problem) from None
         if not token:
             raise self._error("token_file", f"{shortened(str(path))} holds no token")
         print(f"the bearer token is in {path}", flush=True)
         return token
 
-    def server(self, app: _App, error_body: ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
+    def server(self, app: _App, error_body: _ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
         """Make a server of ``app`` behind authentication, and the listening socket it runs with.
 
         Args:
-            error_body: makes the answers to clients that are refused, and to requests that are not
-                HTTP or do not end.
+            error_body: makes the JSON that reports a status and a problem.
 
         Raises:
             ConfigError: as :meth:`token`; the address is invalid, or cannot be listened at.
@@ -129,18 +122,24 @@ class Access:
 
         token = self.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
-        settings: dict[str, Any] = {"log_level": "error", "ws": "none"}
-        settings["http"] = _bounded(error_body, most)
-        settings["backlog"] = most // 4  # asyncio accepts as many before anything else happens
-        settings["timeout_graceful_shutdown"] = 2  # seconds; then requests are cut off
+        most = self.connections
+        if files != resource.RLIM_INFINITY:
+            most = min(most, files // 2)
         listener = self._listen()
-        return uvicorn.Server(
-            uvicorn.Config(self._guarded(app, token, error_body), **settings)
-        ), listener
+        config = uvicorn.Config(
+            self._guarded(app, token, error_body),
+            log_level="error",
+            ws="none",
+            http=_bounded(error_body, most),
+            backlog=most // 4,  # asyncio accepts as many before anything else happens
+            timeout_graceful_shutdown=2,  # seconds; then requests are cut off
+        )
+        return uvicorn.Server(config), listener
 
-    def _guarded(self, app: _App, token: str | None, error_body: ErrorBody) -> _App:
+    def _guarded(self, app: _App, token: str | None, error_body: _ErrorBody) -> _App:
         """Wrap ``app``: refuse requests without ``token``, or, if it is None, for another host."""
+        from moetrain.rollout.http_json import reply  # whose starlette is in an extra
+
         is_local = token is None and _is_loopback(self.host)
 
         async def handle(scope: Any, receive: Any, send: Any) -> None:
@@ -148,15 +147,17 @@ class Access:
             host = headers.get(b"host", b"").decode("latin-1")
             if scope["type"] != "http":
                 await app(scope, receive, send)
-            elif token is not None and not _shows(headers, token):
-                problem = "no bearer token, or another than the server's"
-                await _answer(send, 401, error_body(401, problem))
+                return
+            if token is not None and not _shows(headers, token):
+                status, problem = 401, "no bearer token, or another than the server's"
             elif is_local and not _names_this_machine(host):
                 problem = f"host {shortened(host)} is not {self.host}, which alone is served here"
                 remedy = f"use that, or start the server with {self.section}auth token"
-                await _answer(send, 403, error_body(403, f"{problem}; {remedy}"))
+                status, problem = 403, f"{problem}; {remedy}"
             else:
                 await app(scope, receive, _in_pieces(send))
+                return
+            await reply(error_body(status, problem), status)(scope, receive, send)
 
         return handle
 
@@ -206,14 +207,7 @@ def _shows(headers: dict[bytes, bytes], token: str) -> bool:
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
 
 
-async def _answer(send: Send, status: int, body: object) -> None:
-    data = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
-
-
-def _in_pieces(send: Send) -> Send:
+def _in_pieces(send: _Send) -> _Send:
     """Wrap ``send`` so that it gets the body of an answer in pieces."""
 
     async def pieces(message: dict[str, Any]) -> None:
@@ -226,7 +220,7 @@ def _in_pieces(send: Send) -> Send:
     return pieces
 
 
-def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
+def _bounded(error_body: _ErrorBody, most: int) -> type[asyncio.Protocol]:
     """Return a protocol class for at most ``most`` connections that closes slow clients."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -271,17 +265,19 @@ def _bounded(error_body: ErrorBody, most: int) -> type[asyncio.Protocol]:
             self.waited = max(0.0, self.waited - num_bytes / _SLOWEST)
 
         def _watch(self) -> None:
-            self.timer = self.loop.call_later(IDLE_SECONDS / 60, self._look)
+            self.timer = self.loop.call_later(Access.idle_seconds / 60, self._look)
 
         def _look(self) -> None:
             cycle = self.cycle
             is_served = cycle is not None and not cycle.more_body and not cycle.response_complete
             is_waiting = not is_served or self.flow.write_paused
-            self.waited = self.waited + IDLE_SECONDS / 60 if is_waiting else 0.0
-            if self.waited < IDLE_SECONDS:
+            self.waited = self.waited + Access.idle_seconds / 60 if is_waiting else 0.0
+            if self.waited < Access.idle_seconds:
                 self._watch()
             elif self._is_in_request() and not self.transport.is_closing():
-                self._refuse(408, f"the rest of the request did not come in {IDLE_SECONDS:.0f} s")
+                self._refuse(
+                    408, f"the rest of the request did not come in {Access.idle_seconds:.0f} s"
+                )
                 self._watch()
             else:
                 self.transport.abort()

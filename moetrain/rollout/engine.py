@@ -4,20 +4,14 @@
     completions = generator.generate([Request("a", (1, 2, 3))])    # or a step at a time:
     generator.submit(request); generator.step(); ...
 
-It runs the trainer's own model: the same stages, with attention over a paged cache
-(:mod:`moetrain.rollout.pages`) put in place of its core. The log-probability that is reported for a
-token is computed by the function that the loss is made of.
-
-On Hopper in bf16 it computes the bits of training, where that runs with ``kernels.attention =
-"exact"``.
-Elsewhere (a CPU, other GPUs), and where projections have biases, the two agree to rounding.
-
-Not there yet: tensor parallelism.
+It runs the trainer's own model, with attention over a paged cache (:mod:`moetrain.rollout.pages`)
+as its core, and log-probabilities by the function that the loss is made of. On Hopper in bf16 they
+have the bits of training with ``kernels.attention = "exact"``; elsewhere (a CPU, other GPUs), and
+where projections have biases, the two agree to rounding. Not there yet: tensor parallelism.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -26,12 +20,10 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.expert_parallel import ExpertParallel
-from moetrain.rollout.pages import PAGE_SIZE, Pages
-from moetrain.rollout.request import Completion, FinishReason, Request, RequestError
-from moetrain.rollout.sampling import choose_filtered, keys_of
+from moetrain.rollout.pages import Pages
+from moetrain.rollout.request import Completion, Request, RequestError
 from moetrain.rollout.scheduler import Running, Scheduler
-from moetrain.rollout.steps import Planned, Step, Steps
+from moetrain.rollout.steps import ExpertParallel, Steps
 
 _CPU_TOKENS = 16_384
 _MEMORY_SHARE = 0.85  # of what is free: steps need some of it themselves
@@ -44,7 +36,6 @@ class Generator:
         version: how often the weights have been updated.
         paused: while it is set, :meth:`step` does nothing and requests stay as they are. Ranks that
             share experts must set it together.
-        pages, scheduler: the pages of the cache, and the order of requests.
     """
 
     def __init__(
@@ -53,7 +44,7 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         *,
         num_pages: int | None = None,
-        page_size: int = PAGE_SIZE,
+        page_size: int = Pages.SIZE,
         max_sequences: int = 64,
         max_tokens: int = 2048,
         experts: ExpertParallel | None = None,
@@ -63,17 +54,16 @@ class Generator:
         Args:
             tokenizer: needed for stop texts alone. Token ids that it does not have are never
                 chosen.
-            num_pages, page_size: the size of the cache; all running sequences share
-                num_pages * page_size tokens, and one alone cannot be longer. On CUDA pages are a
-                multiple of 64 tokens. None: most of the device's free memory; on a CPU 16,384
-                tokens.
+            num_pages, page_size: the cache has room for num_pages * page_size tokens of all running
+                sequences together; None: most of the device's free memory, on a CPU 16,384 tokens.
             max_sequences: sequences that run at once; others wait.
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
-            experts: the ranks that share the experts of ``model``. All of them take every step,
-                each with its own requests or none; None: this rank has all experts.
+            experts: the ranks that share the experts of ``model``, and take every step together;
+                None: this rank has all experts.
 
         Raises:
-            ValueError: the attention has no paged form, or a number is not positive.
+            ValueError: the attention has no paged form, a number is not positive, or pages on CUDA
+                are no multiple of 64 tokens.
         """
         sizes = {"num_pages": num_pages, "page_size": page_size}
         sizes |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
@@ -102,26 +92,31 @@ class Generator:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Take up ``request``; the next steps serve it.
+    def submit(self, *requests: Request) -> None:
+        """Take up ``requests``; the next steps serve them.
 
         Raises:
-            RequestError: it can never be served, or another of its id is being served.
+            RequestError: one can never be served, or another of its id is being served. None of
+                ``requests`` is served then.
         """
-        self._check(request)
-        self._live[request.id] = [
-            Running.of(request, index, self.steps.pages_per_sequence)
-            for index in range(request.params.n)
-        ]
-        for sequence in self._live[request.id]:
-            self.scheduler.add(sequence)
+        for number, request in enumerate(requests):
+            try:
+                self._check(request)
+            except RequestError:
+                for other in requests[:number]:
+                    self.abort(other.id)
+                raise
+            sequences = [self.steps.begin(request, i) for i in range(request.params.n)]
+            self._live[request.id] = sequences
+            self.scheduler.waiting += sequences
 
     def abort(self, request_id: str) -> list[Completion]:
         """End a request now and return its completions so far; none if it is not being served."""
         sequences = self._live.get(request_id, [])
         for sequence in sequences:
             if sequence.completion.finish_reason is None:
-                self._finish(sequence, "abort")
+                sequence.completion.finish_reason = "abort"
+                self._finish(sequence)
         return [sequence.completion for sequence in sequences]
 
     @property
@@ -142,23 +137,45 @@ class Generator:
             return []
         # Sequences that read one token come first.
         planned = sorted(self.scheduler.plan(), key=lambda part: part[1] > 1)
-        wants_routes = any(sequence.request.params.routes for sequence, _ in planned)
+        wants_routes = any(sequence.params.routes for sequence, _ in planned)
         step = self.steps.run(planned, routes=wants_routes)
         if step is None:
             return []
         for sequence, number in planned:
             self.scheduler.was_read(sequence, number)
         if wants_routes and step.routes:
-            self._note_routes(planned, step)
-        due = [(i, sequence) for i, (sequence, _) in enumerate(planned) if sequence.num_unread == 0]
-        if due:
-            self._continue(due, step)
-        return [sequence.completion for _, sequence in due]
+            routes_TLK = torch.stack(step.routes, 1).cpu()
+            parts = routes_TLK.split([number for _, number in planned])
+            for (sequence, _), part in zip(planned, parts, strict=True):
+                if sequence.params.routes:
+                    sequence.routes.append(part)
+        due = {i: sequence for i, (sequence, _) in enumerate(planned) if sequence.num_unread == 0}
+        if not due:
+            return []
+        # The host waits here, once a step: the next step reads these tokens.
+        tokens, logprobs = step.chosen_2N.cpu().tolist()
+        special = {i: s for i, s in due.items() if s.params.has_filters or s.params.logprobs}
+        if special:
+            found = self.steps.consider([*special.values()], step.hidden_ND[[*special]])
+            for (i, sequence), (token, logprob, top) in zip(special.items(), found, strict=True):
+                if sequence.params.has_filters:  # else the step's own choice stands
+                    tokens[i], logprobs[i] = token, logprob
+                if sequence.params.logprobs:
+                    sequence.completion.top_logprobs.append(top)
+        for i, sequence in due.items():
+            completion, token = sequence.completion, int(tokens[i])
+            sequence.tokens.append(token)
+            completion.tokens.append(token)
+            completion.logprobs.append(logprobs[i])
+            completion.versions.append(self.version)
+            completion.finish_reason = sequence.params.reason(completion.tokens, self.tokenizer)
+            if completion.finish_reason is not None:
+                self._finish(sequence)
+        return [sequence.completion for sequence in due.values()]
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
-        for request in requests:
-            self.submit(request)
+        self.submit(*requests)
         while self.goes_on(self.is_busy and not self.paused):
             yield from self.step()
 
@@ -171,13 +188,7 @@ class Generator:
         """
         if self.paused or self.is_asleep:
             raise RuntimeError("the generator is paused or asleep: generate() would never end")
-        for name, times in Counter(request.id for request in requests).items():
-            if times > 1:
-                raise RequestError(name, f"{times} requests have this id; give each its own")
-        for request in requests:
-            self._check(request)
-        for request in requests:
-            self.submit(request)
+        self.submit(*requests)
         mine = [self._live[request.id] for request in requests]
         served = [sequence.completion for sequences in mine for sequence in sequences]
         while self.goes_on(any(completion.finish_reason is None for completion in served)):
@@ -193,8 +204,7 @@ class Generator:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that can be served, prompt and completion."""
-        room = self.pages.num_pages * self.pages.page_size
-        return min(self.model.arch.max_positions, room)
+        return min(self.model.arch.max_positions, self.pages.num_tokens)
 
     def _check(self, request: Request) -> None:
         params, arch = request.params, self.model.arch
@@ -202,18 +212,15 @@ class Generator:
             raise RequestError(request.id, "a request of this id is being served")
         if not request.tokens:
             raise RequestError(request.id, "it has no tokens to go on from")
-        vocabulary = arch.vocab_size
-        if not 0 <= min(request.tokens) <= max(request.tokens) < vocabulary:
-            raise RequestError(request.id, f"its tokens are not all of 0 to {vocabulary - 1}")
-        length = len(request.tokens) + params.max_tokens
-        room = self.pages.num_pages * self.pages.page_size
-        for most, what in ((arch.max_positions, "the model's positions"), (room, "the cache")):
-            if length > most:
-                raise RequestError(
-                    request.id,
-                    f"{len(request.tokens)} tokens and max_tokens {shortened(params.max_tokens)} "
-                    f"are more than {what} ({most}); shorten it, or lower max_tokens",
-                )
+        if not 0 <= min(request.tokens) <= max(request.tokens) < arch.vocab_size:
+            raise RequestError(request.id, f"its tokens are not all of 0 to {arch.vocab_size - 1}")
+        number, what = len(request.tokens), "the model's positions"
+        if self.longest < arch.max_positions:
+            what = "the cache"
+        if number + params.max_tokens > self.longest:
+            problem = f"{number} tokens and max_tokens {shortened(params.max_tokens)} are more than"
+            remedy = "shorten it, or lower max_tokens"
+            raise RequestError(request.id, f"{problem} {what} ({self.longest}); {remedy}")
         if params.stop and self.tokenizer is None:
             raise RequestError(request.id, "stop texts need a tokenizer; use stop_ids")
 
@@ -223,8 +230,8 @@ class Generator:
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy new weights into the model: every parameter and buffer, whole, by name, any dtype.
 
-        The cache is emptied. Completions under way go on: their tokens are read again, and
-        ``Completion.versions`` says which weights chose which token.
+        Completions under way go on: their tokens are read again, and ``Completion.versions`` says
+        which weights chose which token.
 
         Raises:
             ValueError: the model lacks a name or shape, or one of its own is not given. The weights
@@ -248,15 +255,13 @@ class Generator:
 
     def weights_changed(self) -> None:
         """Empty the cache and count a new version, after weights were changed in place."""
-        self.scheduler.preempt_all()
-        self.pages.forget()
+        self.scheduler.start_over()
         self.version += 1
 
     def wipe(self) -> None:
         """Fill the cache with zeros, while nothing is served.
 
-        Pages are read as a whole, and NaN that diverged weights have left in them stays NaN when
-        it is multiplied by a weight of 0.
+        NaN that diverged weights left in a page stays NaN when it is multiplied by a weight of 0.
         """
         assert not self.is_busy
         for cache in self.steps.caches:
@@ -268,8 +273,7 @@ class Generator:
         Args:
             weights: free the memory of the generator's own parameters too; their values are lost.
         """
-        self.scheduler.preempt_all()
-        self.pages.forget()
+        self.scheduler.start_over()
         if weights:
             for name, parameter in self.model.named_parameters():
                 if name in self.borrowed:
@@ -281,95 +285,15 @@ class Generator:
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Allocate freed parameters again, which need new values before the next step.
-
-        The cache gets its memory at the next step.
-        """
+        """Allocate freed parameters again; they need new values before the next step."""
         for storage, num_bytes in self._asleep:
             storage.resize_(num_bytes)
         self._asleep.clear()
         self.is_asleep = False
 
-    # ---- a step --------------------------------------------------------------------------------
-
-    def _note_routes(self, planned: Planned, step: Step) -> None:
-        """Keep the routers' choices for sequences that ask for them. Waits for the device."""
-        routes_TLK = torch.stack(step.routes, 1).cpu()
-        parts = routes_TLK.split([number for _, number in planned])
-        for (sequence, _), part in zip(planned, parts, strict=True):
-            if sequence.request.params.routes:
-                sequence.routes.append(part)
-
-    def _continue(self, due: Sequence[tuple[int, Running]], step: Step) -> None:
-        """Append the next token of each sequence that is due, by its place in the step."""
-        at, sequences = [i for i, _ in due], [sequence for _, sequence in due]
-        # The host waits here, once a step: the next step reads these tokens.
-        tokens, logprobs = step.chosen_2N.cpu()[:, at].tolist()
-        special = [
-            i
-            for i, sequence in enumerate(sequences)
-            if sequence.request.params.has_filters or sequence.request.params.logprobs
-        ]
-        if special:
-            hidden_ND = step.hidden_ND[[at[i] for i in special]]
-            found = self._consider_all([sequences[i] for i in special], hidden_ND)
-            for i, (token, logprob, top) in zip(special, found, strict=True):
-                params = sequences[i].request.params
-                if params.has_filters:  # else the step's own choice stands
-                    tokens[i], logprobs[i] = token, logprob
-                if params.logprobs:
-                    sequences[i].completion.top_logprobs.append(top)
-        for sequence, number, logprob in zip(sequences, tokens, logprobs, strict=True):
-            completion, token = sequence.completion, int(number)
-            sequence.tokens.append(token)
-            completion.tokens.append(token)
-            completion.logprobs.append(logprob)
-            completion.versions.append(self.version)
-            if (reason := self._reason(sequence)) is not None:
-                self._finish(sequence, reason)
-
-    def _consider_all(
-        self, sequences: Sequence[Running], hidden_ND: torch.Tensor
-    ) -> list[tuple[int, float, dict[int, float]]]:
-        """Choose from all logits: token, log-probability and likeliest tokens of each sequence."""
-        model, params = self.model, [sequence.request.params for sequence in sequences]
-        logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
-        device, known = logits_NV.device, self.steps.known
-        streams_N = torch.tensor([sequence.stream for sequence in sequences], device=device)
-        positions_N = torch.tensor([sequence.num_read for sequence in sequences], device=device)
-        keys_N = keys_of(streams_N, positions_N)
-        chosen_N = choose_filtered(logits_NV[:, :known], params, keys_N)
-        losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
-        most = min(max(p.logprobs for p in params), known)
-        # A stable sort: which of two equals topk takes depends on its k, which is the batch's.
-        scales_N = torch.tensor([sequence.scale for sequence in sequences], device=device)
-        scaled_NV = logits_NV * scales_N[:, None]
-        top = scaled_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-        ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
-        tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
-        likeliest = [
-            dict(list(zip(*pair, strict=True))[: p.logprobs])
-            for p, *pair in zip(params, ids, values, strict=True)
-        ]
-        return list(zip(tokens, logprobs, likeliest, strict=True))
-
-    def _reason(self, sequence: Running) -> FinishReason | None:
-        params, tokens = sequence.request.params, sequence.completion.tokens
-        if tokens[-1] in params.stop_ids:
-            return "stop"
-        if params.stop:
-            assert self.tokenizer is not None  # checked by _check
-            # A character takes four tokens at most, and the first may have begun before.
-            longest = 4 * max(map(len, params.stop)) + 4
-            text = self.tokenizer.decode(tokens[-longest:])
-            if any(stop in text for stop in params.stop):
-                return "stop"
-        return "length" if len(tokens) == params.max_tokens else None
-
-    def _finish(self, sequence: Running, reason: FinishReason) -> None:
+    def _finish(self, sequence: Running) -> None:
         completion = sequence.completion
-        completion.finish_reason = reason
-        if sequence.request.params.routes:
+        if sequence.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]
@@ -378,11 +302,7 @@ class Generator:
 
 
 def _pages_that_fit(model: Transformer, page_size: int) -> int:
-    """Return the pages that fit most of the free memory, at most 1024 texts of full length.
-
-    Raises:
-        ValueError: there is no room for one page.
-    """
+    """Return the pages that fit most of the free memory, at most 1024 texts of full length."""
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return -(-_CPU_TOKENS // page_size)

@@ -1,7 +1,7 @@
 """JSON over HTTP for both servers: bounded bodies, strict JSON, and errors as JSON too.
 
-A server is :func:`json_app` over its routes. Its handlers read bodies with :class:`Bodies`, answer
-with :func:`reply`, and raise ``HTTPException(status, problem)`` to refuse.
+Handlers read bodies with :class:`Bodies`, answer with :func:`reply`, and raise
+``HTTPException(status, problem)`` to refuse.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,7 +20,6 @@ from starlette.routing import BaseRoute
 from starlette.types import Lifespan
 
 from moetrain.config.sources import shortened
-from moetrain.rollout.access import ErrorBody
 
 _SMALL_BYTES = 64 << 10
 """Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
@@ -27,15 +27,15 @@ _LARGEST_TOGETHER = 8
 """How many bodies of the largest size may arrive at once."""
 
 FAILED = "the server failed at this; its log says why"
-Meaning = Callable[[Any], tuple[int, str]]
+_Meaning = Callable[[Any], tuple[int, str]]
 """The status and the problem that an exception stands for."""
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def json_app(
     routes: Sequence[BaseRoute],
-    error_body: ErrorBody,
-    refusals: Mapping[type[Exception], Meaning] | None = None,
+    error_body: Callable[[int, str], object],
+    refusals: Mapping[type[Exception], _Meaning],
     lifespan: Lifespan[Starlette] | None = None,
 ) -> Starlette:
     """Make an application whose every error is ``error_body(status, problem)``.
@@ -45,25 +45,20 @@ def json_app(
             itself; any other is status 500, and is logged.
     """
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        body = error_body(error.status_code, error.detail)
-        return reply(body, error.status_code, error.headers)
-
-    def answering(meaning: Meaning) -> Callable[[Request, Exception], Awaitable[Response]]:
+    def answering(meaning: _Meaning) -> Callable[[Request, Exception], Awaitable[Response]]:
         async def answer(request: Request, error: Exception) -> Response:
             status, problem = meaning(error)
-            return reply(error_body(status, problem), status)
+            return reply(error_body(status, problem), status, getattr(error, "headers", None))
 
         return answer
 
-    meanings: dict[type[Exception], Meaning] = {
+    meanings: dict[type[Exception], _Meaning] = {
+        HTTPException: lambda error: (error.status_code, error.detail),
         ClientDisconnect: lambda error: (400, "the client hung up"),
         Exception: lambda error: (500, FAILED),
-        **(refusals or {}),
+        **refusals,
     }
     handlers = {kind: answering(meaning) for kind, meaning in meanings.items()}
-    handlers[HTTPException] = refuse
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect has no body
     return app
@@ -82,7 +77,7 @@ class Bodies:
         """Bytes of bodies that are being received or parsed."""
         self._turn = asyncio.Lock()
 
-    async def read(self, request: Request, parse: Callable[[Any], T]) -> T:
+    async def read(self, request: Request, parse: Callable[[Any], _T]) -> _T:
         """Parse the JSON body of ``request`` with ``parse``, in another thread.
 
         Raises:
@@ -100,9 +95,8 @@ class Bodies:
                 data += chunk
                 self.arriving += len(chunk)
                 self._check(len(data))
-            if len(data) <= _SMALL_BYTES:
-                return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
-            async with self._turn:  # parsed values take many times the memory of their JSON
+            # Parsed values take many times the memory of their JSON.
+            async with self._turn if len(data) > _SMALL_BYTES else nullcontext():
                 return await asyncio.to_thread(lambda: parse(_parsed(bytes(data))))
         finally:
             self.arriving -= len(data)
@@ -131,26 +125,3 @@ def reply(value: object, status: int = 200, headers: Mapping[str, str] | None = 
     """Answer with ``value`` as JSON in ASCII: texts may hold surrogates, which UTF-8 cannot."""
     data = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Response(data, status, headers, media_type="application/json")
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await ``work``, and cancel it when the client hangs up. The body must have been read.
-
-    Raises:
-        ClientDisconnect: the client has hung up.
-    """
-
-    async def wait_for_end() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)

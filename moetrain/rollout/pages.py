@@ -3,10 +3,8 @@
 A page has room for the keys and values of ``page_size`` consecutive tokens of one sequence. Full
 pages are published under their tokens and the text before them, so that sequences that begin alike
 share them, among others a request's ``n`` completions. A page without references keeps its content
-until its room is needed; the longest unused page goes first.
-
-Keys and values depend on the weights: after an update :meth:`Pages.forget` must come before any
-further use. :class:`Pages` is bookkeeping alone; the tensors are :class:`PagedAttention`'s.
+until its room is needed; the longest unused page goes first. Keys and values depend on the weights:
+after an update :meth:`Pages.forget` comes before any further use.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
 H query heads, G key/value heads, d width.
@@ -26,9 +24,6 @@ from torch.nn import functional as F
 from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
 from moetrain.models.layers import Context
 
-PAGE_SIZE = 64
-"""Tokens of a page by default: what the kernels on CUDA read at once."""
-
 _Key = tuple[int, tuple[int, ...]]
 """The serial number of the text before (0: none), and a page's tokens."""
 
@@ -46,7 +41,10 @@ class _Text:
 
 
 class Pages:
-    """``num_pages`` pages of ``page_size`` tokens each."""
+    """Who holds which of ``num_pages`` pages, and what they contain; it has no tensors."""
+
+    SIZE = 64
+    """Tokens of a page by default: what the kernels on CUDA read at once."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -57,6 +55,11 @@ class Pages:
         self._texts: dict[_Key, _Text] = {}
         self._text_of: dict[int, _Text] = {}
         self._serials = count(1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all pages have room for."""
+        return self.num_pages * self.page_size
 
     @property
     def num_available(self) -> int:
@@ -91,22 +94,15 @@ class Pages:
             pages.append(page)
         return pages
 
-    def publish(
-        self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int | None = None
-    ) -> None:
-        """Let other sequences find the full ones of ``pages``, which come in order.
+    def publish(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """Let other sequences find ``pages``, the first of a sequence that has ``tokens``.
 
-        If two pages hold the same, the one that was published first is found. Pages that were
-        published before are skipped, so a growing sequence costs only its new pages.
-
-        Args:
-            pages: the pages of one sequence, which has a reference to each.
-            tokens: the tokens that they hold or will hold.
-            num_tokens: how many of ``tokens`` the pages hold already; None: all.
+        A page that is not full is left out. If two pages hold the same, the one that was published
+        first is found. Pages that were published before are skipped, so a growing sequence costs
+        only its new pages.
         """
         size = self.page_size
-        num_full = min(len(pages), (len(tokens) if num_tokens is None else num_tokens) // size)
-        known = num_full
+        num_full = known = min(len(pages), len(tokens) // size)
         while known and pages[known - 1] not in self._text_of:
             known -= 1
         serial = self._text_of[pages[known - 1]].serial if known else 0
@@ -147,6 +143,10 @@ class Pages:
             del self._texts[text.key]
 
 
+_Cache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of all pages, [P, Z, G, d]."""
+
+
 class PagedRows(NamedTuple):
     """The layout of a step for paged attention, in place of a mask."""
 
@@ -167,8 +167,7 @@ class PagedAttention:
 
     It stores the keys and values of the tokens that a step reads, then lets each of them see its
     own sequence as far as that was read, itself included. Rows of a step are sequences laid end to
-    end, [1, T]. On CUDA the kernels of :mod:`moetrain.kernels.attention.batch_invariant` compute
-    it, elsewhere torch, for all sequences of one size at a time.
+    end, [1, T].
     """
 
     def __init__(self, num_pages: int, page_size: int, window: int | None) -> None:
@@ -207,49 +206,38 @@ class PagedAttention:
             pages.flatten(0, 1)[slots_T] = x_BSGd[0, keep_T]
         return self._by_sequences(q_BSHd[0], cache, rows)[None]
 
-    def _by_kernels(
-        self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
-    ) -> torch.Tensor:
+    def _by_kernels(self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows) -> torch.Tensor:
         single, parts = rows.num_single, []
         if single:
-            ends, seen, pages = rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM
-            q = q_THd[:single]
-            args = (ends, seen, pages)
-            parts.append(paged_attention(q, *cache, *args, window=self.window, one_token=True))
+            args = (rows.ends_N[: single + 1], rows.seen_N[:single], rows.pages_NM)
+            q_LHd = q_THd[:single]
+            parts.append(paged_attention(q_LHd, *cache, *args, window=self.window, one_token=True))
         if single < rows.seen_N.shape[0]:
-            ends, seen, pages = (x[single:] for x in (rows.ends_N, rows.seen_N, rows.pages_NM))
-            args = (ends - single, seen, pages)
+            args = (rows.ends_N[single:] - single, rows.seen_N[single:], rows.pages_NM[single:])
             parts.append(paged_attention(q_THd[single:], *cache, *args, window=self.window))
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty_like(q_THd)  # nothing to read here
 
-    def _by_sequences(
-        self, q_THd: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], rows: PagedRows
-    ) -> torch.Tensor:
+    def _by_sequences(self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows) -> torch.Tensor:
+        """Attend by torch, for all sequences of one size at a time."""
         out_THd, members_of = torch.empty_like(q_THd), defaultdict[tuple[int, int], list[int]](list)
         sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
         for i, size in enumerate(sizes):
             members_of[size].append(i)
-        for (queries, seen), members in members_of.items():  # one call for each size
+        for (queries, seen), members in members_of.items():
             at_NQ = rows.ends_N[members].long()[:, None] + torch.arange(queries)
             length = seen + queries
             pages_NM = rows.pages_NM[members, : -(-length // self.page_size)].long()
             past = (x[pages_NM].flatten(1, 2)[:, :length] for x in cache)
-            out_THd[at_NQ] = self._attend(q_THd[at_NQ], *past)
+            distance_QL = torch.arange(seen, length)[:, None] - torch.arange(length)
+            visible_QL = distance_QL >= 0
+            if self.window is not None:
+                visible_QL &= distance_QL < self.window
+            out_NHQd = F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q_THd[at_NQ], *past)),
+                attn_mask=visible_QL,
+                enable_gqa=True,
+            )
+            out_THd[at_NQ] = out_NHQd.transpose(1, 2)
         return out_THd
-
-    def _attend(self, q_NQHd: torch.Tensor, k_NLGd: torch.Tensor, v_NLGd: torch.Tensor):
-        """Let the last Q of L tokens attend to themselves and to what came before."""
-        queries, length = q_NQHd.shape[1], k_NLGd.shape[1]
-        at_L = torch.arange(length, device=q_NQHd.device)
-        distance_QL = at_L[length - queries :, None] - at_L
-        visible_QL = distance_QL >= 0
-        if self.window is not None:
-            visible_QL &= distance_QL < self.window
-        out_NHQd = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q_NQHd, k_NLGd, v_NLGd)),
-            attn_mask=visible_QL,
-            enable_gqa=True,
-        )
-        return out_NHQd.transpose(1, 2)

@@ -1,16 +1,13 @@
 """Bodies of requests as models: JSON in general, and what OpenAI's protocol allows.
 
-Models of both HTTP servers derive from :class:`JsonBody`. Their lists are marked :data:`FIRST`, so
-that a bad body makes one complaint and not a million, which would take gigabytes.
-
-A parameter that a server does not know is an error, since the client expects it to do something;
-one that is null counts as left out. SamplingParams says what the numbers may be.
+Models of both HTTP servers derive from :class:`JsonBody`. A parameter that a server does not know
+is an error, since the client expects it to do something. SamplingParams says what the numbers may
+be.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -34,18 +31,16 @@ _MOST_STOPS, _LONGEST_STOP = 16, 128
 _MOST_TURNS = 4096
 """Turns of a chat: templates may take time that grows with their square."""
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "n")
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
 class _First(FailFast):
-    """Stops the validation of a list at the first bad item."""
-
     # Unions need a hash, and pydantic's class has none.
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
 FIRST = _First()
+"""Marks lists, so that a bad one makes one complaint and not a million, which take gigabytes."""
 
 
 class JsonBody(BaseModel):
@@ -79,8 +74,8 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class Asked(JsonBody):
-    """The fields that completions and chats share; each adds prompts and log-probabilities."""
+class _Asked(JsonBody):
+    """The fields that completions and chats share; one that is null counts as left out."""
 
     model: str = ""
     """Ignored: the server has one model."""
@@ -101,13 +96,11 @@ class Asked(JsonBody):
     def sampling(self) -> dict[str, Any]:
         """Return the fields that SamplingParams has under the same names."""
         seed = uuid.uuid4().int % 2**63 if self.seed is None else self.seed
-        return {name: getattr(self, name) for name in _SAMPLING} | {
-            "stop": tuple(self.stop),
-            "seed": seed,
-        }
+        same = self.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"})
+        return same | {"stop": tuple(self.stop), "seed": seed}
 
 
-class Completions(Asked):
+class Completions(_Asked):
     """A request to continue texts."""
 
     prompt: Any
@@ -140,7 +133,7 @@ class Completions(Asked):
         return prompt
 
 
-class Chat(Asked):
+class Chat(_Asked):
     """A request to answer the last turn of a chat."""
 
     messages: list[Any] = Field(max_length=_MOST_TURNS)
@@ -155,12 +148,10 @@ class Chat(Asked):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the reply holds each token's log-probability."""
         return self.logprobs
 
     @property
     def top(self) -> int:
-        """How many of the likeliest tokens the reply holds beside each token."""
         return self.top_logprobs or 0
 
     @property
@@ -171,7 +162,6 @@ class Chat(Asked):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of the answer at most, by either of its names; None: the default."""
         newer = self.max_completion_tokens
         return self.max_tokens if newer is None else newer
 
@@ -182,22 +172,6 @@ class Chat(Asked):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs true; send both")
         return self
-
-
-ASKED: Mapping[str, type[Completions | Chat]] = {
-    "text_completion": Completions,
-    "chat.completion": Chat,
-}
-
-
-def validated(model: type[Completions | Chat], body: object) -> Completions | Chat:
-    """Parse ``body`` as ``model``; raises ValueError with one line."""
-    if isinstance(body, dict):
-        body = {key: value for key, value in body.items() if value is not None}
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise ValueError(complaint(error)) from None
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

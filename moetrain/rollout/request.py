@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from moetrain.config.sources import shortened
+from moetrain.data.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length", "abort"]
+_FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestError(ValueError):
@@ -85,6 +87,29 @@ class SamplingParams:
         """Whether filters rule out tokens, which takes all logits."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
+    @property
+    def inverse(self) -> float:
+        """1 / temperature, clamped so that products stay finite in fp32; 0: greedy choice."""
+        return min(max(1 / self.temperature, 1e-30), 1e30) if self.temperature > 0 else 0.0
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits in reported log-probabilities."""
+        return (self.tempered and self.inverse) or 1.0
+
+    def reason(self, tokens: Sequence[int], tokenizer: Tokenizer | None) -> _FinishReason | None:
+        """Return why a completion of ``tokens`` has ended; None: it goes on."""
+        if tokens[-1] in self.stop_ids:
+            return "stop"
+        if self.stop:
+            assert tokenizer is not None  # the generator has checked
+            # A character takes four tokens at most, and the first may have begun before.
+            longest = 4 * max(map(len, self.stop)) + 4
+            text = tokenizer.decode(tokens[-longest:])
+            if any(stop in text for stop in self.stop):
+                return "stop"
+        return "length" if len(tokens) == self.max_tokens else None
+
 
 @dataclass(frozen=True)
 class Request:
@@ -114,5 +139,5 @@ class Completion:
     """int32 [tokens that were read, MoE layers, K]: the experts of every token of prompt and
     completion except the last, which was never read; None: not asked for, or not finished. Tokens
     that were read again (after preemption or an update) have the experts of the last time."""
-    finish_reason: FinishReason | None = None
+    finish_reason: _FinishReason | None = None
     """None: not finished. stop: at a stop token or text; length: at ``max_tokens``; abort."""

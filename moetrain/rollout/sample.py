@@ -1,7 +1,6 @@
 """The sample at the end of a training run: a text that the generator continues.
 
-:class:`moetrain.train.trainer.Trainer` calls :func:`write_sample`, which it finds by name: the loop
-imports nothing of generation, a layer above it.
+The trainer finds :func:`write_sample` by name: it imports nothing of generation, a layer above it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import torch
 from moetrain.config import TrainSection
 from moetrain.data.loader import Data
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.pages import PAGE_SIZE
+from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import MetricsLog
 
 _PROMPT_TOKENS = 16  # the start of a held-out row, as the prompt
-TEMPERATURE = 0.7
+_TEMPERATURE = 0.7
 _SPARE = 3 * 2**30
 """Bytes on a GPU beside the generator's weights: a sequence's cache, and two units in transit."""
 
@@ -47,7 +46,7 @@ def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> Non
         log.say("sample:\n" + text)
 
 
-def prompt_ids(data: Data, text: str | None) -> list[int]:
+def _prompt(data: Data, text: str | None) -> list[int]:
     """Return the tokens to continue: of ``text``, else of the first held-out row."""
     if text is None:
         return (data.eval or data.train).row(0).tokens_S[:_PROMPT_TOKENS].tolist()
@@ -60,12 +59,12 @@ def prompt_ids(data: Data, text: str | None) -> list[int]:
 def _sample(engine: Engine, data: Data) -> list[int]:
     """Return the prompt and its continuation. An error is raised on every rank or after all met."""
     train, seq_len = engine.config.train, engine.config.data.seq_len
-    ids = prompt_ids(data, train.sample_prompt)
+    ids = _prompt(data, train.sample_prompt)
     if not ids:
         raise _SampleError("the prompt has no tokens")
     _check_memory(engine)
     model, experts = replica(engine)
-    num_pages = -(-seq_len // PAGE_SIZE)
+    num_pages = -(-seq_len // Pages.SIZE)
     try:
         generator = Generator(model, data.tokenizer, num_pages=num_pages, experts=experts)
     except ValueError as error:
@@ -78,11 +77,9 @@ def _sample(engine: Engine, data: Data) -> list[int]:
 def _check_memory(engine: Engine) -> None:
     """Raise :class:`_SampleError` on every rank if one has no room for the generator."""
     engine.fsdp.release()
-    needed = replica_bytes(engine) + _SPARE
-    free = _free_bytes(engine.world.device)
-    lacking = torch.tensor([float(free < needed)], device=engine.world.device)
-    lacking = engine.world.sum_all(lacking)
-    if lacking.item() > 0:
+    needed, device = replica_bytes(engine) + _SPARE, engine.world.device
+    lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
+    if engine.world.sum_all(lacking).item() > 0:
         raise _SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
 
 
@@ -108,7 +105,7 @@ def _continued(
         seen = ids if len(ids) < window else ids[-(window // 2) :]
         params = SamplingParams(
             max_tokens=min(end - len(ids), window - len(seen)),
-            temperature=TEMPERATURE,
+            temperature=_TEMPERATURE,
             # Each window has its own random numbers.
             seed=(train.seed + len(ids) - len(prompt)) % 2**63,
             stop_ids=(eos_id,),

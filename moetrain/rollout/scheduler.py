@@ -10,53 +10,32 @@ there). So the oldest always advances, and nothing waits for ever.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 import torch
 
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
-from moetrain.rollout.sampling import inverse_temperature, scale_of, stream_of
 
 
-@dataclass(eq=False)
 class Running:
-    """One completion under way."""
+    """Completion ``index`` of ``request``, under way; it has ``most_pages`` at most."""
 
-    request: Request
-    completion: Completion
-    table: np.ndarray
-    """int32: its page table, which begins with ``pages``."""
-    tokens: list[int]
-    """Tokens of prompt and completion."""
-    stream: int
-    """The seed of its noise (:func:`moetrain.rollout.sampling.stream_of`)."""
-    inverse: float
-    """1 / temperature, and 0 at temperature 0."""
-    scale: float
-    """Factor of the logits in reported log-probabilities (``sampling.scale_of``)."""
-    pages: list[int] = field(default_factory=list)
-    num_read: int = 0
-    """Tokens whose keys and values lie in ``pages``."""
-    is_running: bool = False
-    routes: list[torch.Tensor] = field(default_factory=list)
-    """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
-
-    @classmethod
-    def of(cls, request: Request, index: int, most_pages: int) -> Self:
-        """Begin completion ``index`` of ``request``."""
-        params = request.params
-        return cls(
-            request,
-            Completion(request.id, index),
-            np.zeros(most_pages, np.int32),
-            list(request.tokens),
-            stream_of(params, index),
-            inverse_temperature(params),
-            scale_of(params),
-        )
+    def __init__(self, request: Request, index: int, most_pages: int, stream: int) -> None:
+        self.request, self.params = request, request.params
+        self.completion = Completion(request.id, index)
+        self.tokens = list(request.tokens)
+        """Tokens of prompt and completion."""
+        self.stream = stream
+        """The seed of its noise."""
+        self.inverse, self.scale = self.params.inverse, self.params.scale
+        self.pages: list[int] = []
+        self.table = np.zeros(most_pages, np.int32)
+        """Its page table, which begins with ``pages``."""
+        self.num_read = 0
+        """Tokens whose keys and values lie in ``pages``."""
+        self.routes: list[torch.Tensor] = []
+        """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
 
     @property
     def num_unread(self) -> int:
@@ -81,22 +60,19 @@ class Scheduler:
         self.pages = pages
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.waiting: deque[Running] = deque()
+        """Sequences in the order in which they will begin; new ones go to its end."""
         self.running: list[Running] = []
         """Running sequences in the order in which they began."""
         self.num_preempted = 0
-
-    def add(self, sequence: Running) -> None:
-        """Queue ``sequence`` behind all others."""
-        self.waiting.append(sequence)
 
     def plan(self) -> list[tuple[Running, int]]:
         """Return the next step's sequences and the tokens it reads of each; they have pages."""
         planned: list[tuple[Running, int]] = []
         left = self.max_tokens
-        for sequence in list(self.running):
-            number = min(len(sequence.tokens) - sequence.num_read, left)
-            # Only younger sequences give way, and those have not been planned yet.
-            if number and sequence.is_running and self._make_room(sequence, number):
+        # Only the youngest gives way, the list's last, which has not been planned yet.
+        for sequence in self.running:
+            number = min(sequence.num_unread, left)
+            if number and self._make_room(sequence, number):
                 planned.append((sequence, number))
                 left -= number
         return planned + self._begin_some(left)
@@ -108,16 +84,19 @@ class Scheduler:
         for sequence in list(self.waiting):
             if not left or len(self.running) >= self.max_sequences:
                 break
-            if sequence.request.id in reading and self._can_share(sequence):
-                continue  # it waits until another completion has read the prompt
-            self._begin(sequence)
+            request, size = sequence.request, self.pages.page_size
+            if not request.params.routes:  # for which each token must be read
+                if request.id in reading and len(request.tokens) > size:
+                    continue  # it waits until another completion has read the prompt
+                # The last token is read in any case.
+                sequence.take(self.pages.match(sequence.tokens[:-1]))
+                sequence.num_read = len(sequence.pages) * size
             number = min(sequence.num_unread, left)
             if not self._grow(sequence, number):
                 self._give_back(sequence)
                 break
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            sequence.is_running = True
             begun.append((sequence, number))
             left -= number
             if sequence.num_unread > 1:
@@ -128,49 +107,33 @@ class Scheduler:
         """Note that ``number`` more tokens of ``sequence`` lie in its pages."""
         before, size = sequence.num_read, self.pages.page_size
         sequence.num_read += number
-        if not sequence.request.params.routes and before // size < sequence.num_read // size:
-            self.pages.publish(sequence.pages, sequence.tokens, sequence.num_read)
+        if not sequence.params.routes and before // size < sequence.num_read // size:
+            self.pages.publish(sequence.pages[: sequence.num_read // size], sequence.tokens)
 
     def remove(self, sequence: Running) -> None:
         """Remove ``sequence``, which is finished, and release its pages."""
-        if sequence.is_running:
-            self.running.remove(sequence)
-            sequence.is_running = False
-        else:
-            self.waiting.remove(sequence)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._give_back(sequence)
 
-    def preempt_all(self) -> None:
-        """Move all running sequences, in order, to the head of the queue, to be read again."""
-        for sequence in reversed(list(self.running)):
-            self._preempt(sequence)
+    def start_over(self) -> None:
+        """Queue all running sequences before all others, to be read again, and forget all pages."""
+        while self.running:
+            self._preempt_youngest()
+        self.pages.forget()
 
     def _make_room(self, sequence: Running, number: int) -> bool:
         """Get pages for ``number`` more tokens, preempting younger sequences if needed."""
         while not self._grow(sequence, number):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+            if self._preempt_youngest() is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Running) -> None:
-        self.running.remove(sequence)
-        sequence.is_running = False
+    def _preempt_youngest(self) -> Running:
+        sequence = self.running.pop()
         self._give_back(sequence)
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
-
-    def _can_share(self, sequence: Running) -> bool:
-        """Whether its prompt fills pages that can be shared. Routes need each token to be read."""
-        request = sequence.request
-        return not request.params.routes and len(request.tokens) > self.pages.page_size
-
-    def _begin(self, sequence: Running) -> None:
-        """Take published pages of the same tokens; the last token is read in any case."""
-        if not sequence.request.params.routes:
-            sequence.take(self.pages.match(sequence.tokens[:-1]))
-            sequence.num_read = len(sequence.pages) * self.pages.page_size
+        return sequence
 
     def _grow(self, sequence: Running, number: int) -> bool:
         """Allocate pages for ``number`` more tokens than were read; False: there are too few."""

@@ -1,12 +1,9 @@
 """An HTTP server that speaks OpenAI's protocol: completions and chat, whole or as streams.
 
-Beyond the protocol (:mod:`moetrain.rollout.protocol`), prompts may be token ids, ``top_k`` and
-``min_p`` are parameters, and every choice has its ``token_ids``. ``tools``, ``documents`` and
-``chat_template_kwargs`` go to the chat template; tool calls come as the text that the model writes.
-
-:class:`Serving` lets many requests share one generator as asynchronous iterators. One thread alone
-touches the generator, a step or a call at a time; the event loop hands it requests and hands out
-its tokens. A listener that stops (a cancelled task, a client that hangs up) aborts its request.
+Beyond the protocol, every choice has its ``token_ids``. Tool calls come as the text that the model
+writes. One thread alone touches the generator, a step or a call at a time; the event loop hands it
+requests and hands out its tokens. A listener that stops (a cancelled task, a client that hangs up)
+aborts its requests.
 """
 
 from __future__ import annotations
@@ -17,15 +14,17 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -34,40 +33,52 @@ from starlette.types import Send as ASGISend
 
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.http_json import FAILED, Bodies, json_app, reply, unless_gone
-from moetrain.rollout.protocol import ASKED, Chat, Completions, error_body, validated
+from moetrain.rollout.http_json import FAILED, Bodies, json_app, reply
+from moetrain.rollout.protocol import Chat, Completions, complaint, error_body
 from moetrain.rollout.request import (
     Completion,
-    FinishReason,
     Request,
     RequestError,
     SamplingParams,
 )
 from moetrain.rollout.text import TextStream, chat_ids, end_ids, prompt_ids
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
 _LEAST_LOGPROB = -9999.0
 """The protocol's value for a token that is never chosen."""
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class Update(NamedTuple):
+class _Update(NamedTuple):
     """One more token of a completion."""
 
-    completion: int
-    """Which of the request's ``n`` completions it belongs to."""
+    completion: Completion
+    """Which grows; with its last token it is whole."""
     token: int
     logprob: float
     top_logprobs: dict[int, float]
     """The likeliest tokens, as many as were asked for."""
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     """None: more tokens will come."""
-    result: Completion | None
-    """The whole completion, once it is finished."""
+
+    @classmethod
+    def of(cls, c: Completion) -> Self:
+        """Return the last token of ``c``."""
+        top = c.top_logprobs[-1] if c.top_logprobs else {}
+        return cls(c, c.tokens[-1], c.logprobs[-1], top, c.finish_reason)
+
+
+class _Listener:
+    """Who waits for the tokens of some requests."""
+
+    def __init__(self, num_open: int) -> None:
+        self.queue: asyncio.Queue[_Update | Exception] = asyncio.Queue()
+        self.num_open = num_open
+        """Completions that are not finished."""
 
 
 class Serving:
@@ -76,50 +87,49 @@ class Serving:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._thread = ThreadPoolExecutor(1, "generator")
-        self._listeners: dict[str, asyncio.Queue[Update | Exception]] = {}
+        self._streams: list[_Listener] = []
+        self._listeners: dict[str, _Listener] = {}
+        """By the ids of requests that the generator has taken up."""
         self._driver: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    async def stream(self, request: Request) -> AsyncIterator[Update]:
-        """Yield the tokens of all completions of ``request`` as they come.
+    @property
+    def num_open(self) -> int:
+        """Completions that run or wait, whether or not their tokens were read."""
+        return sum(listener.num_open for listener in self._streams)
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[_Update, None]:
+        """Yield the tokens of all completions of ``requests`` as they come.
 
         Raises:
-            RequestError: it can never be served, or another of its id is being served.
+            RequestError: one can never be served, or another of its id is being served.
             RuntimeError: :meth:`close` came first.
         """
-        submitted = self._thread.submit(self.generator.submit, request)
+        left = sum(request.params.n for request in requests)
+        listener = _Listener(left)
+        self._streams.append(listener)
+        submitted = self._thread.submit(self.generator.submit, *requests)
         try:
             await asyncio.wrap_future(submitted)
-        except asyncio.CancelledError:  # the thread may have taken it up already
-            self._thread.submit(self._abort_if_there, request.id, submitted)
-            raise
-        queue: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self._listeners[request.id] = queue
-        open_completions = request.params.n
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        try:
-            while open_completions:
-                update = await queue.get()
+            self._listeners |= {request.id: listener for request in requests}
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
+            while left:
+                update = await listener.queue.get()
                 if isinstance(update, Exception):
                     raise update
-                open_completions -= update.finish_reason is not None
+                left -= update.finish_reason is not None
                 yield update
         finally:
-            del self._listeners[request.id]
-            if open_completions and not self._is_closed:
+            self._streams.remove(listener)
+            for request in requests:
+                if self._listeners.get(request.id) is listener:
+                    del self._listeners[request.id]
+            if left and not self._is_closed:
                 # Not awaited: a task that is being cancelled must not await.
-                self._thread.submit(self.generator.abort, request.id)
+                self._thread.submit(self._abort, requests, submitted)
 
-    async def complete(self, request: Request) -> list[Completion]:
-        """Return the finished completions of ``request``; raises as :meth:`stream`."""
-        found: dict[int, Completion] = {}
-        async for update in self.stream(request):
-            if update.result is not None:
-                found[update.completion] = update.result
-        return [found[index] for index in range(request.params.n)]
-
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call ``function(*args)`` on the generator's thread, between two steps."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
@@ -128,15 +138,16 @@ class Serving:
         self._is_closed = True
         if self._driver is not None:
             self._driver.cancel()
-        for name, queue in list(self._listeners.items()):
+        for name, listener in list(self._listeners.items()):
             await self.call(self.generator.abort, name)
-            queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
+            listener.queue.put_nowait(RuntimeError(f"request {name!r}: generation was closed"))
         self._thread.shutdown()
 
-    def _abort_if_there(self, request_id: str, submitted: Future[None]) -> None:
-        """Abort a request if ``submitted`` has taken it up. Runs on the generator's thread."""
+    def _abort(self, requests: Sequence[Request], submitted: Future[None]) -> None:
+        """End ``requests`` if ``submitted`` took them up. Runs on the generator's thread."""
         if not submitted.cancelled() and submitted.exception() is None:
-            self.generator.abort(request_id)
+            for request in requests:
+                self.generator.abort(request.id)
 
     async def _drive(self) -> None:
         """Take steps as long as anybody listens."""
@@ -145,24 +156,20 @@ class Serving:
                 updates = await self.call(self._step)
                 if not updates:  # it is paused, or reads a long prompt
                     await asyncio.sleep(0.001)
-                for name, update in updates:
-                    if name in self._listeners:
-                        self._listeners[name].put_nowait(update)
+                for update in updates:
+                    if listener := self._listeners.get(update.completion.request_id):
+                        listener.num_open -= update.finish_reason is not None
+                        listener.queue.put_nowait(update)
         except Exception as error:  # noqa: BLE001 - every listener raises it
-            for queue in self._listeners.values():
-                queue.put_nowait(error)
+            for listener in self._listeners.values():
+                listener.num_open = 0
+                listener.queue.put_nowait(error)
 
-    def _step(self) -> list[tuple[str, Update]]:
-        return [(c.request_id, _last_of(c)) for c in self.generator.step()]
-
-
-def _last_of(c: Completion) -> Update:
-    top = c.top_logprobs[-1] if c.top_logprobs else {}
-    result = None if c.finish_reason is None else c
-    return Update(c.index, c.tokens[-1], c.logprobs[-1], top, c.finish_reason, result)
+    def _step(self) -> list[_Update]:
+        return [_Update.of(completion) for completion in self.generator.step()]
 
 
-_Item = tuple[int, str, Update]
+_Item = tuple[int, str, _Update]
 """One token of one choice: the choice's number, the text that the token adds, and the update."""
 
 
@@ -170,38 +177,33 @@ class _GenerationFailed(Exception):
     """The server failed to generate; the message is one line for the client."""
 
 
-def make_app(
-    generator: Generator,
-    name: str,
-    *,
-    max_queue: int = 1024,
-    max_request_mib: int = 4,
-) -> Starlette:
-    """Make the server of ``generator``, which has a tokenizer, and whose model is called ``name``.
+class CompletionServer:
+    """The HTTP server of a generator.
 
-    Args:
-        max_queue: completions that run or wait at once; further requests are status 429.
-        max_request_mib: size of one body.
+    Attributes:
+        app: the ASGI application; it does not authenticate clients.
     """
-    return _Server(generator, name, max_queue, max_request_mib).app
 
-
-class _Server:
     def __init__(
-        self, generator: Generator, name: str, max_queue: int, max_request_mib: int
+        self, generator: Generator, name: str, *, max_queue: int = 1024, max_request_mib: int = 4
     ) -> None:
+        """
+        Args:
+            generator: has a tokenizer.
+            name: the model's, in replies.
+            max_queue: completions that run or wait at once; further requests are status 429.
+            max_request_mib: size of one body.
+        """
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
         self.generator, self.name, self.max_queue = generator, name, max_queue
-        self.open = 0
-        """Completions that run or wait."""
         self.bodies = Bodies(max_request_mib << 20, "max_request_mib")
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         routes = [
             Route("/health", self.health),
             Route("/v1/models", self.models),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", partial(self.answer, Completions), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.answer, Chat), methods=["POST"]),
         ]
         refusals = {
             RequestError: lambda error: (400, error.problem),
@@ -223,33 +225,24 @@ class _Server:
         entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
         return reply({"object": "list", "data": [entry]})
 
-    async def completions(self, request: HTTPRequest) -> Response:
-        return await self._answer(request, "text_completion")
-
-    async def chat(self, request: HTTPRequest) -> Response:
-        return await self._answer(request, "chat.completion")
-
-    async def _answer(self, request: HTTPRequest, kind: str) -> Response:
+    async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
         answer = await self.bodies.read(request, partial(self._parse, kind))
         updates = answer.updates()
         if not answer.asked.stream:
-            return await unless_gone(request, answer.whole(updates))
+            return await _unless_gone(request, answer.whole(updates))
         # The first update, or the error, comes before the status is sent.
-        first = await unless_gone(request, anext(updates))
+        first = await _unless_gone(request, anext(updates))
         return _Events(answer.events(first, updates), updates)
 
-    def _parse(self, kind: str, body: object) -> _Answer:
+    def _parse(self, kind: type[Completions | Chat], body: object) -> _Answer:
+        if isinstance(body, dict):
+            body = {key: value for key, value in body.items() if value is not None}
         try:
-            return _Answer(self, kind, validated(ASKED[kind], body))
+            return _Answer(self, kind.model_validate(body))
+        except ValidationError as error:
+            raise HTTPException(400, complaint(error)) from None
         except ValueError as error:  # from SamplingParams, ConfigError among others
             raise HTTPException(400, str(error)) from None
-
-    def take(self, count: int) -> None:
-        """Count ``count`` more completions as open; raises HTTPException if there are too many."""
-        if self.open + count > self.max_queue:
-            problem = f"{self.open} completions run or wait, of max_queue {self.max_queue}"
-            raise HTTPException(429, f"{problem}; ask again later")
-        self.open += count
 
 
 class _Events(StreamingResponse):
@@ -273,17 +266,18 @@ class _Choice:
     """One completion of one prompt so far."""
 
     text: TextStream
-    updates: list[Update] = field(default_factory=list)
+    updates: list[_Update] = field(default_factory=list)
     content: str = ""
 
 
 class _Answer:
     """One HTTP request: its prompts, served in parallel, and its reply."""
 
-    def __init__(self, server: _Server, kind: str, asked: Completions | Chat) -> None:
+    def __init__(self, server: CompletionServer, asked: Completions | Chat) -> None:
         """Check the request; raises ValueError if a prompt or a parameter is impossible."""
-        self.server, self.kind, self.asked = server, kind, asked
-        self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
+        self.server, self.asked = server, asked
+        self.kind = "chat.completion" if isinstance(asked, Chat) else "text_completion"
+        self.id, self.created = f"{self.kind}-{uuid.uuid4().hex}", int(time.time())
         tokenizer = server.tokenizer
         if isinstance(asked, Chat):
             self.prompts = [chat_ids(tokenizer, asked.messages, asked.record)]
@@ -297,15 +291,11 @@ class _Answer:
         if count > server.max_queue:
             problem = f"{len(self.prompts)} prompts x n {params.n} are more completions than "
             raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
-        if (
-            asked.has_logprobs
-            and count * params.max_tokens * (1 + params.logprobs) > _MOST_LOGPROBS
-        ):
-            problem = f"{1 + params.logprobs} log-probabilities for each of {count} x "
-            raise ValueError(
-                f"logprobs: {problem}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}; "
-                "lower max_tokens, or ask in parts"
-            )
+        number = count * params.max_tokens * (1 + params.logprobs)
+        if asked.has_logprobs and number > _MOST_LOGPROBS:
+            each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
+            problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
+            raise ValueError(f"logprobs: {problem}; lower max_tokens, or ask in parts")
         self.requests = [
             Request(f"{self.id}-{i}", prompt, params) for i, prompt in enumerate(self.prompts)
         ]
@@ -327,51 +317,29 @@ class _Answer:
         """Yield each token of each choice as it comes.
 
         Raises:
-            HTTPException: too much is being served.
-            RequestError: the request can never be served.
+            HTTPException, RequestError: too much is being served, or the request can never be.
             _GenerationFailed: a step failed.
         """
-        server, n = self.server, self.params.n
-        queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
-
-        async def listen(number: int, request: Request) -> None:
-            try:
-                async for update in server.serving.stream(request):
-                    queue.put_nowait((number * n + update.completion, update))
-                queue.put_nowait(None)
-            except RequestError as error:
-                queue.put_nowait(error)
-            except Exception as error:  # a failed step fails all requests that it served
-                logger.error("generation failed", exc_info=error)
-                queue.put_nowait(_GenerationFailed(FAILED))
-
-        def give_back(task: asyncio.Task[None]) -> None:
-            server.open -= n
-
-        server.take(len(self.choices))
-        tasks = [asyncio.create_task(listen(i, r)) for i, r in enumerate(self.requests)]
-        for task in tasks:  # counted until generation ends, not until a slow reader does
-            task.add_done_callback(give_back)
+        serving, most = self.server.serving, self.server.max_queue
+        if serving.num_open + len(self.choices) > most:
+            problem = f"{serving.num_open} completions run or wait, of max_queue {most}"
+            raise HTTPException(429, f"{problem}; ask again later")
+        first = {request.id: i * self.params.n for i, request in enumerate(self.requests)}
         try:
-            still_open = len(tasks)
-            while still_open:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    still_open -= 1
-                else:
-                    number, update = item
+            async with aclosing(serving.stream(*self.requests)) as stream:
+                async for update in stream:
                     if not math.isfinite(update.logprob):
-                        logger.error("%s", _NOT_FINITE)
+                        _logger.error("%s", _NOT_FINITE)
                         raise _GenerationFailed(_NOT_FINITE)
+                    number = first[update.completion.request_id] + update.completion.index
                     yield number, self._take(self.choices[number], update), update
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        except (RequestError, _GenerationFailed):
+            raise
+        except Exception as error:  # a failed step fails all requests that it served
+            _logger.error("generation failed", exc_info=error)
+            raise _GenerationFailed(FAILED) from None
 
-    def _take(self, choice: _Choice, update: Update) -> str:
+    def _take(self, choice: _Choice, update: _Update) -> str:
         ends = update.finish_reason is not None and update.token in self.params.stop_ids
         is_last = update.finish_reason is not None
         new = choice.text.end() if ends else choice.text.push(update.token, is_last)
@@ -403,7 +371,7 @@ class _Answer:
         except _GenerationFailed as error:
             yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
 
-    def _event(self, number: int, new: str, update: Update) -> str:
+    def _event(self, number: int, new: str, update: _Update) -> str:
         choice = self._choice(number, new, [update], is_part=True)
         data = json.dumps(self._reply([choice], is_part=True), allow_nan=False)
         return f"data: {data}\n\n"
@@ -414,7 +382,7 @@ class _Answer:
         return reply | {"model": self.server.name, "choices": choices}
 
     def _choice(
-        self, number: int, text: str, updates: list[Update], *, is_part: bool = False
+        self, number: int, text: str, updates: list[_Update], *, is_part: bool = False
     ) -> dict[str, Any]:
         reason = updates[-1].finish_reason if updates else None
         tokens = [update.token for update in updates]
@@ -427,17 +395,14 @@ class _Answer:
             choice["logprobs"] = self._logprobs(updates)
         return choice
 
-    def _logprobs(self, updates: list[Update]) -> dict[str, Any]:
+    def _logprobs(self, updates: list[_Update]) -> dict[str, Any]:
         if self.kind == "text_completion":
+            pairs = [update.top_logprobs.items() for update in updates]
             return {
                 "tokens": [self._name(update.token) for update in updates],
                 "token_logprobs": [update.logprob for update in updates],
                 "top_logprobs": [
-                    {
-                        self._name(token): max(p, _LEAST_LOGPROB)
-                        for token, p in update.top_logprobs.items()
-                    }
-                    for update in updates
+                    {self._name(token): max(p, _LEAST_LOGPROB) for token, p in top} for top in pairs
                 ],
             }
         content = []
@@ -452,3 +417,26 @@ class _Answer:
 
     def _name(self, token: int) -> str:
         return self.server.tokenizer.decode([token])
+
+
+async def _unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:
+    """Await ``work``, and cancel it when the client hangs up. The body must have been read.
+
+    Raises:
+        ClientDisconnect: the client has hung up.
+    """
+
+    async def wait_for_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

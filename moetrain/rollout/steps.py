@@ -4,40 +4,54 @@ When every sequence reads one token (most steps, once prompts are read), shapes 
 such a step is a graph, captured at the first use of its size, with the sequences in lanes, some of
 which may be empty. One row of numbers describes a lane. Other steps run eagerly.
 
+The noise is a hash of seed, completion, position and token id, and of nothing else, so that neither
+the batch, nor preemption, nor earlier requests change a request's tokens. With several ranks
+(:class:`ExpertParallel`) all take a step of the same form.
+
 Legend: T tokens of a step, N sequences, L lanes, M pages of a sequence at most, C = 5 + M numbers
-of a lane, D model width, K experts a token.
+of a lane, D model width, K experts a token, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
+from moetrain.kernels.backend import Backend
+from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix, sample_tokens
 from moetrain.models.attention import Attention, masked_attention
+from moetrain.models.families import find_family
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
+from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.models.transformer import Rows, Transformer
-from moetrain.rollout.expert_parallel import ExpertParallel
+from moetrain.parallel.apply import set_dispatcher
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Transport
+from moetrain.parallel.layout import chunk_of
 from moetrain.rollout.pages import PagedAttention, PagedRows, Pages
-from moetrain.rollout.sampling import keys_of
+from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.scheduler import Running
 
-Planned = Sequence[tuple[Running, int]]
+_Planned = Sequence[tuple[Running, int]]
 """Sequences of one step and how many tokens of each it reads, those that read one first."""
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
 """Numbers of lanes that graphs are captured for."""
+_SALT = 0x9E3779B9
 _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # columns of a lane
 
 
-class Step(NamedTuple):
+class _Step(NamedTuple):
     """The result of one step; on the device, and valid until the next."""
 
     hidden_ND: torch.Tensor
@@ -47,11 +61,84 @@ class Step(NamedTuple):
     routes: list[torch.Tensor]
     """The experts of every token [T, K], one tensor a MoE layer; empty if not asked for."""
 
+    def first(self, number: int) -> _Step:
+        """Return what concerns the first ``number`` lanes; the others are empty."""
+        routes = [ids_TK[:number] for ids_TK in self.routes]
+        return _Step(self.hidden_ND[:number], self.chosen_2N[:, :number], routes)
+
 
 class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
     lanes_LC: torch.Tensor
-    step: Step
+    step: _Step
+
+
+class ExpertParallel:
+    """This rank's part of the experts of a generator's model; it has everything else for itself.
+
+    Every rank serves its own requests over its own cache. Tokens travel to their experts as in
+    training, so every rank takes every step, even with nothing to read.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: dist.ProcessGroup,
+        backend: Backend,
+        transport: Transport | None = None,
+    ) -> None:
+        """Keep only this rank's experts of ``model``, which has all of them.
+
+        On the meta device all experts cost no memory: :func:`moetrain.rollout.weights.replica`.
+
+        Args:
+            transport: sends tokens to the ranks of ``group``; None: the all-to-all.
+
+        Raises:
+            ValueError: the ranks cannot share the experts equally.
+        """
+        self.group, self.top_k = group, model.arch.num_experts_per_token
+        plan = find_family(model.arch).plan(model.arch)
+        styles, rules = part_styles(plan, model), parameter_rules(plan, model)
+        number = model.arch.num_experts
+        self._transport = transport or AllToAll(number, group, backend)
+        dispatcher = ExpertParallelDispatcher(number, self._transport, backend)
+        set_dispatcher(model, styles, dispatcher)
+        self._rows: dict[str, slice] = {}
+        for name, rule in rules.items():
+            if rule.style == "expert":
+                owner, _, key = name.rpartition(".")
+                whole = model.get_parameter(name)
+                rows = chunk_of(whole.shape[0], group.size(), group.rank())
+                local = nn.Parameter(whole.detach()[rows].clone(), whole.requires_grad)
+                model.get_submodule(owner).register_parameter(key, local)
+                self._rows[name] = rows
+
+    def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of ``weight``, the whole parameter ``name``."""
+        return weight[self._rows[name]] if name in self._rows else weight
+
+    @property
+    def can_fix_sizes(self) -> bool:
+        """Whether :meth:`fixed_sizes` can be called; otherwise no step can be captured."""
+        return isinstance(self._transport, DeepEP)
+
+    def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
+        """Fix all sizes inside; every rank reads ``most`` tokens, which may all go to one."""
+        transport = self._transport
+        assert isinstance(transport, DeepEP)  # can_fix_sizes
+        per_token = min(self.top_k, transport.num_experts // transport.num_ranks)
+        return transport.sized(StaticSizes(most, transport.num_ranks * most * per_token))
+
+    def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
+        """Return all ranks' largest size, and whether any of them has set its flag.
+
+        Collective; waits for the device, since all ranks must run the same step next.
+        """
+        numbers = torch.tensor([size, int(flag)], device=device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        size, is_any = numbers.tolist()
+        return size, bool(is_any)
 
 
 class Steps:
@@ -61,8 +148,8 @@ class Steps:
         self, model: Transformer, pages: Pages, known: int, experts: ExpertParallel | None
     ) -> None:
         self.model, self.pages, self.known, self.experts = model, pages, known, experts
-        most = min(model.arch.max_positions, pages.num_pages * pages.page_size)
-        self.pages_per_sequence = -(-most // pages.page_size)
+        most = min(model.arch.max_positions, pages.num_tokens)
+        self._pages_per_sequence = -(-most // pages.page_size)
         if self.device.type == "cuda" and model.kernels.backend == "reference":
             raise ValueError("kernels.backend 'reference' has no generation on CUDA; use auto")
         self.caches: list[PagedAttention] = []
@@ -81,8 +168,13 @@ class Steps:
                 setattr(module, "batch_invariant", True)  # noqa: B010
         self._routers = [m for m in model.modules() if isinstance(m, Router)]
         self._graphs: dict[int, _CapturedStep] = {}
-        self._no_pages = np.zeros(self.pages_per_sequence, np.int32)
-        self._lanes_LC = torch.zeros(0, _PAGES + self.pages_per_sequence, dtype=torch.int32)
+        self._no_pages = np.zeros(self._pages_per_sequence, np.int32)
+        self._lanes_LC = torch.zeros(0, _PAGES + self._pages_per_sequence, dtype=torch.int32)
+
+    def begin(self, request: Request, index: int) -> Running:
+        """Return completion ``index`` of ``request``, of which nothing was read."""
+        stream = _stream_of(request.params, index)
+        return Running(request, index, self._pages_per_sequence, stream)
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +203,7 @@ class Steps:
                     self._capture(size)
 
     @torch.no_grad()
-    def run(self, planned: Planned, *, routes: bool) -> Step | None:
+    def run(self, planned: _Planned, *, routes: bool) -> _Step | None:
         """Take a step; None: no rank that shares experts had anything to read.
 
         Collective over those ranks.
@@ -127,15 +219,16 @@ class Steps:
             return self._decode(self._fill(planned, len(planned)).to(self.device), routes)
         size = _SIZES[bisect_left(_SIZES, size)]
         if self.experts is not None and not self.experts.can_fix_sizes:
-            return _of(self._decode(self._fill(planned, size).to(self.device), routes), planned)
+            step = self._decode(self._fill(planned, size).to(self.device), routes)
+            return step.first(len(planned))
         graph = self._graphs.get(size) or self._capture(size)
         graph.lanes_LC.copy_(self._fill(planned, size))  # synchronous: the next step overwrites it
         graph.graph.replay()
-        return _of(graph.step, planned)
+        return graph.step.first(len(planned))
 
     # ---- steps of any shape --------------------------------------------------------------------
 
-    def _read_chunks(self, planned: Planned, routes: bool) -> Step:
+    def _read_chunks(self, planned: _Planned, routes: bool) -> _Step:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[np.ndarray] = []
@@ -160,13 +253,8 @@ class Steps:
         tokens_T, positions_T, slots_T, ends_N, seen_N, streams_N, how_2N, pages_NM = (
             torch.from_numpy(x).to(self.device) for x in integers
         )
-        rows = PagedRows(
-            slots_T,
-            ends_N,
-            seen_N,
-            pages_NM,
-            num_single=sum(number == 1 for _, number in planned),
-        )
+        num_single = sum(number == 1 for _, number in planned)
+        rows = PagedRows(slots_T, ends_N, seen_N, pages_NM, num_single)
         with self._noted(routes) as chosen:
             hidden_TD = self._read(tokens_T, positions_T, rows, None)
         last_N = ends_N[1:].long() - 1
@@ -194,12 +282,12 @@ class Steps:
         positions_N: torch.Tensor,
         how_2N: torch.Tensor,
         routes: list[torch.Tensor],
-    ) -> Step:
-        keys_N, model = keys_of(streams_N, positions_N + 1), self.model
+    ) -> _Step:
+        keys_N, model = _keys_of(streams_N, positions_N + 1), self.model
         backend, head_VD = model.kernels.backend, model.head_weight
         inverse_N, scales_N = how_2N
         chosen = sample_tokens(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
-        return Step(hidden_ND, torch.stack([x.double() for x in chosen]), routes)
+        return _Step(hidden_ND, torch.stack([x.double() for x in chosen]), routes)
 
     @contextmanager
     def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
@@ -217,7 +305,7 @@ class Steps:
 
     # ---- one token of each sequence ------------------------------------------------------------
 
-    def _fill(self, planned: Planned, size: int) -> torch.Tensor:
+    def _fill(self, planned: _Planned, size: int) -> torch.Tensor:
         """Write ``planned`` to lanes [size, C] in host memory; lanes behind it are empty."""
         if self._lanes_LC.shape[0] < size:
             shape = (size, self._lanes_LC.shape[1])
@@ -236,7 +324,7 @@ class Steps:
         rows[used:size, _POSITION] = -1
         return self._lanes_LC[:size]
 
-    def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> Step:
+    def _decode(self, lanes_LC: torch.Tensor, routes: bool) -> _Step:
         """Read one token a lane. Shapes do not depend on the content of ``lanes_LC``."""
         tokens_L, positions_L, streams_L = lanes_LC[:, :_INVERSE].unbind(1)
         how_2L = lanes_LC[:, _INVERSE:_PAGES].T.contiguous().view(torch.float32)
@@ -247,14 +335,14 @@ class Steps:
         slots_L = torch.where(is_empty_L, -1, page_L * size + positions_L % size)
         lanes = lanes_LC.shape[0]
         ends = torch.arange(lanes + 1, dtype=torch.int32, device=lanes_LC.device)
-        rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, num_single=lanes)
+        rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, lanes)
         with self._noted(routes) as chosen:
             hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L)
         return self._choose(hidden_LD, streams_L, positions_L, how_2L, chosen)
 
     def _capture(self, size: int) -> _CapturedStep:
         """Capture the graph of ``size`` lanes. Collective: the warm-up sends tokens as steps do."""
-        shape = (size, _PAGES + self.pages_per_sequence)
+        shape = (size, _PAGES + self._pages_per_sequence)
         lanes_LC = torch.zeros(shape, dtype=torch.int32, device=self.device)
         lanes_LC[:, _POSITION] = -1
         stream = torch.cuda.Stream(self.device)
@@ -270,10 +358,72 @@ class Steps:
         self._graphs[size] = _CapturedStep(graph, lanes_LC, step)
         return self._graphs[size]
 
+    # ---- tokens chosen from all logits ---------------------------------------------------------
 
-def _of(step: Step, planned: Planned) -> Step:
-    """Return ``step`` without its empty lanes."""
-    used = len(planned)
-    return Step(
-        step.hidden_ND[:used], step.chosen_2N[:, :used], [ids[:used] for ids in step.routes]
-    )
+    def consider(
+        self, sequences: Sequence[Running], hidden_ND: torch.Tensor
+    ) -> list[tuple[int, float, dict[int, float]]]:
+        """Choose from all logits: token, log-probability and likeliest tokens of each sequence."""
+        model, params = self.model, [sequence.params for sequence in sequences]
+        logits_NV = model.vocabulary.logits(hidden_ND[None], model.head_weight)[0].float()
+        device, known = logits_NV.device, self.known
+        keys_N = _keys_of(
+            torch.tensor([sequence.stream for sequence in sequences], device=device),
+            torch.tensor([sequence.num_read for sequence in sequences], device=device),
+        )
+        chosen_N = _choose_filtered(logits_NV[:, :known], params, keys_N)
+        losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, chosen_N)
+        most = min(max(p.logprobs for p in params), known)
+        # A stable sort: which of two equals topk takes depends on its k, which is the batch's.
+        scales_N = torch.tensor([sequence.scale for sequence in sequences], device=device)
+        scaled_NV = logits_NV * scales_N[:, None]
+        top = scaled_NV.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+        ids, values = top.indices[:, :most].tolist(), top.values[:, :most].tolist()
+        tokens, logprobs = chosen_N.tolist(), (-losses.loss_T).tolist()
+        likeliest = [
+            dict(list(zip(*pair, strict=True))[: p.logprobs])
+            for p, *pair in zip(params, ids, values, strict=True)
+        ]
+        return list(zip(tokens, logprobs, likeliest, strict=True))
+
+
+def _stream_of(params: SamplingParams, completion: int) -> int:
+    """Hash what all noise of a completion depends on to a signed 32-bit number."""
+    stream = 0
+    for word in (params.seed & MASK, params.seed >> 32, completion):
+        stream = mix(stream ^ mix((word + _SALT) & MASK))
+    return stream - (stream >> 31 << 32)
+
+
+def _keys_of(streams_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+    """Return the noise key, int32, of each position (in its sequence, prompt included)."""
+    return mix((streams_N.long() & MASK) ^ mix((positions_N.long() + _SALT) & MASK)).int()
+
+
+def _choose_filtered(
+    logits_NV: torch.Tensor, params: Sequence[SamplingParams], keys_N: torch.Tensor
+) -> torch.Tensor:
+    """Sample each sequence's token among those its filters keep: int64 [N], from fp32 logits."""
+    inverse_N = torch.tensor([p.inverse for p in params], device=logits_NV.device)
+    kept_NV = _kept(logits_NV * torch.where(inverse_N > 0, inverse_N, 1.0)[:, None], params)
+    masked_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
+    return gumbel_argmax(masked_NV, keys_N, inverse_N)
+
+
+def _kept(scores_NV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return the tokens that ``params`` keep, bool [N, V]; the likeliest always stays."""
+    vocabulary = scores_NV.shape[1]
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, device=scores_NV.device)[:, None]
+
+    ranked_NV, order_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(vocabulary, device=scores_NV.device)
+    kept_NV = rank_V < column([min(p.top_k or vocabulary, vocabulary) for p in params])
+    shares_NV = ranked_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
+    before_NV = shares_NV.cumsum(-1) - shares_NV
+    # A sum of shares may round to 1 before the last token, so top_p 1 must not be compared.
+    kept_NV &= before_NV < column([p.top_p if p.top_p < 1 else math.inf for p in params])
+    kept_NV &= shares_NV >= column([p.min_p for p in params]) * shares_NV[:, :1]
+    kept_NV[:, 0] = True
+    return torch.empty_like(kept_NV).scatter_(1, order_NV, kept_NV)

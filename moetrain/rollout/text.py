@@ -20,7 +20,7 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.peft import attach_peft
 from moetrain.models.transformer import Transformer
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _KEPT = 32
 """Tokens in the window of a stream: many characters, yet few enough to decode at each token."""
@@ -46,7 +46,7 @@ def load_model(
     auto = torch.bfloat16 if on_gpu else torch.float32
     folder = resolve(path)
     if folder.name == EXPORT and Path(path).expanduser() == folder.parent:
-        logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
+        _logger.warning("%s is the output folder of a run; its export %s is used", path, folder)
     tokenizer = load_tokenizer(str(folder))  # the quicker one first
     model = load_hf(
         folder,
@@ -96,14 +96,12 @@ def chat_ids(
 
 
 class TextStream:
-    """Decodes a completion as it grows: whole characters, up to a stop text.
-
-    A stop text and what follows it are not part of the text.
+    """Decodes a completion as it grows: whole characters, up to a stop text, which is left out.
 
     The text of a token depends on its neighbours: it may be half a character, or lack a space that
-    only the first token lacks. So the last tokens are decoded again with each new one, enough of
-    them that new text reads as it would behind all tokens: a window of :data:`_KEPT` to twice as
-    many, and more where stop texts are long, or while tokens give no text or no valid UTF-8.
+    only the first token lacks. So a window of the last tokens is decoded again with each new one:
+    :data:`_KEPT` to twice as many, and more where stop texts are long, or while tokens give no text
+    or no valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

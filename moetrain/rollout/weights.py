@@ -5,14 +5,11 @@
     update = WeightUpdate(engine, generator)
     update()  # collective; again whenever the engine has stepped
 
-Every rank serves requests with all weights except other ranks' experts; it has the experts that it
-trains. With efsdp 1 experts are cast where they lie, and none of them travels. Every other FSDP
-unit is one all-gather, in the dtype that the trainer computes in, over all ranks that shard it, for
-FSDP or for tensor parallelism (:meth:`Layout.box_of` says which part of the whole each rank has).
-No weight goes through fp32 or the host, and parameters keep their addresses, which graphs hold.
-
-Pipeline ranks then broadcast what each has gathered for its own stages: ranks at the same place of
-their stages have the same experts, so one's parameters are those that the others need.
+Every rank serves requests with all weights except other ranks' experts. With efsdp 1 experts are
+cast where they lie. Every other FSDP unit is one all-gather, in the dtype that the trainer computes
+in, over all ranks that shard it, for FSDP or for tensor parallelism. No weight goes through fp32 or
+the host, and parameters keep their addresses, which graphs hold. Pipeline ranks then broadcast what
+each has gathered for its own stages: ranks at the same place of their stages have the same experts.
 
 Worked example, a unit of a [4, 2] (colwise) and b [2] (shared), dp_shard 2 and tp 2; ranks 0 and 1
 are one tensor parallel group, 2 and 3 the other::
@@ -26,7 +23,6 @@ none; sending only what has changed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +39,7 @@ from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.bucket import Member, aligned
 from moetrain.parallel.layout import Box
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.expert_parallel import ExpertParallel
+from moetrain.rollout.steps import ExpertParallel
 from moetrain.train.engine import Engine
 
 
@@ -51,8 +47,8 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     """Build a model for a generator on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
-    The rest takes :func:`replica_bytes`, and no more at any time. Tokens travel to experts as the
-    engine's do, in counted sizes. None: this rank has all experts. Collective.
+    The rest takes :func:`replica_bytes`, and no more at any time. None: this rank has all experts.
+    Collective.
     """
     config, world = engine.config, engine.world
     assert engine.model.compute_dtype is not None  # place_model has set it
@@ -245,7 +241,7 @@ class _Gather:
             self._is_direct = len(pairs) == 1 and _are_chunks(target, places)
             self._starts.append(size)
             self._copies += [(target[place], r, size) for r, place in enumerate(places)]
-            size += aligned(max(_numel(place) for place in places) * target.itemsize)
+            size += aligned(max(target[place].nbytes for place in places))
         self.size = pairs[0].target.nbytes // len(ranks) if self._is_direct else size
         """Bytes that each rank sends."""
         self._sent_N = self._received_WN = torch.empty(0)
@@ -287,10 +283,6 @@ def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dty
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as bytes, uint8."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _numel(box: Box) -> int:
-    return math.prod(part.stop - part.start for part in box)
 
 
 def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
