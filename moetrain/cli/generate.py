@@ -71,13 +71,11 @@ def _run(argv: Sequence[str] | None) -> None:
         raise ConfigError(name, problem) from None
     pages = -(-min(len(ids) + params.max_tokens, model.arch.max_positions) // Pages.SIZE)
     generator = Generator(model, tokenizer, num_pages=pages)
-    text = TextStream(tokenizer, params.stop)
+    text = TextStream(tokenizer, params.stop, params.stop_ids)
     try:
         for completion in generator.stream([Request("prompt", ids, params)]):
-            is_last = completion.finish_reason is not None
-            token = completion.tokens[-1]
-            ends = is_last and token in params.stop_ids
-            print(text.end() if ends else text.push(token, is_last), end="", flush=True)
+            new = text.push(completion.tokens[-1], completion.finish_reason is not None)
+            print(new, end="", flush=True)
     except RequestError as error:
         raise ConfigError("max_tokens", str(error)) from None
     print()

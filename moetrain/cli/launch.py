@@ -54,7 +54,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _Handlers = Mapping[signal.Signals, Any]
 _Check = Callable[[], None]
-"""Checks a run's settings, and raises what is wrong with them."""
 
 
 def start_ranks(
@@ -69,8 +68,8 @@ def start_ranks(
 
     Args:
         max_restarts: how often to start all ranks again after a failure.
-        check: called once while the ranks start, before any passes :func:`pass_gate`. If it
-            raises, the ranks end and the error is raised here.
+        check: checks the settings, once, while the ranks start, before any passes
+            :func:`pass_gate`. If it raises, the ranks end and the error is raised here.
     """
     code = _run_ranks(command, nproc, 0, max_restarts, check)
     for restarts in range(1, max_restarts + 1):

@@ -78,9 +78,8 @@ class Access:
             problem = f"{self.token_file!r} contradicts {self.section}auth {self.auth!r}"
             if self.auth == "auto":
                 problem += f", which asks for no token at {self.section}host {self.host!r}"
-            raise self._error(
-                "token_file", f"{problem}; unset one, or set {self.section}auth token"
-            )
+            problem += f"; unset one, or set {self.section}auth token"
+            raise self._error("token_file", problem)
 
     @property
     def is_open(self) -> bool:
@@ -122,9 +121,8 @@ class Access:
 
         token = self.token()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = self.connections
-        if files != resource.RLIM_INFINITY:
-            most = min(most, files // 2)
+        is_limited = files != resource.RLIM_INFINITY
+        most = min(self.connections, files // 2) if is_limited else self.connections
         listener = self._listen()
         config = uvicorn.Config(
             self._guarded(app, token, error_body),
@@ -275,9 +273,8 @@ def _bounded(error_body: _ErrorBody, most: int) -> type[asyncio.Protocol]:
             if self.waited < Access.idle_seconds:
                 self._watch()
             elif self._is_in_request() and not self.transport.is_closing():
-                self._refuse(
-                    408, f"the rest of the request did not come in {Access.idle_seconds:.0f} s"
-                )
+                limit = f"{Access.idle_seconds:.0f} s"
+                self._refuse(408, f"the rest of the request did not come in {limit}")
                 self._watch()
             else:
                 self.transport.abort()

@@ -72,8 +72,7 @@ class Generator:
                 raise ValueError(f"{name} {size} is not positive")
         if model.embed.weight.is_cuda and page_size % BLOCK:
             raise ValueError(f"page_size {page_size}: on CUDA it is a multiple of {BLOCK}")
-        self.experts = experts
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.experts = model, tokenizer, experts
         self.pages = Pages(num_pages or _pages_that_fit(model, page_size), page_size)
         known = model.arch.vocab_size if tokenizer is None else tokenizer.vocab_size
         self.steps = Steps(model, self.pages, min(known, model.arch.vocab_size), experts)

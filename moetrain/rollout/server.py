@@ -17,7 +17,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -261,15 +260,6 @@ class _Events(StreamingResponse):
             await self.updates.aclose()
 
 
-@dataclass
-class _Choice:
-    """One completion of one prompt so far."""
-
-    text: TextStream
-    updates: list[_Update] = field(default_factory=list)
-    content: str = ""
-
-
 class _Answer:
     """One HTTP request: its prompts, served in parallel, and its reply."""
 
@@ -299,7 +289,8 @@ class _Answer:
         self.requests = [
             Request(f"{self.id}-{i}", prompt, params) for i, prompt in enumerate(self.prompts)
         ]
-        self.choices = [_Choice(TextStream(tokenizer, params.stop)) for _ in range(count)]
+        stops = params.stop, params.stop_ids
+        self.texts = [TextStream(tokenizer, *stops) for _ in range(count)]
 
     def _params(self) -> SamplingParams:
         longest, most = max(map(len, self.prompts)), self.server.generator.longest
@@ -321,7 +312,7 @@ class _Answer:
             _GenerationFailed: a step failed.
         """
         serving, most = self.server.serving, self.server.max_queue
-        if serving.num_open + len(self.choices) > most:
+        if serving.num_open + len(self.texts) > most:
             problem = f"{serving.num_open} completions run or wait, of max_queue {most}"
             raise HTTPException(429, f"{problem}; ask again later")
         first = {request.id: i * self.params.n for i, request in enumerate(self.requests)}
@@ -332,31 +323,27 @@ class _Answer:
                         _logger.error("%s", _NOT_FINITE)
                         raise _GenerationFailed(_NOT_FINITE)
                     number = first[update.completion.request_id] + update.completion.index
-                    yield number, self._take(self.choices[number], update), update
+                    is_last = update.finish_reason is not None
+                    yield number, self.texts[number].push(update.token, is_last), update
         except (RequestError, _GenerationFailed):
             raise
         except Exception as error:  # a failed step fails all requests that it served
             _logger.error("generation failed", exc_info=error)
             raise _GenerationFailed(FAILED) from None
 
-    def _take(self, choice: _Choice, update: _Update) -> str:
-        ends = update.finish_reason is not None and update.token in self.params.stop_ids
-        is_last = update.finish_reason is not None
-        new = choice.text.end() if ends else choice.text.push(update.token, is_last)
-        choice.updates.append(update)
-        choice.content += new
-        return new
-
     async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
         """Return the reply in one piece."""
-        async for _ in updates:
-            pass
-        return await asyncio.to_thread(self._whole)
+        items = [item async for item in updates]
+        return await asyncio.to_thread(self._whole, items)
 
-    def _whole(self) -> Response:
-        read, made = sum(map(len, self.prompts)), sum(len(c.updates) for c in self.choices)
+    def _whole(self, items: Sequence[_Item]) -> Response:
+        texts, updates = [""] * len(self.texts), [[] for _ in self.texts]
+        for number, new, update in items:
+            texts[number] += new
+            updates[number].append(update)
+        read, made = sum(map(len, self.prompts)), len(items)
         usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-        choices = [self._choice(i, c.content, c.updates) for i, c in enumerate(self.choices)]
+        choices = [self._choice(i, texts[i], of) for i, of in enumerate(updates)]
         return reply(self._reply(choices) | {"usage": usage})
 
     async def events(

@@ -104,8 +104,11 @@ class TextStream:
     or no valid UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
+    ) -> None:
+        """``stop_ids``: tokens that are no text where they are last."""
+        self._tokenizer, self._stop, self._stop_ids = tokenizer, stop, stop_ids
         self._held_back = max((len(text) - 1 for text in stop), default=0)
         self._kept = _KEPT + 4 * self._held_back  # a character takes four tokens at most
         self._tokens: list[int] = []
@@ -116,6 +119,8 @@ class TextStream:
 
     def push(self, token: int, is_last: bool = False) -> str:
         """Return the text that ``token`` adds; ``is_last``: with all that was held back."""
+        if is_last and token in self._stop_ids:
+            return self.end()
         self._tokens.append(token)
         text = whole = self._tokenizer.decode(self._tokens)
         starts = [text.find(stop, self._false) for stop in self._stop]

@@ -89,8 +89,7 @@ def replica_bytes(engine: Engine) -> int:
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
-    """Return the engine's own tensor of parameter ``name`` if a replica can use it: it is frozen,
-    not sharded except by experts, and has the dtype in which it is used."""
+    """Return the engine's own parameter ``name`` if it is frozen, in the right dtype, and whole."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
     if member is None or rule.trainable or member.local.dtype != _dtype(engine, rule):
         return None
@@ -186,20 +185,13 @@ class WeightUpdate:
         for name, buffer in self.generator.model.named_buffers():
             if name in buffers:
                 buffer.copy_(buffers[name])
-        self._share_stages()
-        self.generator.weights_changed()
-
-    def _share_stages(self) -> None:
-        """Broadcast to all pipeline ranks what each has gathered for its own stages."""
-        group = self.engine.stages.group
-        works = [
-            # As bytes: gloo does not know every dtype.
-            dist.broadcast(_bytes(x), group=group, group_src=holder, async_op=True)
-            for x, holder in self._from_stages
-        ]
+        group, works = self.engine.stages.group, []
+        for x, holder in self._from_stages:  # as bytes: gloo does not know every dtype
+            bytes_N = x.detach().view(-1).view(torch.uint8)
+            works.append(dist.broadcast(bytes_N, group=group, group_src=holder, async_op=True))
         for work in works:
-            assert work is not None  # this rank is one of the group
             work.wait()
+        self.generator.weights_changed()
 
 
 @dataclass
@@ -237,11 +229,12 @@ class _Gather:
         self._starts: list[int] = []
         size, self._is_direct = 0, False
         for pair in pairs:
-            places, target = pair.places(ranks), pair.target
-            self._is_direct = len(pairs) == 1 and _are_chunks(target, places)
+            places = pair.places(ranks)
+            parts = [pair.target[place] for place in places]
+            self._is_direct = len(pairs) == 1 and _are_chunks(pair.target, places)
             self._starts.append(size)
-            self._copies += [(target[place], r, size) for r, place in enumerate(places)]
-            size += aligned(max(target[place].nbytes for place in places))
+            self._copies += [(part, rank, size) for rank, part in enumerate(parts)]
+            size += aligned(max(part.nbytes for part in parts))
         self.size = pairs[0].target.nbytes // len(ranks) if self._is_direct else size
         """Bytes that each rank sends."""
         self._sent_N = self._received_WN = torch.empty(0)
@@ -278,11 +271,6 @@ def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dty
     """Return the tensor that begins at byte ``start``."""
     stop = start + shape.numel() * dtype.itemsize
     return bytes_N[start:stop].view(dtype).view(shape)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes, uint8."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
