@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from bench_train import device_name
 
-from moetrain.config import JOB_RECIPES, Config
+from moetrain.config import Config, Recipes
 from moetrain.jobs.api import ForwardBackward
 from moetrain.jobs.scheduler import Service
 from moetrain.train.objectives import Pretraining
@@ -94,7 +94,7 @@ def main() -> int:
         "output_dir": args.output_dir,
     }
     given = [f"{key}={value}" for key, value in settings.items()]
-    config = Config.load({}, [*given, *words], recipes=JOB_RECIPES)
+    config = Config.load({}, [*given, *words], recipes=Recipes.JOBS)
     started = time.perf_counter()
     with Service(config) as service:
         bench, on_gpu = Bench(service, args.rows), torch.cuda.is_available()

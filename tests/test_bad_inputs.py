@@ -736,7 +736,7 @@ UNLISTED: list[tuple[str, dict[str, str | bytes], str, str]] = [
     # Tokenizers.
     (TEXT, _tokenizer('{"eos_token": 5}'), "data.tokenizer", "eos_token 5 is no token"),
     (TEXT, _tokenizer('{"eos_token": "<zz>"}'), "data.tokenizer", "no token '<zz>', its eos_token"),
-    (TEXT, _tokenizer("[" * 100_000), "data.tokenizer", "is not JSON: maximum recursion"),
+    (TEXT, _tokenizer("[" * 100_000), "data.tokenizer", "not JSON .maximum recursion"),
     (TEXT, _tokenizer("{}", BPE.replace("BPE", "No")), "data.tokenizer", "is not a tokenizer"),
     (TEXT, _tokenizer("{}", BPE.replace("0", "-1")), "data.tokenizer", "is not a tokenizer"),
     (TEXT, _tokenizer("{}", BPE.replace("0", "9999")), "data.tokenizer", "has 10000 tokens, more"),

@@ -25,7 +25,7 @@ from test_rl_run import config_of as rl_config
 from moetrain.checkpoint import save as checkpoint_save
 from moetrain.checkpoint.format import list_checkpoints
 from moetrain.cli.train import main
-from moetrain.config import JOB_RECIPES, Config, ConfigError
+from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
 from moetrain.jobs.scheduler import Service
@@ -320,7 +320,7 @@ def start_a_run(folder, words, case):
 
 def start_a_service(folder, words, case):
     here = on_a_machine_of_its_own(folder, case)
-    config = Config.load(None, [*words, "output_dir=out"], environ={}, recipes=JOB_RECIPES)
+    config = Config.load(None, [*words, "output_dir=out"], environ={}, recipes=Recipes.JOBS)
     try:
         if dist.get_rank():
             JobSession(*resolve_run(config))

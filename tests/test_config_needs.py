@@ -8,7 +8,7 @@ import torch
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.config import checks as config_needs
-from moetrain.config.checks import FACTS, NEEDS, unmet
+from moetrain.config.checks import NEEDS, Fact, unmet
 from moetrain.config.sources import leaves
 from moetrain.train.plan import check_effects
 from moetrain.train.setup import resolve_run
@@ -27,6 +27,7 @@ PROBES += (
     "local",
     "nvtx",
     "cpu",
+    "float32",
 )
 
 
@@ -36,16 +37,25 @@ def names_of(need):
 
 def test_every_name_in_the_table_is_a_setting_or_a_fact():
     for need in NEEDS:
-        assert names_of(need), need.setting
-        assert all(other in DEFAULTS or other in FACTS for other in need.of), need.of
+        assert names_of(need), need.settings
+        assert need.settings.endswith(".*") or names_of(need) == sorted_as_settings(need)
+        assert all(other in DEFAULTS or other in list(Fact) for other in need.of), need.of
 
 
-@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.setting}-{'-'.join(need.of)}")
-def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, monkeypatch):
+def sorted_as_settings(need):
+    return sorted(need.settings.split(), key=list(DEFAULTS).index)
+
+
+NEEDS_OF_ONE = [(need, name) for need in NEEDS for name in names_of(need)]
+
+
+@pytest.mark.parametrize(
+    ("need", "name"), NEEDS_OF_ONE, ids=[f"{name}-{'-'.join(x.of)}" for x, name in NEEDS_OF_ONE]
+)
+def test_a_setting_that_lacks_what_it_needs_is_named_with_it(need, name, monkeypatch):
     monkeypatch.setattr(config_needs, "NEEDS", (need,))
-    name = names_of(need)[0]
     value = next(x for x in PROBES if x in need.when and x != DEFAULTS[name])
-    there = {other: None for other in need.of if other in FACTS}
+    there = {other: None for other in need.of if other in list(Fact)}
     lacking = dict.fromkeys(there, "the reason")
     wrong = {k: next(x for x in PROBES if x not in v) for k, v in need.of.items() if k in DEFAULTS}
     values = DEFAULTS | wrong | {name: value}

@@ -13,10 +13,10 @@ from tokenizers import models, pre_tokenizers
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache, sources
-from moetrain.data.cache import open_cache
+from moetrain.data.cache import TokenCache
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
-from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 BYTE_VOCAB = ByteTokenizer.vocab_size
 
@@ -52,14 +52,18 @@ def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
     return folder
 
 
+def text_source(path: Path) -> sources.Source:
+    data = config(path, source="text", path=str(path), eval_fraction=0).data
+    return sources.open_sources(data, ByteTokenizer()).train
+
+
 # Sources
 
 
 def test_stdlib_is_large_and_held_out_files_are_disjoint(tmp_path: Path):
     data = config(tmp_path).data
-    train, held_out, _ = sources.open_sources(data, ByteTokenizer())
-    assert isinstance(train, sources.TextSource)
-    assert isinstance(held_out, sources.TextSource)
+    train, held_out = sources.open_sources(data, ByteTokenizer())[:2]
+    assert held_out is not None
     assert not set(train.files) & set(held_out.files)
     assert not any("site-packages" in f.parts or "test" in f.parts for f in train.files)
     assert train.total_bytes() > 1_000_000
@@ -88,14 +92,14 @@ def test_text_folder_becomes_sorted_documents(tmp_path: Path):
 def test_large_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = "".join(f"line {i} é\n" for i in range(50)) + "€" * 40
     (tmp_path / "one.txt").write_text(text)
-    monkeypatch.setattr(sources, "PART_BYTES", 16)
-    source = sources.TextSource([tmp_path / "one.txt"], ConfigError("data.path", "empty"))
+    monkeypatch.setattr(sources, "_PART_BYTES", 16)
+    source = text_source(tmp_path / "one.txt")
     parts = list(source.parts())
     assert len(parts) > 20
     assert "".join(part.text for part in parts) == text
     assert [part.ends_document for part in parts] == [False] * (len(parts) - 1) + [True]
     assert sum(part.num_bytes for part in parts) == source.total_bytes()
-    built = open_cache(source, ByteTokenizer(), tmp_path / "cache")
+    built = TokenCache.of(source, ByteTokenizer(), tmp_path / "cache")
     assert built.documents.tolist() == [0, len(text.encode()) + 1]
 
 
@@ -282,25 +286,21 @@ class CountingTokenizer(ByteTokenizer):
         return super().encode_batch(texts)
 
 
-def text_source(folder: Path) -> sources.TextSource:
-    return sources.TextSource(sorted(folder.iterdir()), ConfigError("data.path", "empty"))
-
-
 def test_cache_is_built_once_and_rebuilt_when_its_inputs_change(tmp_path: Path):
     folder = write_files(tmp_path / "text", a="one", b="two")
     tokenizer = CountingTokenizer()
-    first = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
-    again = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    first = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
+    again = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
     assert tokenizer.num_texts == 2
     assert again.tokens.tolist() == first.tokens.tolist() == [*b"one", 256, *b"two", 256]
     assert first.tokens.dtype == np.uint16
     assert first.masked is None
     (folder / "b.txt").write_text("three")
-    changed = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    changed = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
     assert tokenizer.num_texts == 4
     assert changed.documents.tolist() == [0, 4, 10]
     other = CountingTokenizer(fingerprint="other")
-    open_cache(text_source(folder), other, tmp_path / "cache")
+    TokenCache.of(text_source(folder), other, tmp_path / "cache")
     assert other.num_texts == 2
     assert len(list((tmp_path / "cache").iterdir())) == 3  # and nothing temporary is left
 
@@ -312,7 +312,7 @@ def test_cache_key_covers_how_files_are_read(tmp_path: Path, change: dict):
     tokens = []
     for data in (settings, settings | change):
         source = sources.open_sources(config(tmp_path, **data).data, ByteTokenizer()).train
-        tokens.append(open_cache(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
+        tokens.append(TokenCache.of(source, ByteTokenizer(), tmp_path / "cache").tokens.tolist())
     assert tokens[0] != tokens[1]
 
 
@@ -320,7 +320,7 @@ def test_a_vocabulary_over_65536_is_stored_in_32_bits(tmp_path: Path):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size, tokenizer.eos_id = 70_001, 70_000
     folder = write_files(tmp_path / "text", a="x")
-    built = open_cache(text_source(folder), tokenizer, tmp_path / "cache")
+    built = TokenCache.of(text_source(folder), tokenizer, tmp_path / "cache")
     assert built.tokens.tolist() == [ord("x"), 70_000]
 
 
@@ -337,7 +337,7 @@ def test_concurrent_builders_share_one_cache(tmp_path: Path):
     threads = [
         threading.Thread(
             target=lambda: results.append(
-                open_cache(text_source(folder), Waiting(), tmp_path / "cache").tokens.tolist()
+                TokenCache.of(text_source(folder), Waiting(), tmp_path / "cache").tokens.tolist()
             )
         )
         for _ in range(4)
@@ -383,13 +383,13 @@ DAMAGE = {
 @pytest.mark.parametrize(("name", "content"), [(n, c) for n, all in DAMAGE.items() for c in all])
 def test_a_damaged_cache_is_named(tmp_path: Path, name: str, content: bytes | None):
     folder = write_files(tmp_path / "text", a="one")
-    open_cache(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+    TokenCache.of(text_source(folder), ByteTokenizer(), tmp_path / "cache")
     (entry,) = (tmp_path / "cache").iterdir()
     (entry / name).unlink()
     if content is not None:
         (entry / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"data\.cache_dir: .*{entry.name} is damaged .*delete"):
-        open_cache(text_source(folder), ByteTokenizer(), tmp_path / "cache")
+        TokenCache.of(text_source(folder), ByteTokenizer(), tmp_path / "cache")
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -398,7 +398,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cache._Writer, "add", full)
     with pytest.raises(ConfigError, match=r"data\.cache_dir: .*cannot be written: .*No space left"):
-        open_cache(
+        TokenCache.of(
             text_source(write_files(tmp_path / "text", a="one")), ByteTokenizer(), tmp_path / "c"
         )
     assert list((tmp_path / "c").iterdir()) == []
@@ -414,7 +414,7 @@ def test_encoding_goes_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.Mo
             return super().encode_batch(texts)
 
     folder = write_files(tmp_path / "text", a="aaa", b="bbb", c="c", d="dddddddd", e="e")
-    built = open_cache(text_source(folder), Recording(), tmp_path / "cache")
+    built = TokenCache.of(text_source(folder), Recording(), tmp_path / "cache")
     assert sizes == [2, 2, 1]
     assert built.documents.tolist() == [0, 4, 8, 10, 19, 21]
 
@@ -460,7 +460,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
     saved.enable_truncation(2)
     saved.enable_padding(length=8)
     saved.save(str(folder / "tokenizer.json"))
-    (encoded,) = HFTokenizer(folder).encode_batch(["a a a a"])
+    (encoded,) = load_tokenizer(str(folder)).encode_batch(["a a a a"])
     assert encoded.ids.tolist() == [2, 2, 2, 2]
 
 

@@ -12,7 +12,6 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.chat import CHATML, BadLineError, ChatTemplate, template_variables
 from moetrain.data.loader import Data, build_data
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.data.sources import chat_template
 from moetrain.data.tokenizer import load_tokenizer
 from moetrain.rollout.text import chat_ids
 
@@ -458,7 +457,7 @@ def test_a_template_of_its_own_for_tools(where: str, tmp_path: Path):
         assert list(chat_ids(tokenizer, CONVERSATION[:2], record)) == want
         text = theirs(their, record, CONVERSATION, tokenize=False).rstrip()
         variables = template_variables(record)
-        assert chat_template(None, tokenizer).documents(CONVERSATION, variables)[0][0] == text
+        assert ChatTemplate.of(tokenizer).documents(CONVERSATION, variables)[0][0] == text
 
 
 @pytest.mark.parametrize(

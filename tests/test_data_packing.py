@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moetrain.data.cache import TokenCache
-from moetrain.data.loader import Batch, Loader, collate, eval_batches
+from moetrain.data.loader import Batch, Loader, eval_batches
 from moetrain.data.packing import IGNORE_INDEX, StreamDataset, WholeDataset, best_fit
 
 
@@ -27,7 +27,7 @@ def packed(
 
 
 def test_rows_by_hand():
-    """The example of packing.py's docstring: a a a | b b b b b | c c, four tokens a row."""
+    """The example of StreamDataset's docstring: a a a | b b b b b | c c, four tokens a row."""
     data = packed([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], seq_len=4)
     assert len(data) == 2
     row = data.row(0)
@@ -93,7 +93,7 @@ def test_parts_of_a_stream_share_no_target():
 
 
 def test_whole_rows_by_hand():
-    """The example of whole.py's docstring: a a a a | b b b | c c, six tokens a row."""
+    """The example of WholeDataset's docstring: a a a a | b b b | c c, six tokens a row."""
     data = WholeDataset(token_cache([[1, 2, 3, 4], [5, 6, 7], [8, 9]]), seq_len=6)
     assert len(data) == 2
     row = data.row(0)
@@ -109,7 +109,7 @@ def test_whole_rows_by_hand():
     assert row.lengths.tolist() == [6]
     assert row.is_pad_S.tolist() == [False] * 3 + [True] * 3
     assert all(array.dtype == np.int64 for array in row[:4])
-    batch = collate([data.row(0), data.row(1)])
+    batch = Batch.of([data.row(0), data.row(1)])
     assert batch.is_pad_BS.tolist() == [[False] * 6, [False] * 3 + [True] * 3]
     assert batch.num_tokens == 9
 
@@ -208,7 +208,7 @@ def test_packing_a_million_documents_takes_seconds():
 
 def test_batch_by_hand():
     data = packed([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10, 11, 12]], seq_len=4)
-    batch = collate([data.row(i) for i in range(3)])
+    batch = Batch.of([data.row(i) for i in range(3)])
     assert batch.tokens_BS.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 8, 12]
     assert batch.inputs == (batch.tokens_BS, batch.positions_BS, batch.cu_seqlens, None, None)

@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from moetrain.cli import checkpoint, generate, serve
 from moetrain.cli.train import _PROGRAMS, main
-from moetrain.config import RL_RECIPES, Config
+from moetrain.config import Config, Recipes
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.protocol import Chat, Completions
 from moetrain.train.metrics import read_metrics
@@ -333,7 +333,7 @@ def test_every_metric_of_reinforcement_learning_is_explained(tmp_path):
     words += ["rl.supervised_steps=1", "rl.group_size=4", "rl.eval_tasks=2", "rl.kl_coef=0.1"]
     words += ["rl.entropy_coef=0.1", "rl.ratio=proximal", "rl.env=yes_no_maybe", "rl.max_tokens=6"]
     words += ["train.device=cpu", "log.tensorboard=no", f"output_dir={tmp_path}"]
-    RlTrainer(Config.load("rl-sort", words, environ={}, recipes=RL_RECIPES)).fit()
+    RlTrainer(Config.load("rl-sort", words, environ={}, recipes=Recipes.RL)).fit()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert any("eval_reward" in row for row in rows)
     assert any("reward" in row for row in rows)

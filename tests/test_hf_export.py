@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import moetrain
 from moetrain.config import ConfigError
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, TokenizerFiles
 from moetrain.models.hf.save import save_hf, write_side_files
@@ -280,7 +280,7 @@ def test_a_source_that_is_no_longer_there(how, checkpoint, tmp_path):
 
 def test_a_tokenizer_that_is_no_longer_there(checkpoint, tmp_path):
     make_tokenizer(tmp_path / "tokenizer")
-    files = tokenizer_files(load_tokenizer(str(tmp_path / "tokenizer")))
+    files = load_tokenizer(str(tmp_path / "tokenizer")).export()
     shutil.rmtree(tmp_path / "tokenizer")
     model = moetrain.load_hf(checkpoint)
     model.source = None
@@ -307,11 +307,13 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
     make_tokenizer(tmp_path / "other", "quite another text, of other words")
     (tmp_path / "other" / "chat_template.jinja").unlink()
     tokenizer = load_tokenizer(str(tmp_path / "other"))
-    files = tokenizer_files(tokenizer)
+    files = tokenizer.export()
     files = TokenizerFiles(files.files, eos_id=3, bos_id=None, pad_id=2)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path / "out", tokenizer=files)
     out = tmp_path / "out"
-    assert (out / "tokenizer.json").read_bytes() == tokenizer.file.read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (
+        tmp_path / "other" / "tokenizer.json"
+    ).read_bytes()
     assert not (out / "chat_template.jinja").exists()
     assert not (out / "additional_chat_templates").exists()
     assert (out / "LICENSE").exists()
@@ -325,7 +327,7 @@ def test_another_tokenizer_replaces_the_sources(checkpoint, tmp_path):
 def test_the_token_that_ended_documents_ends_generation(checkpoint, tmp_path):
     """The same tokenizer with another end: only that changes."""
     tokenizer = load_tokenizer(str(checkpoint))
-    files = tokenizer_files(tokenizer)
+    files = tokenizer.export()
     assert (files.eos_id, files.bos_id, files.pad_id) == (1, 0, 2)
     other = TokenizerFiles(files.files, eos_id=7)
     moetrain.save_hf(moetrain.load_hf(checkpoint), tmp_path, tokenizer=other)
@@ -370,7 +372,7 @@ def test_the_chat_template_that_was_trained_with(tmp_path):
         (tokenizer.chat_template, "<user>hello</s>"),
         ("{{ messages[0].content }}!", "hello!"),
     ):
-        write_side_files(tmp_path, tokenizer_files(tokenizer, template).files)
+        write_side_files(tmp_path, tokenizer.export(template).files)
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         assert theirs.apply_chat_template(chat, tokenize=False) == want
 
@@ -378,7 +380,7 @@ def test_the_chat_template_that_was_trained_with(tmp_path):
 def test_a_bare_tokenizer_json_is_completed(tmp_path):
     make_tokenizer(tmp_path / "from")
     (tmp_path / "my.json").write_bytes((tmp_path / "from" / "tokenizer.json").read_bytes())
-    files = tokenizer_files(load_tokenizer(str(tmp_path / "my.json")))
+    files = load_tokenizer(str(tmp_path / "my.json")).export()
     assert files.eos_id == 1  # "</s>", guessed
     arch = architecture_from_hf({"model_type": "llama", **SIZES, "vocab_size": VOCABULARY})
     model = build_model(arch)
@@ -401,7 +403,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def test_the_byte_tokenizer_is_exported_exactly(tmp_path):
-    files = tokenizer_files(ByteTokenizer())
+    files = ByteTokenizer().export()
     for name, text in files.files.items():
         (tmp_path / name).write_text(text)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ByteTokenizer()

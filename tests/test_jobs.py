@@ -11,7 +11,7 @@ import torch
 from deaths import dying
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moetrain.config import JOB_RECIPES, Config, ConfigError
+from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.sources import RunFailed
 from moetrain.jobs import session as session_module
 from moetrain.jobs import store
@@ -47,7 +47,7 @@ WORDS = [
 
 def config_of(folder, *words):
     words = [*WORDS, f"output_dir={folder}", *words]
-    return Config.load(None, words, environ={}, recipes=JOB_RECIPES)
+    return Config.load(None, words, environ={}, recipes=Recipes.JOBS)
 
 
 def text_of(seed, length=9):

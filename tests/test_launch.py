@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from moetrain.cli import launch
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import LaunchedPlace, read_place
+from moetrain.config.environment import LaunchedPlace, launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.rendezvous import find_ranks
 
@@ -482,14 +482,14 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"} 
     ],
 )
 def test_the_place_that_a_launcher_gave(variables, address):
-    assert read_place(variables) == LaunchedPlace(5, 1, 8, address, None, None)
+    assert launched_place(variables) == LaunchedPlace(5, 1, 8, address, None, None)
 
 
 @pytest.mark.parametrize(
     "variables", [{}, {"RANK": "0"}, BATCH_SCRIPT, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}]
 )
 def test_a_process_alone(variables):
-    assert read_place(variables) is None
+    assert launched_place(variables) is None
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_a_process_alone(variables):
 )
 def test_half_a_launcher_is_an_error(variables, name):
     with pytest.raises(ConfigError) as caught:
-        read_place(variables)
+        launched_place(variables)
     assert caught.value.field == name
 
 

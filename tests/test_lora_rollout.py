@@ -7,7 +7,7 @@ from test_engine import train, weights_of
 from test_lora import EVERYTHING, MICRO, adapted
 
 from moetrain.cli.generate import main as generate
-from moetrain.data.tokenizer import ByteTokenizer, tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.hf.save import save_hf
 from moetrain.models.rules import is_adapter
 from moetrain.models.transformer import build_model
@@ -87,10 +87,10 @@ def test_the_commands_take_adapters(tmp_path, capsys):
         whole = build_model(engine.arch)
     whole.load_state_dict({n: w.to("cpu", copy=True) for n, w in engine.weights(merged=True)})
     merged, plain = tmp_path / "merged", tmp_path / "plain"
-    save_hf(whole, merged, tokenizer=tokenizer_files(ByteTokenizer()))
+    save_hf(whole, merged, tokenizer=ByteTokenizer().export())
     own = {name: member.local for name, member in engine.fsdp.members.items()}
     whole.load_state_dict({n: own.get(n, w) for n, w in whole.state_dict().items()})
-    save_hf(whole, plain, tokenizer=tokenizer_files(ByteTokenizer()))
+    save_hf(whole, plain, tokenizer=ByteTokenizer().export())
     words = ["--prompt", "AB", "--device", "cpu", "--temperature", "0", "--max_tokens", "20"]
     texts = []
     for where in ([merged], [plain, "--adapter", tmp_path / "adapter"], [plain]):

@@ -10,7 +10,7 @@ import torch
 
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
-from moetrain.config.hardware import GIB, GPUS
+from moetrain.config.environment import GIB, GPUS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine

@@ -12,7 +12,7 @@ from checkpoints import tensors_of
 
 from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
-from moetrain.config import RL_RECIPES, Config, ConfigError
+from moetrain.config import Config, ConfigError, Recipes
 from moetrain.rl.losses import score
 from moetrain.rl.report import PARTS
 from moetrain.rl.trainer import RlTrainer
@@ -68,7 +68,7 @@ def words_of(output, **values):
 
 
 def config_of(output, **values):
-    return Config.load(None, words_of(output, **values), environ={}, recipes=RL_RECIPES)
+    return Config.load(None, words_of(output, **values), environ={}, recipes=Recipes.RL)
 
 
 def fitted(output, **values):
@@ -431,7 +431,7 @@ def test_from_a_checkpoint(even, tmp_path):
     words = [f"model.path={tmp_path}/first/hf", f"output_dir={tmp_path}/out", "train.device=cpu"]
     words += [f"rl.env={even['rl.env']}", "train.steps=2", "train.global_batch_size=8"]
     words += ["rl.max_tokens=5", "data.seq_len=128", "rl.eval_tasks=3", "log.tensorboard=false"]
-    config = Config.load(None, words, environ={}, recipes=RL_RECIPES)
+    config = Config.load(None, words, environ={}, recipes=Recipes.RL)
     assert "recipe rl, as model.path is set" in config.describe()
     assert config.rl.chat
     RlTrainer(config).fit()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.cli.generate import main
 from moetrain.config import KernelsSection
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.loss.vocabulary_chunk import _gumbel
 from moetrain.models.families import make_architecture
@@ -516,7 +516,7 @@ def test_pages_are_shared_evicted_and_forgotten():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    save_hf(make_model(), folder, tokenizer=tokenizer_files(ByteTokenizer()))
+    save_hf(make_model(), folder, tokenizer=ByteTokenizer().export())
     return folder
 
 

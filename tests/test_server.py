@@ -23,7 +23,7 @@ from test_rollout import make_model
 
 from moetrain.cli.serve import main
 from moetrain.data.chat import CHATML
-from moetrain.data.tokenizer import load_tokenizer, tokenizer_files
+from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout.engine import Generator
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("served")
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
-    save_hf(make_model(), folder, tokenizer=tokenizer_files(ByteTokenizer(), template))
+    save_hf(make_model(), folder, tokenizer=ByteTokenizer().export(template))
     return folder
 
 

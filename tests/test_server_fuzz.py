@@ -14,7 +14,7 @@ import pytest
 from test_jobs import config_of
 from test_rollout import make_model
 
-from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.jobs import server as jobs_server
 from moetrain.jobs.api import KINDS
 from moetrain.jobs.scheduler import Service
@@ -132,7 +132,7 @@ class Serve(Target):
     """Completions and chats."""
 
     def __init__(self, folder):
-        save_hf(make_model(), folder / "hf", tokenizer=tokenizer_files(ByteTokenizer()))
+        save_hf(make_model(), folder / "hf", tokenizer=ByteTokenizer().export())
         self.generator = Generator(load_hf(folder / "hf"), load_tokenizer(str(folder / "hf")))
         app = CompletionServer(self.generator, "tiny", max_request_mib=1).app
         super().__init__(app, error_body, folder, (Completions, Chat))

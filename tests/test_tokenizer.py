@@ -12,9 +12,9 @@ from tokenizers import models, pre_tokenizers, processors
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache, sources
-from moetrain.data.cache import open_cache
+from moetrain.data.cache import TokenCache
 from moetrain.data.loader import build_data
-from moetrain.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 WORDS = ["<unk>", "</s>", "<s>", "[SEP]", "a", "b", "c", "user", "assistant"]
 BOS, EOS = WORDS.index("<s>"), WORDS.index("</s>")
@@ -53,6 +53,12 @@ POST_PROCESSORS = {
 }
 
 
+def text_source(path: Path) -> sources.Source:
+    settings = {"source": "text", "path": str(path), "eval_fraction": 0}
+    data = Config.load({"model": {"preset": "debug"}, "data": settings}, environ={}).data
+    return sources.open_sources(data, ByteTokenizer()).train
+
+
 @pytest.mark.parametrize("name", POST_PROCESSORS)
 def test_texts_begin_as_hugging_faces_call_has_them_begin(tmp_path: Path, name: str):
     post, bos_ids = POST_PROCESSORS[name]
@@ -67,8 +73,8 @@ def test_texts_begin_as_hugging_faces_call_has_them_begin(tmp_path: Path, name: 
             assert ours == theirs[: len(ours)]
     text = tmp_path / "one.txt"
     text.write_text("a b c")
-    source = sources.TextSource([text], ConfigError("data.path", "empty"))
-    built = open_cache(source, tokenizer, tmp_path / "cache")
+    source = text_source(text)
+    built = TokenCache.of(source, tokenizer, tmp_path / "cache")
     theirs = peer("a b c")["input_ids"]
     assert built.tokens.tolist() == theirs + [EOS] * (theirs[-1] != EOS)
     assert built.targets.tolist() == [len(built.tokens) - 1]
@@ -88,19 +94,19 @@ def test_special_tokens_that_an_older_checkpoint_names_in_a_file_of_their_own(tm
     folder = save(tmp_path, eos_token=None)
     content = json.dumps({"eos_token": "<unk>", "bos_token": {"content": "</s>"}})
     (folder / "special_tokens_map.json").write_text(content)
-    ours, theirs = HFTokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
     assert ours.special_tokens["eos_token"] == theirs.eos_token == "<unk>"
     assert ours.special_tokens["bos_token"] == theirs.bos_token == "</s>"
 
 
 def test_a_text_read_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "PART_BYTES", 16)
+    monkeypatch.setattr(sources, "_PART_BYTES", 16)
     monkeypatch.setattr(cache, "_BATCH_CHARACTERS", 40)
     for name in ("1.txt", "2.txt"):
         (tmp_path / name).write_text("a b c a b c\n" * 20)
-    source = sources.TextSource(sorted(tmp_path.iterdir()), ConfigError("data.path", "empty"))
+    source = text_source(tmp_path)
     tokenizer = load_tokenizer(str(save(tmp_path / "t", template("<s> $A"))))
-    tokens = open_cache(source, tokenizer, tmp_path / "cache").tokens
+    tokens = TokenCache.of(source, tokenizer, tmp_path / "cache").tokens
     assert np.flatnonzero(tokens == BOS).tolist() == [0, 122]
     assert np.flatnonzero(tokens == EOS).tolist() == [121, 243]
 
@@ -214,7 +220,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_files_are_one_line(tmp_path: Path, case: str):
     folder = save(tmp_path / "t")
-    HFTokenizer(folder)  # it was fine
+    load_tokenizer(str(folder))  # it was fine
     WRONG[case](folder)
     settings = {"model": {"preset": "debug"}, "data": {"tokenizer": str(folder)}}
     settings["data"]["cache_dir"] = str(tmp_path / "cache")

@@ -209,12 +209,12 @@ def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tens
 
 def _tokenizer(config: dict[str, Any]) -> Any:
     """Load the tokenizer that a run of ``config`` exports."""
-    from moetrain.data.tokenizer import load_tokenizer, tokenizer_files
+    from moetrain.data.tokenizer import load_tokenizer
 
     data = config.get("data", {})
     if data.get("source") == "synthetic" or "tokenizer" not in data:
         return None
-    return tokenizer_files(load_tokenizer(data["tokenizer"]))
+    return load_tokenizer(data["tokenizer"]).export()
 
 
 def _import_hf(words: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moetrain.config.environment import GATE
+from moetrain.config.environment import LaunchedPlace
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
@@ -114,7 +114,7 @@ def _run_ranks(
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     with tempfile.TemporaryDirectory(prefix="moetrain-") as folder:
         gate = Path(folder) / "gate"
-        shared[GATE] = str(gate)
+        shared[LaunchedPlace.GATE] = str(gate)
         try:
             ranks = start_processes(
                 "moetrain",

@@ -28,11 +28,11 @@ from pydantic.fields import FieldInfo
 
 from moetrain.cli import launch
 from moetrain.cli.command import error_line, reader_may_leave, version
-from moetrain.config import JOB_RECIPES, RL_RECIPES, TRAIN_RECIPES, Config, ConfigError, Recipes
+from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.environment import LaunchedPlace, launched_place, let_idle_threads_sleep
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import CheckpointSection
-from moetrain.config.sources import ENV_PREFIX, RunFailed, recipe_names
+from moetrain.config.sources import RunFailed, recipe_names
 
 
 class _Program(NamedTuple):
@@ -82,12 +82,12 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 
 _PROGRAMS = {
     "train": _Program(
-        "train", "moetrain.train.trainer:Trainer", TRAIN_RECIPES, foreign=("rl.", "jobs.")
+        "train", "moetrain.train.trainer:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs.")
     ),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",
-        RL_RECIPES,
+        Recipes.RL,
         foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
         plan="moetrain.rl.setup:plan",
         inspect="moetrain.rl.setup:inspect",
@@ -95,7 +95,7 @@ _PROGRAMS = {
     "jobs": _Program(
         "jobs",
         "moetrain.jobs.run:JobRun",
-        JOB_RECIPES,
+        Recipes.JOBS,
         foreign=(
             # Jobs bring data, steps and learning rates with them.
             *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
@@ -166,7 +166,7 @@ def _help(name: str, recipes: Recipes) -> str:
         "",
         f"recipes: {', '.join(recipe_names())}",
         f"default: {recipes.default}; with model.path, {with_path}",
-        f"environment: {ENV_PREFIX}SECTION__KEY=value, weaker than the command line",
+        "environment: MOETRAIN_SECTION__KEY=value, weaker than the command line",
         "--dry_run prints the resolved config as JSON and whether it fits; --help prints this",
         "--version prints the version",
         "A recipe may set other values than the defaults shown here.",

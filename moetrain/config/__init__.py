@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
-from pydantic import PrivateAttr, ValidationError, field_validator
+from pydantic import PrivateAttr, field_validator
 
 from moetrain.config.checks import unmet
 from moetrain.config.compute import (
@@ -40,44 +39,10 @@ from moetrain.config.sections import (
     LoraSection,
     ModelSection,
     OptimSection,
+    Section,
     TrainSection,
 )
-from moetrain.config.sources import (
-    ConfigError,
-    Layer,
-    Section,
-    is_recipe,
-    leaves,
-    merge,
-    nest,
-    read_cli,
-    read_env,
-    read_source,
-    shortened,
-)
-
-
-class Recipes(NamedTuple):
-    """The recipes that a command starts from where none is named."""
-
-    default: str
-    of_path: str
-    """Recipe with ``model.path``."""
-    of_chats: str
-    """Recipe with ``model.path`` and jsonl data. If it is not ``of_path``, the kind of data must be
-    known."""
-
-
-TRAIN_RECIPES = Recipes("debug", "continue", "sft")
-RL_RECIPES = Recipes("rl-sort", "rl", "rl")
-JOB_RECIPES = Recipes("jobs-debug", "jobs", "jobs")
-
-# One of two alternatives is set: the user's replaces a recipe's or a default.
-_ALTERNATIVES = (
-    ("model.path", "model.preset"),
-    ("train.epochs", "train.steps"),
-    ("optim.warmup_fraction", "optim.warmup_steps"),
-)
+from moetrain.config.sources import ConfigError, Reader, Recipes, leaves
 
 
 class Config(Section):
@@ -133,7 +98,7 @@ class Config(Section):
         source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
-        recipes: Recipes = TRAIN_RECIPES,
+        recipes: Recipes = Recipes.TRAIN,
         *,
         once: bool = False,
     ) -> Config:
@@ -153,43 +118,14 @@ class Config(Section):
         Raises:
             ConfigError: unknown or contradictory settings, wrong types, a missing file.
         """
-        settings = _settings()
-        environment = read_env(os.environ if environ is None else environ, settings)
-        layers = [] if source is None else [read_source(source, settings)]
-        layers += [
-            Layer("environment", cls._typed(environment)),
-            Layer("command line", cls._typed(read_cli(overrides, settings, once=once))),
-        ]
-        recipe, why = _recipe_under(layers, source, recipes)
-        if recipe is not None:
-            layers.insert(0, read_source(recipe, settings))
-        if recipes.of_path != recipes.of_chats:
-            layers += _source_of_path(layers)
-        config = cls._of(*merge(layers, _ALTERNATIVES))
-        config._recipe = why
-        config.check()
+        reader, environ = Reader(cls), os.environ if environ is None else environ
+        config, origins, recipe = reader.read(source, overrides, environ, recipes, once=once)
+        config._origins, config._recipe = origins, recipe
         config = config.fitting()
+        config.check()
         if config.is_set("output_dir"):
             return config
         return config.filled({"output_dir": f"outputs/{_name_of_run(config)}"}, "model and data")
-
-    @classmethod
-    def _of(cls, values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-        """Build a config from values by dotted name, of exactly the right types."""
-        try:
-            config = cls.model_validate(nest(values), strict=True)
-        except ValidationError as error:
-            raise _as_config_error(error) from None
-        config._origins = dict(origins)
-        return config
-
-    @classmethod
-    def _typed(cls, texts: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert texts from the environment or the command line to the settings' types."""
-        try:
-            return dict(leaves(cls.model_validate(nest(texts)).model_dump(exclude_unset=True)))
-        except ValidationError as error:
-            raise _as_config_error(error) from None
 
     def is_set(self, name: str) -> bool:
         """Return whether any source has set ``name``; else its value is the default."""
@@ -199,7 +135,8 @@ class Config(Section):
     def filled(self, values: Mapping[str, Any], origin: str) -> Config:
         """Return a copy with ``values``, by dotted name, whose origin is ``origin``."""
         mine = dict(leaves(self.model_dump(exclude_unset=True)))
-        filled = self._of({**mine, **values}, self._origins | dict.fromkeys(values, origin))
+        filled = Reader(type(self)).build({**mine, **values})
+        filled._origins = self._origins | dict.fromkeys(values, origin)
         filled._recipe = self._recipe
         return filled
 
@@ -244,12 +181,6 @@ class Config(Section):
     def check(self) -> None:
         """Raise ConfigError for settings that contradict each other."""
         m, t = self.model, self.train
-        if m.path is not None and m.overrides():
-            key, value = next(iter(m.overrides().items()))
-            raise ConfigError(
-                f"model.{key}",
-                f"{value} contradicts model.path {m.path!r}, whose config.json decides; unset one",
-            )
         if m.path is None and m.preset is None:
             raise ConfigError("model.preset", "not set; name a preset, or a checkpoint: model.path")
         if t.steps is None and t.epochs is None:
@@ -261,7 +192,6 @@ class Config(Section):
             )
         self.rl.check()
         self.checkpoint.check()
-        self.optim.check()
         if t.steps is not None:
             self.log.check(t.steps)
         activation = self.activation
@@ -274,53 +204,6 @@ class Config(Section):
             )
 
 
-def _recipe_under(
-    layers: Sequence[Layer], source: object, recipes: Recipes
-) -> tuple[str | None, str]:
-    """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
-    if is_recipe(source):
-        return None, f"  recipe {source}"
-    given = {name: value for layer in layers for name, value in layer.values.items()}
-    path, data = given.get("model.path"), given.get("data.path")
-    if path is None:
-        if source is not None:
-            return None, ""
-        default = recipes.default
-        return default, f"  recipe {default}, as neither one nor model.path is named"
-    if recipes.of_path == recipes.of_chats:
-        return (
-            recipes.of_path,
-            f"  recipe {recipes.of_path}, as model.path is set and none is named",
-        )
-    kind = given.get("data.source") or (None if data is None else _source_by_suffix(data))
-    recipe = recipes.of_chats if kind == "jsonl" else recipes.of_path
-    return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
-
-
-def _source_of_path(layers: Sequence[Layer]) -> list[Layer]:
-    """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
-    given = {name: value for layer in layers for name, value in layer.values.items()}
-    users = {name for layer in layers if layer.is_users for name in layer.values}
-    path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
-    if path is None or reads_files or "data.path" not in users or "data.source" in users:
-        return []
-    return [Layer("end of data.path", {"data.source": _source_by_suffix(path)}, is_users=False)]
-
-
-def _source_by_suffix(path: object) -> str:
-    # To guess text for other files would train on their format: braces, commas, binary.
-    kind = {".jsonl": "jsonl", ".txt": "text"}.get(PurePath(str(path)).suffix.lower())
-    if kind is None:
-        raise ConfigError(
-            "data.source",
-            f"not set, and data.path {shortened(path)} is neither .jsonl nor .txt; set text (a "
-            "file of any text, or a folder of such) or jsonl (a file or folder of .jsonl); stdlib "
-            "and synthetic take no path, and Parquet, Arrow, compressed files and a hub's data "
-            "sets are not read: write them as .jsonl",
-        )
-    return kind
-
-
 def _name_of_run(config: Config) -> str:
     """Return ``MODEL-DATA``, after the last parts of their paths."""
     model, data = config.model, config.data
@@ -329,33 +212,3 @@ def _name_of_run(config: Config) -> str:
         path = path.parent
     name = PurePath(os.path.abspath(data.path)).stem if data.path else data.source
     return f"{path.name}-{name}"
-
-
-def _settings() -> dict[str, bool]:
-    """Return every dotted name, and whether the setting may be unset."""
-    names = {}
-    for name, field in Config.model_fields.items():
-        section = field.default
-        inner = type(section).model_fields if isinstance(section, Section) else {"": field}
-        for key, setting in inner.items():
-            names[f"{name}.{key}".rstrip(".")] = type(None) in get_args(setting.annotation)
-    return names
-
-
-def _as_config_error(error: ValidationError) -> ConfigError:
-    """Turn pydantic's first complaint into one line; the branches of a union share one field."""
-    first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
-    field = next((k for k in _settings() if name == k or name.startswith(k + ".")), name)
-    messages = dict.fromkeys(
-        _remedy(e["msg"]) for e in error.errors() if ".".join(map(str, e["loc"])).startswith(field)
-    )
-    return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(messages)}")
-
-
-def _remedy(message: str) -> str:
-    """Rewrite pydantic's sentence on what the input should be as what to give instead."""
-    message = message.removeprefix("Value error, ").partition(", unable to")[0]
-    message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
-    message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
-    return message.replace("Input should be", "give")

@@ -14,11 +14,17 @@ process and many, and what it says about sums over ranks holds for a single rank
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-CUDA, DEEPEP, EXPERTS, DRY_RUN = "a CUDA device", "DeepEP", "experts", "--dry_run"
-"""Facts that a run may turn out to have."""
-FACTS = (CUDA, DEEPEP, EXPERTS, DRY_RUN)
+
+class Fact(StrEnum):
+    """What a run may turn out to have, in the words of messages."""
+
+    CUDA = "a CUDA device"
+    DEEPEP = "DeepEP"
+    EXPERTS = "experts"
+    DRY_RUN = "--dry_run"
 
 
 class _Other(Container[Any]):
@@ -40,99 +46,86 @@ _HELD = {None}
 
 
 class _Need(NamedTuple):
-    """A setting, and what it needs to have an effect."""
+    """Settings, and what they need to have an effect."""
 
-    setting: str
-    """Dotted name, or ``section.*`` for the others of a section."""
+    settings: str
+    """Dotted names with spaces between, or ``section.*`` for the others of a section."""
     of: Mapping[str, Container[Any]]
-    """_Other settings or facts, and the values with which they satisfy the need; one is enough."""
+    """Other settings or facts, and the values with which they satisfy the need; one is enough."""
     when: Container[Any] = _ANY
-    """Values of the setting that have this need."""
+    """Values of the settings that have this need."""
 
     def covers(self, name: str) -> bool:
         """Return whether this is about the setting ``name``."""
-        is_in_section = self.setting.endswith(".*") and name.startswith(self.setting[:-1])
-        return self.setting == name or (is_in_section and name not in self.of)
+        is_in_section = self.settings.endswith(".*") and name.startswith(self.settings[:-1])
+        return name in self.settings.split() or (is_in_section and name not in self.of)
 
 
 _TEXTS = {"text", "jsonl"}
-_RATIOS = {"proximal", "rollout"}
-_WEIGHTED = {"current", "proximal"}
+_OF_TEXT = {"data.source": _Other("synthetic")}
+_EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 NEEDS: tuple[_Need, ...] = (
-    _Need("model.init_std", {"model.path": {None}}),
-    _Need("data.path", {"data.source": _TEXTS}),
-    _Need("data.eval_path", {"data.source": _TEXTS}),
-    _Need("data.text_field", {"data.source": {"jsonl"}}),
-    _Need("data.chat_template", {"data.source": {"jsonl"}}),
+    _Need("model.*", {"model.path": {None}}),  # else its config.json decides
+    _Need("data.path data.eval_path", {"data.source": _TEXTS}),
+    _Need("data.text_field data.chat_template", {"data.source": {"jsonl"}}),
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
-    _Need("data.packing", {"data.source": _Other("synthetic")}),
-    _Need("data.tokenizer", {"data.source": _Other("synthetic")}),
+    _Need("data.packing data.tokenizer", _OF_TEXT),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
-    _Need("train.eval_interval", {"data.eval_fraction": _SOME, "data.eval_path": _SET}, _SOME),
-    _Need("train.eval_rows", {"data.eval_fraction": _SOME, "data.eval_path": _SET}),
-    _Need("train.sample_tokens", {"data.source": _Other("synthetic")}, _SOME),
-    _Need("train.sample_prompt", {"data.source": _Other("synthetic")}),
+    _Need("train.eval_interval", _EVALUATED, _SOME),
+    _Need("train.eval_rows", _EVALUATED),
+    _Need("train.sample_tokens", _OF_TEXT, _SOME),
+    _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),
-    _Need("lora.layout", {EXPERTS: _HELD}),
+    _Need("lora.layout", {Fact.EXPERTS: _HELD}),
     _Need("optim.min_lr_ratio", {"optim.schedule": {"cosine", "wsd"}}),
     _Need("optim.decay_fraction", {"optim.schedule": {"wsd"}}),
+    # The update on the host knows no other dtypes.
+    _Need("optim.offload_fraction", {"optim.state_dtype": {"float32"}}),
+    _Need("optim.offload_fraction", {"optim.gradient_dtype": {"float32"}}),
     _Need("activation.save", {"activation.policy": {"selective"}}),
     _Need("activation.offload", {"activation.policy": {"none", "selective"}}),
     # A share that is named is copied on a CPU too, but there is no link whose rate gives auto.
-    _Need("activation.offload", {CUDA: _HELD}, {"auto"}),
-    _Need("parallel.pp_schedule", {"parallel.pp": _SEVERAL}),
-    _Need("parallel.pp_stages", {"parallel.pp": _SEVERAL}),
-    _Need("parallel.pp_split", {"parallel.pp": _SEVERAL}),
-    _Need("moe.*", {EXPERTS: _HELD}),
-    _Need("moe.deepep_num_sms", {"moe.dispatcher": {"auto", "deepep"}}),
-    _Need("moe.deepep_num_sms", {"parallel.ep": _SEVERAL}),
-    _Need("moe.deepep_num_sms", {DEEPEP: _HELD}),
+    _Need("activation.offload", {Fact.CUDA: _HELD}, {"auto"}),
+    _Need("parallel.pp_schedule parallel.pp_stages parallel.pp_split", {"parallel.pp": _SEVERAL}),
+    _Need("moe.*", {Fact.EXPERTS: _HELD}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {"parallel.ep": _SEVERAL}),
+    _Need("moe.deepep_num_sms moe.dispatch_mode", {Fact.DEEPEP: _HELD}),
     _Need("moe.dispatcher", {"parallel.ep": {1}}, {"local"}),
     _Need("moe.dispatcher", {"parallel.ep": _SEVERAL}, {"alltoall", "deepep"}),
-    _Need("moe.dispatcher", {DEEPEP: _HELD}, {"deepep"}),
-    _Need("moe.dispatch_mode", {"moe.dispatcher": {"auto", "deepep"}}),
-    _Need("moe.dispatch_mode", {"parallel.ep": _SEVERAL}),
-    _Need("moe.dispatch_mode", {DEEPEP: _HELD}),
+    _Need("moe.dispatcher", {Fact.DEEPEP: _HELD}, {"deepep"}),
     _Need("moe.static_capacity", {"moe.dispatch_mode": {"static"}}),
     _Need("moe.aux_loss_scope", {"moe.aux_loss_coef": _SOME}),  # unset: the model's own
     _Need("moe.bias_update_rate", {"moe.force_balanced": {False}}),
     # exact promises the bits of generation, which are a kernel's.
-    _Need("kernels.attention", {CUDA: _HELD}, {"exact"}),
+    _Need("kernels.attention", {Fact.CUDA: _HELD}, {"exact"}),
     # Tensor parallel ranks would cut rows and so change their scales; adapters of experts lie
     # between products; exact promises the bits of generation, which computes in bf16.
     _Need("kernels.precision", {"parallel.tp": {1}}),
     _Need("kernels.precision", {"lora.rank": {0}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
-    _Need("log.profile_after", {"log.profile": _SOME}),
-    _Need("log.profile_as", {"log.profile": _SOME}),
-    _Need("log.profile_as", {CUDA: _HELD}, {"nvtx"}),
+    _Need("log.profile_after log.profile_as", {"log.profile": _SOME}),
+    _Need("log.profile_as", {Fact.CUDA: _HELD}, {"nvtx"}),
     # The checkpoints at the end and at a stop are waited for in any case.
     _Need("checkpoint.asynchronous", {"checkpoint.interval": _SOME, "checkpoint.minutes": _SOME}),
     _Need("checkpoint.hf_dtype", {"checkpoint.save_hf": {True}}),
-    _Need("rl.prompts", {"rl.env": {"jsonl"}}),
-    _Need("rl.reward", {"rl.env": {"jsonl"}}),
+    _Need("rl.prompts rl.reward", {"rl.env": {"jsonl"}}),
     _Need("rl.dual_clip", {"rl.policy": {"clip"}}),
-    _Need("rl.dual_clip", {"rl.ratio": _RATIOS}),
-    _Need("rl.clip_low", {"rl.ratio": _RATIOS}),  # rl.ratio current is always 1
-    _Need("rl.clip_high", {"rl.ratio": _RATIOS}),
-    _Need("rl.importance_how", {"rl.ratio": _WEIGHTED}),
-    _Need("rl.importance_how", {"rl.importance": _Other("none")}),
-    _Need("rl.importance_high", {"rl.ratio": _WEIGHTED}),
-    _Need("rl.importance_high", {"rl.importance": _Other("none")}),
+    _Need("rl.dual_clip rl.clip_low rl.clip_high", {"rl.ratio": _Other("current")}),  # always 1
+    _Need("rl.importance_how rl.importance_high", {"rl.ratio": _Other("rollout")}),
+    _Need("rl.importance_how rl.importance_high", {"rl.importance": _Other("none")}),
     _Need("rl.importance_low", {"rl.importance_how": {"mask"}}),
     _Need("rl.resample", {"rl.advantage": _Other("reinforce_pp")}),
     _Need("rl.supervised_lr", {"rl.supervised_steps": _SOME}),
     _Need("rl.eval_temperature", {"rl.eval_tasks": _SOME}),
     _Need("train.eval_interval", {"rl.eval_tasks": _SOME}, _SOME),
-    _Need("launch.gpus", {DRY_RUN: _HELD}),
-    _Need("launch.gpu", {DRY_RUN: _HELD}),
-    _Need("launch.gpus", {"train.device": _Other("cpu")}),
-    _Need("launch.gpu", {"train.device": _Other("cpu")}),
-    _Need("rl.routing_replay", {EXPERTS: _HELD}),
+    _Need("launch.gpus launch.gpu", {Fact.DRY_RUN: _HELD}),
+    _Need("launch.gpus launch.gpu", {"train.device": _Other("cpu")}),
+    _Need("rl.routing_replay", {Fact.EXPERTS: _HELD}),
 )
 
 

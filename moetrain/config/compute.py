@@ -5,11 +5,11 @@ They change results by rounding alone, except for how experts are balanced.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
-from moetrain.config.sources import Section, split_words
+from moetrain.config.sections import Section
 
 SavedName = Literal["dispatch", "attention", "experts", "linear"]
 AttentionName = Literal["auto", "sdpa", "cudnn", "exact", "flex", "reference"]
@@ -34,40 +34,32 @@ class ParallelSection(Section):
     pp_stages: Literal["auto"] | int = "auto"
     """Stages of each rank: 2 or more with interleaved_1f1b (auto: 2), else 1."""
     pp_split: tuple[int, ...] | None = None
-    """Blocks of each stage in the model's order, separated by commas; unset: a split that gives the
-    slowest rank the least arithmetic, counting the head with the last stage."""
+    """Blocks of each stage in order, separated by commas, the head with the last; unset: a split
+    that gives the slowest rank the least arithmetic."""
     ep: int = Field(default=1, gt=0)
-    """Expert parallel ranks, a divisor of dp_shard * cp * tp, from whose ranks they are taken. With
-    1 every rank gathers all experts of a block and sends no tokens, which was the fastest on four
-    GPUs of one machine, by 4 %. With more, tokens travel to their experts, which takes less
-    memory."""
+    """Expert parallel ranks, a divisor of dp_shard * cp * tp, from whose ranks they are taken. 1:
+    every rank gathers all experts of a block, the fastest on four GPUs of one machine (by 4 %).
+    More: tokens travel to their experts, which takes less memory."""
     cp: int = Field(default=1, gt=0)
     """Context parallel ranks. Not available yet: must be 1."""
     reshard_after_forward: bool | int = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead
-    of its backward: less memory for one more gather. With a number, only that many of a rank's
-    first blocks do so; the last blocks, whose backwards come first, keep their parameters. With
-    activation.policy full all blocks do so, or as many as the number given here."""
+    of its backward: less memory for one more gather. A number: only so many of a rank's first
+    blocks do so, as the last ones' backwards come first. With activation.policy full: all do, or as
+    many as the number."""
     reduce: Literal["fp32_accum", "fp32", "bf16"] = "fp32_accum"
     """How gradients are summed over ranks. fp32_accum: sent in the compute dtype and added in fp32;
     fp32: sent in fp32, at twice the bytes; bf16: sent and added in the compute dtype."""
     reduce_at: Literal["each", "last"] = "each"
-    """When gradients travel, with gradient accumulation. each: those of every micro-batch, while
-    its backward runs; last: once a step, after the rank that made them has added them up in fp32,
-    at 4 bytes for every parameter that it gathers."""
-
+    """When accumulated gradients travel. each: those of every micro-batch, while its backward runs;
+    last: once a step, after the rank that made them has added them up in fp32, at 4 bytes for every
+    parameter that it gathers."""
     fsdp_transport: Literal["auto", "nccl", "copy"] = "auto"
-    """How FSDP's parameters and gradients travel. nccl: by torch's collectives (gloo on CPUs);
-    copy: within one machine, copy engines read other ranks' shards and write gradients into their
-    memory, which leaves all SMs to computation. The bits are the same; copy takes 2 more bytes for
-    each number that a rank holds, and a bucket of gradients. Parameters that optim.offload_fraction
-    keeps on the host, and sums with another parallel.reduce than fp32_accum, use collectives in any
-    case. auto: copy between GPUs of one machine that reach one another's memory."""
-
-    @field_validator("pp_split", mode="before")
-    @classmethod
-    def _split_sizes(cls, value: Any) -> Any:
-        return tuple(value.split(",")) if isinstance(value, str) else value
+    """How FSDP's parameters and gradients travel, with the same bits. nccl: by torch's collectives
+    (gloo on CPUs); copy: by copy engines within one machine, which leaves all SMs to computation,
+    for 2 more bytes a number that a rank holds, and a bucket of gradients; auto: copy between GPUs
+    that reach one another's memory. Collectives in any case: what optim.offload_fraction keeps on
+    the host, and sums with another parallel.reduce than fp32_accum."""
 
     @field_validator("reshard_after_forward")
     @classmethod
@@ -93,26 +85,24 @@ class MoeSection(Section):
     deepep_num_sms: Literal["auto"] | int = "auto"
     """SMs that DeepEP uses: an even number, or auto for the fastest at the number of ranks."""
     dispatch_mode: Literal["exact", "static"] = "exact"
-    """How DeepEP sizes the buffers of what a rank receives. exact: by the counts, for which the
-    host waits once a layer in the forward; static: by moe.static_capacity, so that nothing
-    waits."""
+    """How DeepEP sizes a rank's receive buffers. exact: by the counts, for which the host waits
+    once a layer in the forward; static: by moe.static_capacity, so that nothing waits."""
     static_capacity: float = Field(default=2.0, ge=1)
-    """Rows that static reserves for a rank's experts, as a multiple of an even share. The loads of
-    a rank's many experts even out, so more than twice that share is rare. A step that overflows
-    runs again in mode exact. None can overflow if the value is that of parallel.ep."""
+    """Rows that static reserves for a rank's experts, as a multiple of an even share; more than
+    twice that share is rare. A step that overflows runs again in mode exact. None can overflow with
+    the value of parallel.ep."""
     force_balanced: bool = False
     """Ignore the router's choice and send every expert equally many tokens, for benchmarks."""
     aux_loss_coef: float | None = Field(default=None, ge=0)
     """Weight of the load-balancing loss; unset: the model's own (router_aux_loss_coef)."""
     aux_loss_layers: Literal["auto", "each", "pooled"] = "auto"
-    """How that loss treats layers. each: every layer is balanced by itself, and the loss is the
-    mean over layers; pooled: all layers are balanced together, as in Hugging Face's models, so that
-    a single one may stay uneven; auto: each for random weights, pooled with model.path."""
+    """How that loss treats layers. each: a mean of every layer's own; pooled: all layers together,
+    as in Hugging Face's models, so that a single one may stay uneven; auto: each for random
+    weights, pooled with model.path."""
     aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
-    """The tokens whose expert counts that loss uses; without gradient accumulation both are the
-    same. micro_batch: one micro-batch of all ranks, which costs nothing, but the loss depends on
-    how the batch is split. global_batch: the whole step, however it is split, for one more forward
-    pass of each micro-batch."""
+    """The tokens whose expert counts that loss uses. micro_batch: one micro-batch of all ranks, so
+    that the loss depends on how the batch is split; global_batch: the whole step, for one more
+    forward pass of each micro-batch, unless it is the only one."""
     z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the router z-loss, the mean squared logsumexp of the router's logits."""
     bias_update_rate: float = Field(default=0.0, ge=0)
@@ -144,16 +134,15 @@ class KernelsSection(Section):
     flex: FlexAttention; reference: plain torch; exact: batch-invariant attention. auto: for
     unpacked rows and on a CPU sdpa; for packed rows on CUDA cudnn, if nvidia-cudnn-frontend is
     installed and the GPU is Hopper or newer, else flex; in reinforcement learning exact where it
-    runs. With exact (Hopper, bfloat16) each token's forward has the same bits whatever it is
-    computed beside, so that training computes the log-probabilities that generation reported:
-    attention has cudnn's backward, and norms, rotations and SwiGLU are ops that the compiler does
-    not fuse."""
+    runs. With exact (Hopper, bfloat16) a token's forward has the same bits whatever it is computed
+    beside, so training computes the log-probabilities that generation reported. It has cudnn's
+    backward, and the compiler does not fuse norms, rotations and SwiGLU."""
     precision: Precision = "bf16"
     """Precision of matrix products. bf16: the compute dtype. fp8: routed experts and dense
     projections multiply e4m3 numbers with a scale for each row, in the forward and for the
-    gradients of their inputs. Gradients of weights, the head, the router and attention keep the
-    compute dtype. fp8 takes a Hopper GPU (a CPU computes the same numbers, slowly) and widths that
-    are multiples of 16; generation computes in bf16."""
+    gradients of their inputs, and all else keeps the compute dtype. fp8 takes a Hopper GPU (a CPU
+    computes the same numbers, slowly) and widths that are multiples of 16; generation computes in
+    bf16."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -161,10 +150,8 @@ class KernelsSection(Section):
 
 
 class CompileSection(Section):
-    """torch.compile, one block at a time. The whole model cannot be one graph, since FSDP's gathers
-    run a block ahead as asynchronous collectives, which cannot be traced. It would also compile
-    longer with every layer (16 layers, aot_eager on a CPU: 15 s), while blocks share a graph (1 s).
-    """
+    """torch.compile, one block at a time. FSDP's gathers, which run a block ahead, cannot be
+    traced, and blocks share a graph: 16 layers take 1 s, as one graph 15 s (aot_eager on a CPU)."""
 
     enabled: bool | Literal["auto"] = "auto"
     """Compile every transformer block, with fullgraph=True. auto: on CUDA. On a CPU, yes needs a
@@ -181,9 +168,8 @@ class ActivationSection(Section):
     """Activations that the forward pass keeps for the backward pass."""
 
     policy: Literal["none", "selective", "full"] = "none"
-    """Recomputation. none: keep every activation; selective: recompute each block in the backward
-    pass, except what activation.save names; full: recompute all of each block, and gather its
-    parameters again."""
+    """Recomputation in the backward pass. none: nothing; selective: each block, except what
+    activation.save names; full: all of each block, whose parameters are gathered again."""
     save: tuple[SavedName, ...] = ("dispatch", "attention", "experts")
     """What selective keeps, separated by commas: dispatch (tokens that expert parallel ranks
     exchange), attention (its output), experts (pre-activations of the grouped products), linear
@@ -191,11 +177,8 @@ class ActivationSection(Section):
     offload: float | Literal["auto"] = 0.0
     """Share, from 0 to 1, of the kept activations that waits in pinned host memory and comes back
     one block ahead; only tensors of 8 MiB or more move. auto: as much as the link to the host
-    carries while blocks compute (50 GB/s at 450 TFLOP/s), so that nothing waits; a larger share
-    costs time. With activation.policy selective less is left to move, and blocks must be
-    compiled; with full nothing is left."""
-
-    _split = field_validator("save", mode="before")(split_words)
+    carries while blocks compute (50 GB/s at 450 TFLOP/s); more costs time. With activation.policy
+    selective blocks must be compiled; with full nothing is left to move."""
 
     @field_validator("offload")
     @classmethod

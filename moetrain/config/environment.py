@@ -1,7 +1,7 @@
-"""The environment of a process: its place among those started together, caches, compilers, threads.
+"""What surrounds a process: others started with it, kinds of GPUs, caches, compilers, threads.
 
 None of this is a setting; variables that are (``MOETRAIN_*``) are read in
-:mod:`moetrain.config.sources`.
+:mod:`moetrain.config.sources`. Left out on purpose: rates of GPUs that nobody has measured.
 """
 
 from __future__ import annotations
@@ -11,12 +11,31 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moetrain.config.sources import ConfigError
 
-GATE = "_MOETRAIN_GATE"
-"""Environment variable by which our launcher names the gate file to its ranks."""
+GIB = 2**30
+
+
+class _Gpu(NamedTuple):
+    """Memory and peak rate of a kind of GPU."""
+
+    memory_gib: float
+    """Memory that torch sees (``total_memory``), which is less than the name promises."""
+    peak_flops: float
+    """Dense bf16 FLOP/s by the vendor's datasheet."""
+
+
+GpuName = Literal["a100", "l40s", "h100", "h800", "h200", "b200"]
+GPUS: dict[GpuName, _Gpu] = {
+    "b200": _Gpu(178.3, 2250e12),
+    "h200": _Gpu(139.8, 989e12),
+    "h100": _Gpu(79.1, 989e12),  # of 80 GB; the A100 too
+    "h800": _Gpu(79.1, 989e12),
+    "a100": _Gpu(79.1, 312e12),
+    "l40s": _Gpu(44.3, 362e12),
+}
 
 
 class LaunchedPlace(NamedTuple):
@@ -42,12 +61,14 @@ class LaunchedPlace(NamedTuple):
     gate: str | None = None
     """File that the launcher creates when ranks may go on; None: they need not wait."""
 
+    GATE = "_MOETRAIN_GATE"  # the variable by which our launcher names that file
+
 
 _SLURM_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
 
 
-def read_place(variables: Mapping[str, str]) -> LaunchedPlace | None:
-    """Read the variables of torchrun, or else of srun; None: this process was started alone.
+def launched_place(variables: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
+    """Return this process's place among those that torchrun, srun or moetrain started, or None.
 
     Raises:
         ConfigError: one of the launcher's variables is missing or no number.
@@ -79,7 +100,7 @@ def read_place(variables: Mapping[str, str]) -> LaunchedPlace | None:
     counts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, most = (_number(variables, name) if name in variables else 0 for name in counts)
     address = f"{host}:{port}"
-    told = (error_file, on_machine, is_served, restarts, most, variables.get(GATE))
+    told = (error_file, on_machine, is_served, restarts, most, variables.get(LaunchedPlace.GATE))
     return LaunchedPlace(rank, local_rank, world_size, address, *told)
 
 
@@ -105,11 +126,6 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def launched_place() -> LaunchedPlace | None:
-    """Return this process's place among those that torchrun, srun or moetrain started, or None."""
-    return read_place(os.environ)
-
-
 def allocator_is_set() -> bool:
     """Return whether the user has told torch how to allocate device memory."""
     return bool({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ))
@@ -131,9 +147,8 @@ def let_idle_threads_sleep() -> None:
 
     Call it before torch is imported, which reads these variables; those that are set stay as they
     are. By default idle threads spin for a millisecond and keep cores from whoever has work.
-    Seconds a step of the debug recipe on two cores: on an idle machine 0.38, at most 0.52 with
-    short spins, 0.61 asleep; beside four busy processes 3.0 with short spins, 1.9 asleep; beside
-    eighteen 21 and 1.5.
+    Seconds a step of the debug recipe on two cores, with short spins and asleep: on an idle machine
+    0.52 and 0.61, beside four busy processes 3.0 and 1.9, beside eighteen 21 and 1.5.
     """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from moetrain.config.sources import ConfigError, Section
+from moetrain.config.sections import Section
+from moetrain.config.sources import ConfigError
 
 PolicyName = Literal["clip", "gspo", "cispo", "reinforce"]
 SleepName = Literal["never", "cache", "all"]
-AdvantageName = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 # 1 - low and 1 + high bound the ratio. clip: PPO's bounds, with DAPO's higher upper one; gspo:
 # GSPO's, for means over a sequence; cispo: no lower bound, and ScaleRL's upper one.
@@ -41,18 +41,16 @@ class RlSection(Section):
     """Largest ratio that counts with a negative advantage, for clip alone; unset: no bound. 3 is
     common."""
     ratio: Literal["current", "proximal", "rollout"] = "proximal"
-    """Denominator of the ratio. current: the probabilities themselves, so that the ratio is 1 (for
-    one update a rollout); proximal: the trainer's probabilities before the update, for one more
-    forward pass if generation's bits differ from the trainer's; rollout: the probabilities that
-    generation reported."""
+    """Denominator of the ratio. current: the probabilities themselves, so that it is 1 (for one
+    update a rollout); proximal: the trainer's before the update, for one more forward pass if
+    generation's bits differ from the trainer's; rollout: those that generation reported."""
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
-    """Importance weights, proximal over rollout probability, which correct for generation that
-    differs from the trainer. token: one for each token; sequence: their product over a sample;
-    auto: token, or none with rl.ratio rollout, whose ratio contains them."""
+    """Importance weights, proximal over rollout probability, for generation that differs from the
+    trainer. token: one for each token; sequence: their product over a sample; auto: token, or none
+    with rl.ratio rollout, whose ratio contains them."""
     importance_how: Literal["truncate", "mask"] = "truncate"
-    """Treatment of extreme weights. truncate: weights above rl.importance_high count as that; mask:
-    tokens whose weight is outside [rl.importance_low, rl.importance_high] are not trained, nor
-    counted in any denominator."""
+    """Treatment of extreme weights. truncate: those above rl.importance_high count as that; mask:
+    tokens outside [rl.importance_low, rl.importance_high] are neither trained nor counted."""
     importance_low: float = Field(default=0.0, ge=0)
     """Smallest weight that mask keeps."""
     importance_high: float = Field(default=2.0, gt=0)
@@ -68,23 +66,23 @@ class RlSection(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy, which is maximised; 0: it is only logged."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """How tokens' losses are combined. token: mean over all tokens of the global batch; sequence:
-    mean over samples of each one's mean over tokens; fixed: sum over tokens / (samples x
-    rl.max_tokens), which favours no length (Dr. GRPO)."""
-    advantage: AdvantageName = "dr_grpo"
+    """How tokens' losses are combined. token: mean over the global batch; sequence: mean over
+    samples of each one's mean; fixed: sum over tokens / (samples x rl.max_tokens), which favours no
+    length (Dr. GRPO)."""
+    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = (
+        "dr_grpo"
+    )
     """How rewards become advantages. dr_grpo: reward minus the group's mean; grpo: that, divided by
     the group's standard deviation; rloo: reward minus the mean of the group's others; reinforce_pp:
     normalised over the global batch, whatever the group; reinforce_pp_baseline: reward minus the
     group's mean, then normalised over the global batch."""
     overlong: Literal["keep", "mask", "drop"] = "keep"
     """Treatment of trajectories that rl.max_tokens cut off. keep: as any other; mask: they count
-    for their group's advantages but are not trained; drop: neither. Failed trajectories are always
-    dropped."""
+    for advantages but are not trained; drop: neither. Failed ones are always dropped."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of sampling, and of the probabilities that are trained."""
     max_tokens: int = Field(default=64, gt=0)
     """Most tokens that the policy writes in one trajectory."""
-
     env: str = "sort"
     """Environment to learn in. yes_no_maybe, sort, arithmetic, calculator: tasks made up on demand;
     jsonl: the lines of rl.prompts; reasoning-gym:TASK; or FILE.py:NAME, a callable that takes a
@@ -109,9 +107,8 @@ class RlSection(Section):
     """Optimizer steps in one step of the run, each on a part of the step's groups."""
     max_staleness: int = Field(default=0, ge=0)
     """Steps by which generation may run ahead. 0: every trajectory is generated by the weights that
-    it trains; s: prompts begin s steps early and are generated across the updates in between.
-    Training and generation take turns on the same devices in any case; running ahead keeps the
-    generator full, since a step's longest trajectory is generated beside those of later steps."""
+    it trains; s: prompts begin s steps early and are generated across the updates in between, which
+    keeps the generator full. Training and generation take turns on the same devices in any case."""
     resample: int = Field(default=0, ge=0)
     """Rounds in which groups whose rewards are all equal, which teach nothing, are replaced by new
     prompts (dynamic sampling, arXiv 2503.14476)."""
@@ -124,9 +121,8 @@ class RlSection(Section):
     eval_temperature: float = Field(default=0.0, ge=0)
     """Temperature of sampling in evaluations; 0: always the likeliest token."""
     offload: bool = False
-    """Keep the optimizer's moments in host memory and free gradients while trajectories are
-    generated. It frees 8 bytes for each parameter of a device's share, or 12 with several devices,
-    and costs the time to copy the moments."""
+    """Keep the optimizer's moments in host memory and free gradients during generation: 8 bytes for
+    each parameter of a device's share, or 12 with several devices, for the time to copy them."""
     routing_replay: bool = False
     """Train with the experts that generation chose for each token (arXiv 2510.11370), weighted by
     the router's current scores; for generation whose bits differ from the trainer's."""
@@ -137,8 +133,7 @@ class RlSection(Section):
     sleep: Literal["auto", "never", "cache", "all"] = "auto"
     """Memory of generation that is freed while weights are updated. never: none; cache: keys and
     values; all: its copy of the weights too; auto: the least with which the estimate fits the
-    device. On CUDA the memory returns at another address, so graphs are captured again each
-    step."""
+    device. On CUDA graphs are then captured again each step."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -156,39 +151,37 @@ class RlSection(Section):
 
     def check(self) -> None:
         """Raise ConfigError if two settings of the section exclude each other."""
-        if self.policy == "reinforce" and (self.clip_low, self.clip_high) != (None, None):
-            name = "clip_high" if self.clip_low is None else "clip_low"
-            raise ConfigError(
-                f"rl.{name}",
-                f"{getattr(self, name)} contradicts rl.policy 'reinforce', which has no ratio to "
-                "clip; unset one",
-            )
-        if self.ratio == "rollout" and self.importance_of != "none":
-            raise ConfigError(
-                "rl.importance",
-                f"{self.importance!r} contradicts rl.ratio 'rollout', which has these weights in "
-                "it already; use none or auto, or another rl.ratio",
-            )
-        if self.importance_low >= self.importance_high:
-            raise ConfigError(
-                "rl.importance_low",
-                f"{self.importance_low} is not below rl.importance_high {self.importance_high}",
-            )
-        for name in ("kl", "kl_in"):
-            value = getattr(self, name)
-            if not self.kl_coef and value != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"rl.{name}", f"{value!r} contradicts rl.kl_coef 0, no KL; unset one"
-                )
-        if self.kl == "k1" and self.kl_in == "loss":
-            raise ConfigError(
-                "rl.kl",
-                "'k1' contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, "
-                "or rl.kl_in reward",
-            )
-        if self.group_size == 1 and self.advantage != "reinforce_pp":
-            raise ConfigError(
-                "rl.group_size",
-                f"1 contradicts rl.advantage {self.advantage!r}, which compares within a group; "
-                "use 2 or more, or reinforce_pp",
-            )
+        no_ratio = "contradicts rl.policy 'reinforce', which has no ratio to clip; unset one"
+        no_kl = "contradicts rl.kl_coef 0, no KL; unset one"
+        is_reinforce, rollout = self.policy == "reinforce", self.ratio == "rollout"
+        for name, is_wrong, why in (
+            ("clip_low", is_reinforce and self.clip_low is not None, no_ratio),
+            ("clip_high", is_reinforce and self.clip_high is not None, no_ratio),
+            (
+                "importance",
+                rollout and self.importance_of != "none",
+                "contradicts rl.ratio 'rollout', which has these weights in it already; use none "
+                "or auto, or another rl.ratio",
+            ),
+            (
+                "importance_low",
+                self.importance_low >= self.importance_high,
+                f"is not below rl.importance_high {self.importance_high}",
+            ),
+            ("kl", self.kl_coef == 0 and self.kl != "k3", no_kl),
+            ("kl_in", self.kl_coef == 0 and self.kl_in != "loss", no_kl),
+            (
+                "kl",
+                self.kl == "k1" and self.kl_in == "loss",
+                "contradicts rl.kl_in 'loss': its gradient is 0 in expectation; use k2 or k3, or "
+                "rl.kl_in reward",
+            ),
+            (
+                "group_size",
+                self.group_size == 1 and self.advantage != "reinforce_pp",
+                f"contradicts rl.advantage {self.advantage!r}, which compares within a group; use "
+                "2 or more, or reinforce_pp",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(f"rl.{name}", f"{getattr(self, name)!r} {why}")

@@ -9,12 +9,64 @@ those of reinforcement learning in :mod:`moetrain.config.rl`. Checks that span s
 from __future__ import annotations
 
 import math
-from typing import Literal
+import os
+import re
+from decimal import Decimal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from moetrain.config.hardware import GpuName
-from moetrain.config.sources import ConfigError, Section, from_home, split_words
+from moetrain.config.environment import GpuName
+from moetrain.config.sources import ConfigError
+
+_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
+_FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
+
+
+class Section(BaseModel):
+    """A frozen group of settings, without unknown keys, infinities or NaNs."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read 1e6, which Python and TOML take for a float, as an integer, and a,b as a tuple."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        kinds = get_args(kind) or (kind,)
+        if tuple in map(get_origin, (kind, *kinds)):
+            words = value.split(",") if isinstance(value, str) else value
+            return tuple(x for x in words if x != "") if isinstance(words, list) else words
+        if int not in kinds or float in kinds:
+            return value
+        is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
+        number = Decimal(value.strip()) if is_text else value
+        # Neither NaN nor inf, nor a number of a thousand digits.
+        is_small = isinstance(number, float | Decimal) and abs(number) < 2**64
+        return int(number) if is_small and number == int(number) else value
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_used(cls, value: Any) -> Any:
+        """Refuse text that cannot be a file's name, and numbers that torch cannot hold."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is empty; leave it out")
+        # Surrogates: bytes that are not UTF-8, or half a character.
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("holds what is not text")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("is beyond 64 bits")
+        if isinstance(value, float) and value and not _FP32_LEAST <= abs(value) < _FP32_MOST:
+            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
+        return value
+
+
+def _from_home(value: str | None) -> str | None:
+    """Expand ~ in a path: no shell does that in a file or after =."""
+    return value and os.path.expanduser(value)
+
 
 _LARGEST = 2**20
 """Limit of a model's sizes, above those of any known model: more must be a slip."""
@@ -68,29 +120,27 @@ class DataSection(Section):
     """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents that is held out for evaluation, chosen by a hash of their names or
-    text. If there are too few documents for that, the last tokens are held out, as large a
-    share."""
+    text; of too few documents the last tokens, as large a share."""
     text_field: str = "text"
     """Field of a jsonl line that holds its text. Lines with `messages` are conversations."""
     chat_template: str | None = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
     tokenizer: str = "byte"
-    """The tokenizer: byte, which needs no file, or a tokenizer.json, a folder that holds one, or a
-    hub id. Unset with model.path: that checkpoint's own."""
+    """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
+    with model.path: that checkpoint's own."""
     seq_len: int = Field(default=256, gt=1)
     """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
     packing: Literal["auto", "whole", "stream"] = "auto"
-    """How documents fill rows. whole: uncut documents are fitted into rows, and the rest of a row
-    is padding; a conversation longer than a row loses its end, and a longer text is cut into parts.
-    stream: documents follow one another and are cut at the end of each row. auto: whole for
-    conversations, else stream."""
+    """How documents fill rows. whole: uncut, with padding; a conversation longer than a row loses
+    its end, and a longer text is cut into parts. stream: documents follow one another and are cut
+    at the end of each row. auto: whole for conversations, else stream."""
     cache_dir: str | None = None
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
     num_documents: int = Field(default=1024, gt=0, lt=2**31)
     """Rows of the synthetic source."""
 
-    _from_home = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
-        from_home
+    _paths = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
+        _from_home
     )
 
 
@@ -124,14 +174,12 @@ class TrainSection(Section):
     eval_interval: int = Field(default=100, ge=0)
     """Steps between evaluations on held-out rows; 0: only at the end."""
     eval_rows: int = Field(default=256, gt=0)
-    """Held-out rows that an evaluation uses, or all if there are fewer. They are the same rows at
-    every evaluation, whatever train.seed, the micro-batch and the layout are."""
+    """Held-out rows that an evaluation uses, the same ones at each, whatever train.seed and the
+    layout are; all, if there are fewer."""
     sample_tokens: int = Field(default=200, ge=0)
     """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample."""
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
-
-    _split = field_validator("freeze", mode="before")(split_words)
 
     def micro_batches(self, data_ranks: int = 1) -> int:
         """Return how many micro-batches each of ``data_ranks`` ranks has in an optimizer step.
@@ -176,16 +224,15 @@ class LoraSection(Section):
     routers take none."""
     targets: tuple[str, ...] = ("auto",)
     """Patterns of the modules that get adapters, separated by commas: *.attn.*, *.wq, *.mlp.*,
-    layers.1.moe.experts, *.router. auto: attention and the routed experts, or in a model without
-    experts attention and the MLPs."""
+    layers.1.moe.experts, *.router. auto: attention, and the routed experts, or the MLPs if
+    there are none."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """How the first matrix of an adapter is drawn; the second starts at 0. kaiming: uniformly
     within 1 / sqrt(inputs); gaussian: normally, with standard deviation 1 / rank."""
-
     base_dtype: Literal["auto", "float8"] = "auto"
     """Dtype in which blocks' frozen matrices are stored. auto: train.dtype; float8: e4m3 with a
-    scale for every 32 numbers (MXFP8), which halves the memory of bf16 and the bytes gathered. Each
-    matrix is converted when its block runs, in the forward and again in the backward."""
+    scale for every 32 numbers (MXFP8), which halves the memory of bf16 and the bytes gathered, and
+    is converted whenever a block runs."""
     path: str | None = None
     """Folder of adapters in PEFT's format to start from; rank and targets must be the same."""
     save: bool = True
@@ -194,16 +241,12 @@ class LoraSection(Section):
     """How those files hold adapters of routed experts. per_expert: one module for each expert;
     fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
 
-    _from_home = field_validator("path")(from_home)
-    _split = field_validator("targets", mode="before")(split_words)
+    _paths = field_validator("path")(_from_home)
 
     @property
     def scale(self) -> float:
         """The factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
-
-
-StateDtype = Literal["float32", "bfloat16"]
 
 
 class OptimSection(Section):
@@ -232,21 +275,17 @@ class OptimSection(Section):
     """Decoupled weight decay of matrices. Norms, biases, embeddings and routers do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
-    state_dtype: StateDtype = "float32"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of AdamW's two moments. bfloat16 takes 4 bytes a parameter instead of 8 and rounds
-    stochastically, with random bits that depend on train.seed. A run keeps the dtype it began
-    with."""
+    stochastically (by train.seed). A run keeps the dtype it began with."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradients that a rank keeps until the step. bfloat16 takes 2 bytes a parameter
-    instead of 4. Ranks' gradients and those kept so far are added in fp32, and each sum is rounded
-    to nearest. With many micro-batches small gradients are lost beside the sum, unless ranks add
-    theirs up before they send them (parallel.reduce_at last)."""
-
+    instead of 4; sums are made in fp32 and rounded to nearest. With many micro-batches small
+    gradients are lost beside the sum, unless parallel.reduce_at is last."""
     offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the trained parameters, in bytes, whose fp32 weights and moments live in host
-    memory, where the CPU updates them while the device goes on. Of such a parameter the device
-    holds only the 2 bytes that it computes with; the host of each process holds 16: weight, moments
-    and gradient."""
+    memory, where the CPU updates them while the device goes on. Of these the device holds the 2
+    bytes a parameter that it computes with, the host 16: weight, moments and gradient."""
 
     def warmup(self, total_steps: int) -> int:
         """Return the steps of linear warmup in a run of ``total_steps``."""
@@ -254,26 +293,16 @@ class OptimSection(Section):
             return self.warmup_steps or 0
         return round(self.warmup_fraction * total_steps)
 
-    def check(self) -> None:
-        """Raise ConfigError for dtypes of moments or gradients that the host's update lacks."""
-        for name in ("state_dtype", "gradient_dtype"):
-            if self.offload_fraction and getattr(self, name) != "float32":
-                raise ConfigError(
-                    "optim.offload_fraction",
-                    f"{self.offload_fraction}, and the update on the host knows no optim.{name} "
-                    f"{getattr(self, name)!r}; use float32, or no offload_fraction",
-                )
-
 
 class CheckpointSection(Section):
     """Saving, resuming and exporting."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: checkpoints are saved by time (checkpoint.minutes), at the end
-    and when the run is stopped."""
+    """Steps between checkpoints; 0: only by time (checkpoint.minutes), at the end and when the run
+    is stopped."""
     minutes: float = Field(default=30, ge=0)
-    """Save, whatever checkpoint.interval is, when so many minutes have passed since the last
-    checkpoint, so that a power cut loses no more than that; 0: never by time."""
+    """Save when so many minutes have passed since the last checkpoint, so that a power cut loses no
+    more; 0: never by time."""
     at_end: bool = True
     """Write a checkpoint at the end of the run."""
     keep: int = Field(default=2, gt=0)
@@ -281,9 +310,8 @@ class CheckpointSection(Section):
     keep_every: int = Field(default=0, ge=0)
     """Keep checkpoints at multiples of so many steps for good, besides the newest; 0: none."""
     asynchronous: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU).
-    Each process copies its part of weights and moments: over all of them 12 bytes a parameter, or 8
-    with moments in bfloat16."""
+    """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
+    weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""
     resume: str = "auto"
     """Where to resume from. auto: the newest checkpoint of output_dir, if there is one; never:
     start anew; or the folder of a checkpoint."""
@@ -302,15 +330,14 @@ class CheckpointSection(Section):
                 "is saved then; make it one",
             )
 
-    _from_home = field_validator("resume")(from_home)
-
-
-WARM_PROFILE_STEPS = 1
-"""Steps that are traced and thrown away, since the profiler itself loads in them."""
+    _paths = field_validator("resume")(_from_home)
 
 
 class LogSection(Section):
     """What a run prints and writes while it trains."""
+
+    WARM_STEPS: ClassVar[int] = 1
+    """Steps that are traced and thrown away, since the profiler itself loads in them."""
 
     interval: int = Field(default=10, gt=0)
     """Steps between logged lines."""
@@ -319,9 +346,9 @@ class LogSection(Section):
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: int = Field(default=0, ge=0)
-    """Steps to profile: each rank writes a trace of them (in Chrome's format, for ui.perfetto.dev)
-    and, on CUDA, a history of memory (for pytorch.org/memory_viz) to output_dir/profile. 0: none.
-    Only the profiled steps are slower."""
+    """Steps to profile, the only slower ones; 0: none. Each rank writes a trace (for
+    ui.perfetto.dev) and on CUDA a history of memory (for pytorch.org/memory_viz) to
+    output_dir/profile."""
     profile_after: int = Field(default=4, gt=0)
     """Steps of this process before the profiled ones; one more warms up the profiler."""
     profile_as: Literal["trace", "nvtx"] = "trace"
@@ -330,7 +357,7 @@ class LogSection(Section):
 
     def check(self, steps: int) -> None:
         """Raise ConfigError if a run of ``steps`` ends before the steps to profile."""
-        needed = self.profile_after + WARM_PROFILE_STEPS + self.profile
+        needed = self.profile_after + self.WARM_STEPS + self.profile
         if self.profile and needed > steps:
             raise ConfigError(
                 "log.profile",
@@ -351,7 +378,6 @@ class LaunchSection(Section):
     max_restarts: int = Field(default=0, ge=0)
     """How often to restart a run from its newest checkpoint after one of its processes failed or
     was killed. Under torchrun give its own option --max-restarts instead."""
-
     gpus: int | None = Field(default=None, gt=0)
     """GPUs that --dry_run plans for; unset: those of this run, on this machine or under a launcher,
     or as many as the degrees in parallel multiply to."""
@@ -390,10 +416,10 @@ class JobsSection(Section):
     max_saves: int = Field(default=16, gt=0)
     """Named saves of one job."""
     max_loaded: int = Field(default=8, gt=0)
-    """Jobs whose adapters and moments stay in host memory between their turns, at 12 bytes for each
-    trained parameter, or 16 in the middle of a step. Others are read from disk at each turn."""
+    """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
+    16 in the middle of a step. Others are read from disk at each turn."""
     save_interval: int = Field(default=20, gt=0)
-    """Requests of a job between two of its checkpoints. Requests after the last one are in the
-    job's log, and are computed again after a restart."""
+    """Requests of a job between two of its checkpoints. Those after the last one are computed again
+    after a restart, from the job's log."""
 
-    _from_home = field_validator("token_file")(from_home)
+    _paths = field_validator("token_file")(_from_home)

@@ -1,8 +1,8 @@
-"""Sources of settings: recipes and TOML files, the environment, the command line; and sections.
+"""Where settings come from: recipes and TOML files, the environment, the command line.
 
-Each source becomes a flat mapping of dotted names to values, which :mod:`moetrain.config` merges
-and validates. Unknown names are errors here, where the message can name the source. All sections
-of settings derive from :class:`Section`.
+Each source becomes a layer of values by dotted name. :class:`Reader` reads the layers of a run,
+puts a recipe under them if the user named none, and merges them. Unknown names are errors here,
+where the message can name the source; what a value may be is the sections' own.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
+from enum import Enum
 from importlib import resources
-from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from pathlib import Path, PurePath
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
-
-ENV_PREFIX = "MOETRAIN_"
-_POWER_OF_TEN = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,4}")
-_FP32_LEAST, _FP32_MOST = 2.0**-126, 2.0**128
+from pydantic import BaseModel, ValidationError
 
 
 class ConfigError(ValueError):
@@ -39,55 +35,19 @@ class RunFailed(RuntimeError):
     """A run cannot continue for reasons outside its settings; the user sees the message."""
 
 
-class Section(BaseModel):
-    """A frozen group of settings, without unknown keys, infinities or NaNs."""
+class Recipes(Enum):
+    """The recipes that a command starts from where none is named."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    TRAIN = "debug", "continue", "sft"
+    RL = "rl-sort", "rl", "rl"
+    JOBS = "jobs-debug", "jobs", "jobs"
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _whole(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read 1e6, which Python and TOML take for a float, as an integer where one is wanted."""
-        kinds = get_args(kind := cls.model_fields[info.field_name or ""].annotation) or (kind,)
-        if int not in kinds or float in kinds:
-            return value
-        is_text = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value.strip())
-        number = Decimal(value.strip()) if is_text else value
-        # Neither NaN nor inf, nor a number of a thousand digits.
-        is_small = isinstance(number, float | Decimal) and abs(number) < 2**64
-        return int(number) if is_small and number == int(number) else value
+    def __init__(self, default: str, of_path: str, of_chats: str) -> None:
+        """Take the recipe without ``model.path``, with it, and with it and jsonl data.
 
-    @field_validator("*")
-    @classmethod
-    def _can_be_used(cls, value: Any) -> Any:
-        """Refuse text that cannot be a file's name, and numbers that torch cannot hold."""
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("is empty; leave it out")
-        if isinstance(value, str) and ("\0" in value or _has_surrogates(value)):
-            raise ValueError("holds what is not text")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("is beyond 64 bits")
-        if isinstance(value, float) and value and not _FP32_LEAST <= abs(value) < _FP32_MOST:
-            raise ValueError("is 0 or infinite in fp32, in which weights are updated")
-        return value
-
-
-def _has_surrogates(text: str) -> bool:
-    """Return whether ``text`` holds bytes that are not UTF-8, or half a character."""
-    return any("\ud800" <= c <= "\udfff" for c in text)
-
-
-def split_words(value: Any) -> Any:
-    """Return the non-empty items of a list, or of text separated by commas, as a tuple."""
-    words = value.split(",") if isinstance(value, str) else value
-    return tuple(word for word in words if word) if isinstance(words, list) else words
-
-
-def from_home(value: str | None) -> str | None:
-    """Expand ~ in a path: no shell does that in a file or after =."""
-    return value and os.path.expanduser(value)
+        If the last two differ, the kind of data must be known.
+        """
+        self.default, self.of_path, self.of_chats = default, of_path, of_chats
 
 
 def recipe_names() -> list[str]:
@@ -96,12 +56,11 @@ def recipe_names() -> list[str]:
     return sorted(f.name[: -len(".toml")] for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
-def is_recipe(source: object) -> bool:
-    """Return whether ``source`` names a recipe shipped with the package."""
+def _is_recipe(source: object) -> bool:
     return isinstance(source, str | os.PathLike) and os.fspath(source) in recipe_names()
 
 
-class Layer(NamedTuple):
+class _Layer(NamedTuple):
     """The settings of one source."""
 
     origin: str
@@ -112,41 +71,201 @@ class Layer(NamedTuple):
     """Whether a user wrote them; a shipped recipe only proposes."""
 
 
-def read_source(
-    source: str | os.PathLike[str] | Mapping[str, Any], settings: Mapping[str, bool]
-) -> Layer:
-    """Read a recipe, a TOML file (UTF-8, with or without a byte order mark) or a nested mapping.
+# One of two alternatives is set: the user's replaces a recipe's or a default.
+_ALTERNATIVES = (
+    ("model.path", "model.preset"),
+    ("train.epochs", "train.steps"),
+    ("optim.warmup_fraction", "optim.warmup_steps"),
+)
+_PREFIX = "MOETRAIN_"
+_C = TypeVar("_C", bound=BaseModel)
 
-    Args:
-        settings: every dotted name there is, and whether the setting may be unset (``none``).
 
-    Raises:
-        ConfigError: the file does not exist, is not TOML, or has an unknown name.
-    """
-    origin = "mapping" if isinstance(source, Mapping) else os.fspath(source)
-    try:
-        tree = source if isinstance(source, Mapping) else tomllib.loads(_text_of(origin))
-        values = _known(dict(leaves(tree)), settings)
-    except OSError as error:
-        absent = isinstance(error, FileNotFoundError)
-        problem = "does not exist" if absent else f"cannot be read: {error.strerror}"
-        raise ConfigError("config file", f"{shortened(origin)} {problem}") from None
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8: {error.reason} at byte {error.start}"
-        raise ConfigError("config file", f"{shortened(origin)} {problem}") from None
-    except ConfigError:
-        raise
-    except ValueError as error:  # tomllib's own, a NUL, Python's for integers of 4,300 digits
-        raise ConfigError("config file", f"{shortened(origin)} is not TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError("config file", f"{shortened(origin)} is nested too deeply") from None
-    if is_recipe(source):
-        return Layer(f"recipe {origin}", values, is_users=False)
-    return Layer(origin, values)
+class Reader(Generic[_C]):
+    """Reads settings for a config class, whose fields are sections of settings, or settings."""
+
+    def __init__(self, config: type[_C]) -> None:
+        self._config = config
+        self._may_be_unset: dict[str, bool] = {}  # by dotted name
+        for name, field in config.model_fields.items():
+            section = type(field.default)
+            inner = section.model_fields if issubclass(section, BaseModel) else {"": field}
+            for key, setting in inner.items():
+                may = type(None) in get_args(setting.annotation)
+                self._may_be_unset[f"{name}.{key}".rstrip(".")] = may
+        self._sections = {name.partition(".")[0] for name in self._may_be_unset if "." in name}
+
+    def read(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, Any] | None,
+        overrides: Sequence[str],
+        environ: Mapping[str, str],
+        recipes: Recipes,
+        *,
+        once: bool,
+    ) -> tuple[_C, dict[str, str], str]:
+        """Read the arguments of ``Config.load``; raises ConfigError as that does.
+
+        Returns:
+            The config, where each setting comes from, and a line on the recipe that lies under it.
+        """
+        layers = [] if source is None else [self._of_source(source)]
+        layers += [
+            _Layer("environment", self._typed(self._of_environment(environ))),
+            _Layer("command line", self._typed(self._of_words(overrides, once))),
+        ]
+        recipe, why = _recipe_under(layers, source, recipes)
+        if recipe is not None:
+            layers.insert(0, self._of_source(recipe))
+        if recipes.of_path != recipes.of_chats:
+            layers += _source_of_path(layers)
+        values, origins = _merged(layers)
+        return self.build(values), origins, why
+
+    def build(self, values: Mapping[str, Any], *, strict: bool = True) -> _C:
+        """Make a config of ``values`` by dotted name.
+
+        Args:
+            strict: values must be of exactly the right types; else they may be texts.
+
+        Raises:
+            ConfigError: a value is of a wrong type, or not among those that its setting takes.
+        """
+        tree: dict[str, Any] = {}
+        for name, value in values.items():
+            section, _, key = name.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[key] = value
+        try:
+            return self._config.model_validate(tree, strict=strict)
+        except ValidationError as error:
+            raise self._told(error) from None
+
+    def _typed(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(leaves(self.build(texts, strict=False).model_dump(exclude_unset=True)))
+
+    def _told(self, error: ValidationError) -> ConfigError:
+        """Turn pydantic's first complaint into one line; branches of a union share one field."""
+        first, *_ = errors = error.errors()
+        names = [".".join(map(str, each["loc"])) for each in errors]
+        is_of = (k for k in self._may_be_unset if names[0] == k or names[0].startswith(k + "."))
+        field = next(is_of, names[0])
+        own = (e for e, name in zip(errors, names, strict=True) if name.startswith(field))
+        remedies = dict.fromkeys(_remedy(each["msg"]) for each in own)
+        return ConfigError(field, f"{shortened(first['input'])}: {' or '.join(remedies)}")
+
+    def _of_source(self, source: str | os.PathLike[str] | Mapping[str, Any]) -> _Layer:
+        """Read a recipe, a TOML file (UTF-8, perhaps with a byte order mark) or a mapping."""
+        origin = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+        try:
+            tree = source if isinstance(source, Mapping) else tomllib.loads(_text_of(origin))
+            values = self._known(dict(leaves(tree)))
+        except ConfigError:
+            raise
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError)
+            problem = "does not exist" if absent else f"cannot be read: {error.strerror}"
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8: {error.reason} at byte {error.start}"
+        except ValueError as error:  # tomllib's own, a NUL, Python's for integers of 4,300 digits
+            problem = f"is not TOML: {error}"
+        except RecursionError:
+            problem = "is nested too deeply"
+        else:
+            if _is_recipe(source):
+                return _Layer(f"recipe {origin}", values, is_users=False)
+            return _Layer(origin, values)
+        raise ConfigError("config file", f"{shortened(origin)} {problem}")
+
+    def _known(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """Return ``flat`` without empty sections."""
+        for name, value in flat.items():
+            if name in self._sections and value != {}:
+                problem = f"is given for a section; put settings under [{name}]"
+                raise ConfigError(name, f"{shortened(value)} {problem}")
+            if name not in self._sections and name not in self._may_be_unset:
+                raise ConfigError(_cut(name), f"unknown setting{self._hint(name)}")
+        return {name: value for name, value in flat.items() if name in self._may_be_unset}
+
+    def _of_environment(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Turn ``MOETRAIN_A__B=v`` into ``{"a.b": "v"}``."""
+        known = {_variable(name): name for name in self._may_be_unset}
+        values = {}
+        for variable, text in environ.items():
+            if not variable.upper().startswith(_PREFIX):
+                continue
+            if variable.upper() not in known:
+                words = variable[len(_PREFIX) :].replace("__", ".")
+                raise ConfigError(variable, f"unknown setting{self._hint(words, _variable)}")
+            name = known[variable.upper()]
+            _check_once(name, values, text, "in the environment")
+            values[name] = self._value(name, text)
+        return values
+
+    def _of_words(self, words: Sequence[str], once: bool) -> dict[str, Any]:
+        """Turn ``--a.b v``, ``--a.b=v`` or ``a.b=v`` into ``{"a.b": "v"}``."""
+        values, rest = {}, list(words)
+        while rest:
+            word = rest.pop(0)
+            key, has_value, text = word.removeprefix("--").partition("=")
+            if not word.startswith("--") and not has_value:
+                is_source = _is_recipe(word) or word.endswith(".toml")
+                raise ConfigError(
+                    shortened(word),
+                    "is a recipe or file, of which a run takes one, as its first word; leave the "
+                    "rest out, or put what they set into one file"
+                    if is_source
+                    else "is not a setting; write --section.key value (a recipe or file comes "
+                    "first)",
+                )
+            if key not in self._may_be_unset:
+                spelt = "--{}".format if word.startswith("--") else str
+                near = self._hint(key, spelt, ("dry_run", "help", "version"))
+                raise ConfigError(_cut(key or word), f"unknown setting{near}")
+            if not has_value:
+                if not rest or rest[0].startswith("--"):
+                    problem = f"has no value on the command line; write --{key} VALUE"
+                    raise ConfigError(key, problem)
+                text = rest.pop(0)
+            if once:
+                _check_once(key, values, text, "on the command line")
+            values[key] = self._value(key, text)
+        return values
+
+    def _value(self, name: str, text: str) -> str | None:
+        is_unset = self._may_be_unset[name] and text.lower() in ("none", "null")
+        return None if is_unset else text
+
+    def _hint(self, key: str, spelt: Callable[[str], str] = str, others: Sequence[str] = ()) -> str:
+        """Return the end of an "unknown setting" message: the names that may have been meant.
+
+        ``spelt`` writes a name as its source does; ``others`` are names beside the settings'.
+        """
+        near = self._nearest(key.lower().replace("-", "_"), [*self._may_be_unset, *others])
+        if not near:
+            return "; --help lists them all"
+        return f"; did you mean {' or '.join(map(spelt, near))}?"
+
+    def _nearest(self, key: str, known: list[str]) -> list[str]:
+        """List the same key in another section, or what differs in separators or few letters."""
+        section, _, last = key.rpartition(".")
+        letters = key.translate(_SEPARATORS)
+        alike = [name for name in known if name.translate(_SEPARATORS) == letters]
+        alike = alike or [ours for ours, theirs in _ELSEWHERE.items() if last in theirs.split()]
+        if alike:
+            return alike
+
+        def keyed(names: list[str]) -> list[str]:
+            keys = [name.rpartition(".")[2] for name in names]
+            best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
+            return [name for name, own in zip(names, keys, strict=True) if own in best]
+
+        meant = difflib.get_close_matches(section, self._sections, 1, _NEAR)
+        inside = keyed([name for name in known if name.partition(".")[0] in meant])
+        return inside or keyed(known)
 
 
 def _text_of(name: str) -> str:
-    if is_recipe(name):
+    if _is_recipe(name):
         return (resources.files("moetrain") / "recipes" / f"{name}.toml").read_text("utf-8")
     if name.endswith(".toml"):
         return Path(name).read_bytes().decode("utf-8-sig")
@@ -156,36 +275,8 @@ def _text_of(name: str) -> str:
     raise ConfigError("recipe", f"{problem}, nor a .toml file")
 
 
-def _known(flat: dict[str, Any], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """Return ``flat`` without empty sections; raises ConfigError for an unknown name."""
-    sections = {name.partition(".")[0] for name in settings if "." in name}
-    for name, value in flat.items():
-        if name in sections and value != {}:
-            raise ConfigError(
-                name, f"{shortened(value)} is given for a section; put settings under [{name}]"
-            )
-        if name not in sections and name not in settings:
-            raise ConfigError(_cut(name), f"unknown setting{hint(name, settings)}")
-    return {name: value for name, value in flat.items() if name in settings}
-
-
-def read_env(environ: Mapping[str, str], settings: Mapping[str, bool]) -> dict[str, Any]:
-    """Turn ``MOETRAIN_A__B=v`` into ``{"a.b": "v"}``; ``settings`` as in :func:`read_source`."""
-    known = {_variable(name): name for name in settings}
-    values = {}
-    for variable, text in environ.items():
-        if variable.upper().startswith(ENV_PREFIX):
-            if variable.upper() not in known:
-                words = variable[len(ENV_PREFIX) :].replace("__", ".")
-                raise ConfigError(variable, f"unknown setting{hint(words, settings, _variable)}")
-            name = known[variable.upper()]
-            _check_once(name, values, text, "in the environment")
-            values[name] = _value(text, settings[name])
-    return values
-
-
 def _variable(name: str) -> str:
-    return ENV_PREFIX + name.upper().replace(".", "__")
+    return _PREFIX + name.upper().replace(".", "__")
 
 
 def _check_once(name: str, values: Mapping[str, str | None], text: str, where: str) -> None:
@@ -195,66 +286,63 @@ def _check_once(name: str, values: Mapping[str, str | None], text: str, where: s
         raise ConfigError(name, problem)
 
 
-def read_cli(
-    words: Sequence[str], settings: Mapping[str, bool], *, once: bool = False
-) -> dict[str, Any]:
-    """Turn ``--a.b v``, ``--a.b=v`` or ``a.b=v`` into ``{"a.b": "v"}``.
-
-    Args:
-        settings: as in :func:`read_source`.
-        once: refuse a setting that comes twice; else its last value counts.
-    """
-    values, rest = {}, list(words)
-    while rest:
-        word = rest.pop(0)
-        key, has_value, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") and not has_value:
-            is_source = is_recipe(word) or word.endswith(".toml")
-            raise ConfigError(
-                shortened(word),
-                "is a recipe or file, of which a run takes one, as its first word; leave the rest "
-                "out, or put what they set into one file"
-                if is_source
-                else "is not a setting; write --section.key value (a recipe or file comes first)",
-            )
-        if key not in settings:
-            spelt = "--{}".format if word.startswith("--") else str
-            near = hint(key, [*settings, "dry_run", "help", "version"], spelt)
-            raise ConfigError(_cut(key or word), f"unknown setting{near}")
-        if not has_value:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(key, f"has no value on the command line; write --{key} VALUE")
-            text = rest.pop(0)
-        if once:
-            _check_once(key, values, text, "on the command line")
-        values[key] = _value(text, settings[key])
-    return values
+def _given(layers: Iterable[_Layer]) -> dict[str, Any]:
+    """Return what the last layer that has a setting says of it."""
+    return {name: value for layer in layers for name, value in layer.values.items()}
 
 
-def _value(text: str, may_be_unset: bool) -> str | None:
-    return None if may_be_unset and text.lower() in ("none", "null") else text
+def _recipe_under(
+    layers: Sequence[_Layer], source: object, recipes: Recipes
+) -> tuple[str | None, str]:
+    """Return the recipe to put under ``layers``, or None, and a line that says which it is."""
+    if _is_recipe(source):
+        return None, f"  recipe {source}"
+    given = _given(layers)
+    path, data = given.get("model.path"), given.get("data.path")
+    if path is None:
+        if source is not None:
+            return None, ""
+        default = recipes.default
+        return default, f"  recipe {default}, as neither one nor model.path is named"
+    if recipes.of_path == recipes.of_chats:
+        recipe = recipes.of_path
+        return recipe, f"  recipe {recipe}, as model.path is set and none is named"
+    kind = given.get("data.source") or (None if data is None else _source_by_suffix(data))
+    recipe = recipes.of_chats if kind == "jsonl" else recipes.of_path
+    return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
 
 
-def merge(
-    layers: Sequence[Layer], alternatives: Iterable[tuple[str, str]]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge layers, weakest first; returns the values, and where each comes from.
+def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
+    """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
+    given, users = _given(layers), _given(layer for layer in layers if layer.is_users)
+    path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
+    if path is None or reads_files or "data.path" not in users or "data.source" in users:
+        return []
+    return [_Layer("end of data.path", {"data.source": _source_by_suffix(path)}, is_users=False)]
 
-    Of two alternatives one is set: the user's replaces a recipe's or a default. ``None`` means not
-    set.
 
-    Raises:
-        ConfigError: the user has set both of two alternatives.
-    """
-    values, origins, is_users = {}, {}, {}
-    for layer in layers:
-        values |= layer.values
-        origins |= dict.fromkeys(layer.values, layer.origin)
-        is_users |= dict.fromkeys(layer.values, layer.is_users)
-    for pair in alternatives:
-        given = [name for name in pair if values.get(name) is not None]
-        if len(given) == 2 and is_users[pair[0]] == is_users[pair[1]]:
-            one, other = pair
+def _source_by_suffix(path: object) -> str:
+    # To guess text for other files would train on their format: braces, commas, binary.
+    kind = {".jsonl": "jsonl", ".txt": "text"}.get(PurePath(str(path)).suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            "data.source",
+            f"not set, and data.path {shortened(path)} is neither .jsonl nor .txt; set text (a "
+            "file of any text, or a folder of such) or jsonl (a file or folder of .jsonl); stdlib "
+            "and synthetic take no path, and Parquet, Arrow, compressed files and a hub's data "
+            "sets are not read: write them as .jsonl",
+        )
+    return kind
+
+
+def _merged(layers: Sequence[_Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merge layers, weakest first; returns the values, and where each comes from."""
+    values = _given(layers)
+    origins = {name: layer.origin for layer in layers for name in layer.values}
+    is_users = {name: layer.is_users for layer in layers for name in layer.values}
+    for one, other in _ALTERNATIVES:
+        given = [name for name in (one, other) if values.get(name) is not None]
+        if len(given) == 2 and is_users[one] == is_users[other]:
             raise ConfigError(
                 one,
                 f"{shortened(values[one])} ({origins[one]}) contradicts {other} "
@@ -262,72 +350,41 @@ def merge(
             )
         if given:
             kept = max(given, key=lambda name: is_users[name])
-            dropped = pair[1] if kept == pair[0] else pair[0]
+            dropped = other if kept == one else one
             values[dropped], origins[dropped] = None, f"as {kept} is set"
     return values, origins
 
 
+def _remedy(message: str) -> str:
+    """Rewrite pydantic's sentence on what the input should be as what to give instead."""
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    message = re.sub(r"Input should be (?=greater|less)", "give a number ", message)
+    message = message.replace("a valid boolean", "yes or no (in TOML true or false)")
+    return message.replace("Input should be", "give")
+
+
 # Names that other trainers use.
 _ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "warmup_ratio": "optim.warmup_fraction",
-    "lr_scheduler_type": "optim.schedule",
-    "batch_size": "train.global_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "bf16": "train.dtype",
-    "model_name_or_path": "model.path",
-    "dataset": "data.path",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "block_size": "data.seq_len",
-    "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep",
-    "logging_steps": "log.interval",
-    "output": "output_dir",
-    "nproc_per_node": "launch.nproc",
-    "gpus": "launch.nproc",
-    "num_gpus": "launch.nproc",
-    "r": "lora.rank",
-    "lora_r": "lora.rank",
+    "optim.lr": "learning_rate",
+    "optim.warmup_fraction": "warmup_ratio",
+    "optim.schedule": "lr_scheduler_type",
+    "train.global_batch_size": "batch_size gradient_accumulation_steps",
+    "train.micro_batch_size": "per_device_train_batch_size",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.steps": "max_steps",
+    "train.dtype": "bf16",
+    "model.path": "model_name_or_path",
+    "data.path": "dataset",
+    "data.seq_len": "max_length max_seq_length block_size",
+    "checkpoint.interval": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "log.interval": "logging_steps",
+    "output_dir": "output",
+    "launch.nproc": "nproc_per_node gpus num_gpus",
+    "lora.rank": "r lora_r",
 }
+_SEPARATORS = str.maketrans("", "", "._")
 _NEAR = 0.75  # a misspelling; at difflib's own 0.6 unrelated names are near one another
-
-
-def hint(key: str, known: Iterable[str], spelt: Callable[[str], str] = str) -> str:
-    """Return the end of an "unknown setting" message: the names that may have been meant.
-
-    A name is near if it is the same key in another section, differs only in separators, or differs
-    in a letter or two. ``spelt`` writes a name as its source does.
-    """
-    near = _nearest(key.lower().replace("-", "_"), list(known))
-    if not near:
-        return "; --help lists them all"
-    return f"; did you mean {' or '.join(map(spelt, near))}?"
-
-
-def _nearest(key: str, known: list[str]) -> list[str]:
-    alike = [name for name in known if _letters(name) == _letters(key)]
-    section, _, last = key.rpartition(".")
-    if alike or last in _ELSEWHERE:
-        return alike or [_ELSEWHERE[last]]
-
-    def keyed(names: list[str]) -> list[str]:
-        keys = [name.rpartition(".")[2] for name in names]
-        best = [last] if last in keys else difflib.get_close_matches(last, keys, 1, _NEAR)
-        return [name for name, own in zip(names, keys, strict=True) if own in best]
-
-    sections = {name.partition(".")[0] for name in known if "." in name}
-    meant = difflib.get_close_matches(section, sections, 1, _NEAR)
-    inside = keyed([name for name in known if name.partition(".")[0] in meant])
-    return inside or keyed(known)
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[._]", "", name)
 
 
 def shortened(value: Any) -> str:
@@ -352,20 +409,3 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each setting that differs between two runs' nested values."""
-    before = dict(leaves(then))
-    for key, value in leaves(now):
-        if before.get(key) != value:
-            yield f"{key} {before.get(key)!r} -> {value!r}"
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Group settings by section: ``{"a.b": 1, "c": 2}`` becomes ``{"a": {"b": 1}, "c": 2}``."""
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        section, _, key = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[key] = value
-    return tree

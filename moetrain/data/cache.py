@@ -1,9 +1,8 @@
 """The token cache: a source is tokenised once, into files that training maps into memory.
 
-A cache is a folder named by a hash of everything that decides its tokens (the source's files and
-how they are read, the tokenizer, the format below). It is written under a temporary name and
-renamed, so it exists whole or not at all. If several processes build it at once, the first one wins
-and the others use its result. Neither building nor reading holds the corpus in memory.
+A cache is a folder named by a hash of everything that decides its tokens. It is written under a
+temporary name and renamed, so it exists whole or not at all. If several processes build it at once,
+the first one wins. Neither building nor reading holds the corpus in memory.
 
     tokens.bin     [num_tokens] uint16, or uint32 for a vocabulary over 65,536
     documents.bin  [num_documents + 1] int64: where each document starts, then num_tokens
@@ -11,9 +10,6 @@ and the others use its result. Neither building nor reading holds the corpus in 
     masked.bin     [num_tokens] uint8, 1 for a token without loss; empty if there is none
     meta.json      the sizes, the type of the tokens, a hash of all that is in the files, and
                    checksums of their beginnings
-
-Every document ends with EOS. One of plain text begins as the tokenizer begins texts (with BOS,
-say), a conversation as its template does. A source without any text has a cache without documents.
 
 Left out on purpose: removing caches that are no longer used (delete the folder), and reading
 sources only to see whether they changed (a file's path, size and time of change stand for its
@@ -26,13 +22,12 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import sys
-import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -40,21 +35,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moetrain.config import ConfigError
-from moetrain.data.chat import Span
 from moetrain.data.sources import Source, TextPart
 from moetrain.data.tokenizer import Tokenizer
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _FORMAT = 3
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
-
 _CHECKED_BYTES = 1 << 26
 """Bytes of each file that are checked when a cache is opened: all of a small corpus, and as many of
 a large one as are read in a tenth of a second."""
-
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
 
@@ -79,56 +71,56 @@ class TokenCache(NamedTuple):
         """Number of documents."""
         return len(self.targets)
 
+    @classmethod
+    def of(cls, source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCache:
+        """Open the cache of ``source``, and build it first if no earlier run did.
 
-def open_cache(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> TokenCache:
-    """Open the token cache of ``source``, and build it first if no earlier run did.
+        Raises:
+            ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or the
+                cache in it is damaged.
+        """
+        identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
+        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        folder = cache_dir / key
+        if not os.path.isdir(folder):
+            _build(source, tokenizer, folder)
+        try:
+            return cls._mapped(folder)
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            reason = str(error) if isinstance(error, ValueError) else repr(error)
+            raise ConfigError(
+                "data.cache_dir", f"{folder} is damaged ({reason}); delete it to tokenise again"
+            ) from None
 
-    Raises:
-        ConfigError: the source or the tokenizer is bad, ``cache_dir`` cannot be written, or the
-            cache in it is damaged.
-    """
-    identity = [_FORMAT, tokenizer.fingerprint, source.identity()]
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    folder = cache_dir / key
-    if not os.path.isdir(folder):
-        _build(source, tokenizer, folder)
-    try:
-        return _open(folder)
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        reason = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ConfigError(
-            "data.cache_dir", f"{folder} is damaged ({reason}); delete it to tokenise again"
-        ) from None
+    @classmethod
+    def _mapped(cls, folder: Path) -> TokenCache:
+        """Map the cache in ``folder``; a ValueError, or any error of reading, means damage."""
+        meta = json.loads((folder / "meta.json").read_bytes())
+        num_tokens, num_documents = meta["num_tokens"], meta["num_documents"]
 
+        def mapped(name: str, dtype: str, length: int) -> np.ndarray:
+            file = folder / name
+            if file.stat().st_size != length * np.dtype(dtype).itemsize:
+                raise ValueError(f"{name} has {file.stat().st_size} bytes")
+            # An empty file cannot be mapped.
+            return np.memmap(file, dtype=dtype, mode="r") if length else np.empty(0, dtype)
 
-def _open(folder: Path) -> TokenCache:
-    """Map the cache in ``folder``; a ValueError, or any error of reading, means damage."""
-    meta = json.loads((folder / "meta.json").read_bytes())
-    num_tokens, num_documents = meta["num_tokens"], meta["num_documents"]
-
-    def mapped(name: str, dtype: str, length: int) -> np.ndarray:
-        file = folder / name
-        if file.stat().st_size != length * np.dtype(dtype).itemsize:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes")
-        # An empty file cannot be mapped.
-        return np.memmap(file, dtype=dtype, mode="r") if length else np.empty(0, dtype)
-
-    if meta["dtype"] not in ("uint16", "uint32"):
-        raise ValueError(f"tokens of type {meta['dtype']!r}")
-    for name in _FILES:
-        if _checksum(folder / name) != meta["checksums"][name]:
-            raise ValueError(f"{name} is not what was written")
-    documents = mapped("documents.bin", "int64", num_documents + 1)
-    if documents[0] != 0 or documents[-1] != num_tokens:
-        raise ValueError("documents.bin does not end with the tokens")
-    has_mask = (folder / "masked.bin").stat().st_size > 0
-    return TokenCache(
-        mapped("tokens.bin", meta["dtype"], num_tokens),
-        documents,
-        mapped("targets.bin", "int64", num_documents),
-        mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
-        str(meta["content"]),
-    )
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"tokens of type {meta['dtype']!r}")
+        for name in _FILES:
+            if _checksum(folder / name) != meta["checksums"][name]:
+                raise ValueError(f"{name} is not what was written")
+        documents = mapped("documents.bin", "int64", num_documents + 1)
+        if documents[0] != 0 or documents[-1] != num_tokens:
+            raise ValueError("documents.bin does not end with the tokens")
+        has_mask = (folder / "masked.bin").stat().st_size > 0
+        return cls(
+            mapped("tokens.bin", meta["dtype"], num_tokens),
+            documents,
+            mapped("targets.bin", "int64", num_documents),
+            mapped("masked.bin", "uint8", num_tokens) if has_mask else None,
+            str(meta["content"]),
+        )
 
 
 def _checksum(file: Path) -> int:
@@ -137,23 +129,16 @@ def _checksum(file: Path) -> int:
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    prefix, parent = f"{folder.name}.", folder.parent
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
-        raise _not_writable(folder, error) from None
-    try:
-        _write(source, tokenizer, temporary)
-        temporary.rename(folder)
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as temporary:
+            _write(source, tokenizer, Path(temporary))
+            Path(temporary).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
-        if not folder.is_dir():  # else another process was first, with the same content
-            raise _not_writable(folder, error) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _not_writable(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError("data.cache_dir", f"{str(folder.parent)!r} cannot be written: {error}")
+        if not os.path.isdir(folder):  # else another process was first, with the same content
+            problem = f"{str(parent)!r} cannot be written: {error}"
+            raise ConfigError("data.cache_dir", problem) from None
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
@@ -164,7 +149,7 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     ):
         files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
         task = progress.add_task("Tokenising", total=source.total_bytes())
-        writer = _Writer(tokenizer.vocab_size, *files)
+        writer = _Writer(tokenizer.vocab_size, files)
         for part, ids_T, masked_T in _encoded(source.parts(), tokenizer):
             writer.add(ids_T, masked_T, part.ends_document)
             progress.advance(task, part.num_bytes)
@@ -175,7 +160,7 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
     (folder / "meta.json").write_text(json.dumps(meta))
     if meta["num_documents"]:
-        logger.info(
+        _logger.info(
             "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
         )
 
@@ -183,20 +168,13 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 class _Writer:
     """Writes tokens to a cache's files, a part of a document at a time."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        tokens: BinaryIO,
-        documents: BinaryIO,
-        targets: BinaryIO,
-        masked: BinaryIO,
-    ) -> None:
+    def __init__(self, vocab_size: int, files: Sequence[BinaryIO]) -> None:
+        """Take the open :data:`_FILES`."""
         self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self._tokens, self._documents = tokens, documents
-        self._targets, self._masked = targets, masked
+        self._tokens, self._documents, self._targets, self._masked = files
         self._num_tokens = self._num_documents = self._document_start = self._num_targets = 0
         self._content = hashlib.blake2b(digest_size=16)
-        documents.write(np.int64(0).tobytes())
+        self._documents.write(np.int64(0).tobytes())
 
     def add(self, ids_T: np.ndarray, masked_T: np.ndarray | None, ends_document: bool) -> None:
         """Write the next part's tokens, and which of them have no loss (uint8; None: all have)."""
@@ -236,14 +214,13 @@ def _encoded(
 ) -> Iterator[tuple[TextPart, np.ndarray, np.ndarray | None]]:
     """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
 
-    Documents of plain text begin with what the tokenizer puts before a text; all documents end with
-    EOS.
+    Documents of plain text begin with ``bos_ids``, conversations as their template does; all end
+    with EOS.
     """
     starts_document = True
     for batch in _batches(parts):
-        for part, encoded in zip(
-            batch, tokenizer.encode_batch([part.text for part in batch]), strict=True
-        ):
+        texts = [part.text for part in batch]
+        for part, encoded in zip(batch, tokenizer.encode_batch(texts), strict=True):
             ids_T, masked_T = encoded.ids, None
             if part.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), part.loss_spans)
@@ -271,7 +248,7 @@ def _batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
         yield batch
 
 
-def _masked(offsets_T2: np.ndarray, spans: list[Span]) -> np.ndarray:
+def _masked(offsets_T2: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return [T] uint8: 0 for a token that covers a character of a span, else 1.
 
     Spans [(3, 5)] over tokens at (0, 2), (2, 4), (4, 5), (5, 6) give 1, 0, 0, 1.

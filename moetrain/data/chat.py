@@ -1,17 +1,10 @@
 """Renders conversations to text, with the spans that a model learns: the assistant's turns.
 
-The template is rendered once up to each assistant turn (with the generation prompt) and once
-after it; what the second rendering adds is the turn. So any Jinja chat template works unmarked.
-A template that marks the text to learn with ``{% generation %}`` is rendered once, and its marks
-are the spans, as in ``transformers``' assistant mask.
-
-Templates get the variables that ``transformers``' ``apply_chat_template`` gives them, and render
-the same text: tools, documents and others (:func:`template_variables`), without keys that are null,
-and with a turn's reasoning under all of its usual names.
-
-A template may rewrite history: Qwen3's drops the thoughts of earlier turns. Then one text cannot
-hold every turn as the model will see it, and the conversation becomes several texts, each with
-loss on the turns that are in their final form there.
+A template is rendered once up to each assistant turn (with the generation prompt) and once after
+it; what the second rendering adds is the turn. So any Jinja chat template works unmarked. One that
+marks what to learn with ``{% generation %}`` is rendered once, as for ``transformers``' assistant
+mask. A template may rewrite history (Qwen3's drops the thoughts of earlier turns). Then one text
+cannot hold every turn as the model will see it, and the conversation becomes several.
 
 Left out on purpose: turns after the last assistant turn (they carry no loss), and trailing white
 space of a turn (layout, not speech).
@@ -20,11 +13,15 @@ space of a turn (layout, not speech).
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +32,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moetrain.config import ConfigError
+from moetrain.data.tokenizer import Tokenizer
 
 CHATML = """\
 {%- for message in messages %}
@@ -44,19 +42,15 @@ CHATML = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 
-Span = tuple[int, int]
-"""Characters ``start:end`` of a text."""
-
-
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 # Other arguments of ``apply_chat_template``, which there are no variables of the template.
 _RESERVED |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding"}
 _RESERVED |= {"sanitize_control_tokens", "truncation", "max_length", "return_tensors"}
 _RESERVED |= {"return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Marks around text to learn, with a secret that no conversation can contain.
 _MARK = secrets.token_hex(8)
-"""Secret in the marks around text to learn, which no conversation can contain."""
-_MARKS = re.compile(f"<{_MARK}>|</{_MARK}>")
+_OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
 
 # What templates raise: programs, if small ones.
 _TEMPLATE_ERRORS = (
@@ -91,38 +85,46 @@ class _Generation(Extension):
 
     @jinja2.pass_context
     def _marked(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
-        return f"<{_MARK}>{caller()}</{_MARK}>" if context.get(_MARK) else caller()
+        return f"{_OPEN}{caller()}{_CLOSE}" if context.get(_MARK) else caller()
 
 
+@dataclass
 class ChatTemplate:
-    """A Jinja chat template. It runs in a sandbox, since it comes with strangers' checkpoints."""
+    """A Jinja chat template. It runs in a sandbox, since it comes with strangers' checkpoints.
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        *,
-        check: bool = False,
-        with_tools: str | None = None,
-    ) -> None:
-        """Take the template; ``special_tokens`` (``bos_token``, ...) become variables of it.
+    What is wrong with it is found at the first conversation: a corpus without any needs no valid
+    template.
+    """
 
-        Args:
-            with_tools: the template for conversations that have tools; None: the same one.
+    source: str
+    special_tokens: Mapping[str, str]
+    """Variables of the template: ``bos_token``, ..."""
+    with_tools: ChatTemplate | None = None
+    """The template for conversations that have tools; None: the same one."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, file_name: str | None = None) -> ChatTemplate:
+        """Take the template of ``data.chat_template``, else the tokenizer's, else ChatML.
 
         Raises:
-            ConfigError: the template is malformed, and ``check`` is set. Without ``check`` that is
-                found at the first conversation: a corpus without any needs no valid template.
+            ConfigError: the file cannot be read, or is no template.
         """
-        self.source = source
-        self._special_tokens = special_tokens
-        self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
-        if check:
-            _ = self._template
+        special = tokenizer.special_tokens
+        if file_name is not None:
+            template = cls(_read(file_name), special)
+            _ = template._template  # whoever names a file hears of its mistakes
+            return template
+        if tokenizer.chat_template is not None:
+            tools = tokenizer.tool_template
+            with_tools = None if tools is None else cls(tools, special)
+            return cls(tokenizer.chat_template, special, with_tools)
+        # Templates write their own BOS: so does this one, where the model knows texts to begin so.
+        has_bos = tokenizer.bos_ids and "bos_token" in special
+        return cls("{{- bos_token }}" * bool(has_bos) + CHATML, special)
 
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
-        return [self.source, *(self._with_tools.identity() if self._with_tools else ())]
+        return [self.source, *(self.with_tools.identity() if self.with_tools else ())]
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -137,35 +139,36 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                "data.chat_template", f"line {error.lineno} of the template: {error.message}"
-            ) from None
+            problem = f"line {error.lineno} of the template: {error.message}"
         except (SyntaxError, *_TEMPLATE_ERRORS) as error:  # of the Python that it becomes
-            raise ConfigError(
-                "data.chat_template", f"the template cannot be compiled: {_say(error)}"
-            ) from None
+            problem = f"the template cannot be compiled: {_say(error)}"
+        raise ConfigError("data.chat_template", problem)
 
     def documents(
         self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> list[tuple[str, list[Span]]]:
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Render a conversation to its texts, each with the spans of its assistant turns.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
             variables: further variables of the template; see :func:`template_variables`.
 
+        Returns:
+            Texts, and characters ``(start, end)`` of each. Every turn has loss in one text, where
+            it is in its final form.
+
         Raises:
             BadLineError: ``messages`` has another shape, no assistant turn, or the template fails.
             ConfigError: the template itself is wrong.
         """
-        if self._with_tools is not None and variables.get("tools") is not None:
-            return self._with_tools.documents(messages, variables)
+        if self.with_tools is not None and variables.get("tools") is not None:
+            return self.with_tools.documents(messages, variables)
         turns = _checked(messages)
         if not any(message["role"] == "assistant" for message in turns):
             raise BadLineError("`messages` has no assistant turn to learn from")
         if re.search(r"{%[-+]?\s*generation\b", self.source):
             return [self._marked_document(turns, variables)]
-        documents: list[tuple[str, list[Span]]] = []
+        documents: list[tuple[str, list[tuple[int, int]]]] = []
         for i, message in enumerate(turns):
             if message["role"] != "assistant":
                 continue
@@ -184,7 +187,7 @@ class ChatTemplate:
                     "give another one",
                     "data.chat_template",
                 )
-            spans: list[Span] = []
+            spans: list[tuple[int, int]] = []
             if documents and text.startswith(documents[-1][0]):
                 spans = documents.pop()[1]
             documents.append((text, [*spans, (len(prompt), len(text))]))
@@ -192,20 +195,19 @@ class ChatTemplate:
 
     def _marked_document(
         self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, list[Span]]:
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation up to the last text that the template marks, with its marks."""
         marked = self._render(turns, {**variables, _MARK: True}, add_generation_prompt=False)
-        text, spans, depth, start, last = "", [], 0, 0, 0
-        for mark in _MARKS.finditer(marked):
-            text += marked[last : mark.start()]
-            last = mark.end()
-            if not mark[0].startswith("</"):
-                start = len(text) if depth == 0 else start
-                depth += 1
-                continue
-            depth -= 1
-            if depth == 0 and start < len(text):
-                spans.append((start, len(text)))
+        text, spans, starts = "", [], []
+        for piece in re.split(f"({_OPEN}|{_CLOSE})", marked):
+            if piece == _OPEN:
+                starts.append(len(text))
+            elif piece == _CLOSE:
+                start = starts.pop()
+                if not starts and start < len(text):
+                    spans.append((start, len(text)))
+            else:
+                text += piece
         if not spans:
             raise BadLineError(
                 "the chat template marks no text with {% generation %}, though there is an "
@@ -220,8 +222,8 @@ class ChatTemplate:
         Raises:
             BadLineError, ConfigError: as :meth:`documents`.
         """
-        if self._with_tools is not None and variables.get("tools") is not None:
-            return self._with_tools.prompt(messages, variables)
+        if self.with_tools is not None and variables.get("tools") is not None:
+            return self.with_tools.prompt(messages, variables)
         return self._render(_checked(messages), variables, add_generation_prompt=True)
 
     def _render(
@@ -234,9 +236,23 @@ class ChatTemplate:
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         none = {"tools": None, "documents": None}  # as `transformers` has them where none are given
         try:
-            return template.render({**self._special_tokens, **none, **variables, **own})
+            return template.render({**self.special_tokens, **none, **variables, **own})
         except (MemoryError, *_TEMPLATE_ERRORS) as error:  # all that is made here is the template's
             raise BadLineError(f"the chat template fails: {_say(error)}") from None
+
+
+def _read(file_name: str) -> str:
+    try:
+        if stat.S_ISREG(os.stat(file_name).st_mode):
+            return Path(file_name).read_text(encoding="utf-8")
+        problem = "is not a file"
+    except FileNotFoundError:
+        problem = "does not exist"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except ValueError as error:  # not UTF-8
+        problem = f"is no text file: {error}"
+    raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
 
 
 def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,13 +312,11 @@ def _checked(messages: object) -> list[dict[str, Any]]:
 
 def _say(error: Exception) -> str:
     """Describe an error: Jinja's messages speak for themselves, Python's need their class."""
-    if isinstance(error, jinja2.TemplateError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    is_jinjas = isinstance(error, jinja2.TemplateError)
+    return str(error) if is_jinjas else f"{type(error).__name__}: {error}"
 
 
 def _raise_exception(message: str) -> None:
-    """Refuse a conversation; templates call this."""
     raise jinja2.TemplateError(message)
 
 

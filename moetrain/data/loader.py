@@ -4,11 +4,6 @@ Whole documents are held out for evaluation, chosen by a hash. Where that leaves
 a row (one file, a handful of chats), the end of the data is held out instead: of a stream its last
 rows, else the last documents. Either way nothing that is trained on is evaluated.
 
-One integer decides the order of batches. The loader's whole state is ``sample_index``, how many
-rows the run has consumed over all ranks. Sample g is row ``permutation(seed, g // n)[g % n]`` of a
-dataset of n rows, so a resumed run sees the batches that it would have seen, and the rows of a step
-do not depend on the number of ranks.
-
 Left out on purpose: worker processes, prefetching and pinned memory. A row is a slice of a
 memory-mapped file; a step's rows take microseconds each.
 
@@ -31,7 +26,7 @@ import torch
 
 from moetrain.config import Config, ConfigError, DataSection
 from moetrain.config.environment import user_cache_dir
-from moetrain.data.cache import TokenCache, open_cache
+from moetrain.data.cache import TokenCache
 from moetrain.data.packing import (
     IGNORE_INDEX,
     Dataset,
@@ -40,11 +35,11 @@ from moetrain.data.packing import (
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import JsonlSource, Source, open_sources
+from moetrain.data.sources import Source, open_sources
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 
 class Data(NamedTuple):
@@ -55,9 +50,9 @@ class Data(NamedTuple):
     """Held-out rows; None: there is no evaluation (data.eval_fraction 0)."""
     tokenizer: Tokenizer
     fingerprint: str
-    """Hash of what decides the rows of both: tokens and which of them have loss (so the text, the
-    tokenizer and the template, wherever their files lie), packing, row length, what is held out,
-    and the seed of synthetic rows. Their order is not in it: train.seed decides that."""
+    """Hash of what decides the rows of both: tokens and which of them have loss, packing, row
+    length, what is held out, and the seed of synthetic rows; neither their order nor where files
+    lie."""
     chat_template: str | None
     """The template that rendered the conversations; None: there are none."""
 
@@ -65,8 +60,7 @@ class Data(NamedTuple):
 def build_data(config: Config, vocab_size: int) -> Data:
     """Open the rows that ``config.data`` describes, and tokenise them if no earlier run did.
 
-    The synthetic source draws ids from the whole of ``vocab_size``; its tokenizer only decodes
-    samples of the model's output, and must fit the vocabulary too.
+    The synthetic source draws ids from the whole of ``vocab_size``.
 
     Raises:
         ConfigError: anything wrong with the data or its settings, or a ``train.sample_prompt`` that
@@ -87,28 +81,20 @@ def build_data(config: Config, vocab_size: int) -> Data:
             raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
+    template, held_out = None, None
     if data.source == "synthetic":
-        train, held_out = _synthetic(config, vocab_size)
-        template = None
+        shape, rows = (data.seq_len, vocab_size, config.train.seed), data.num_documents
+        train = SyntheticDataset(rows, *shape)
+        if num_held_out := math.ceil(rows * data.eval_fraction):
+            held_out = SyntheticDataset(num_held_out, *shape, first=rows)
     else:
         train, held_out, template = _from_text(data, tokenizer)
         for side, dataset in (("", train), ("held out: ", held_out)):
             if isinstance(dataset, WholeDataset):
-                logger.info("%s%s", side, dataset.describe())
+                _logger.info("%s%s", side, dataset.describe())
     identity = [train.identity, None if held_out is None else held_out.identity]
     fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Data(train, held_out, tokenizer, fingerprint, template)
-
-
-def _synthetic(config: Config, vocab_size: int) -> tuple[Dataset, Dataset | None]:
-    data, seed = config.data, config.train.seed
-    train = SyntheticDataset(data.num_documents, data.seq_len, vocab_size, seed)
-    num_held_out = math.ceil(data.num_documents * data.eval_fraction)
-    if num_held_out == 0:
-        return train, None
-    return train, SyntheticDataset(
-        num_held_out, data.seq_len, vocab_size, seed, first=data.num_documents
-    )
 
 
 def _from_text(
@@ -119,14 +105,12 @@ def _from_text(
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
 
     def read(source: Source) -> TokenCache:
-        return open_cache(source, tokenizer, cache_dir)
+        return TokenCache.of(source, tokenizer, cache_dir)
 
     train = read(sources.train)
     held_out = None if sources.eval is None else read(sources.eval)
     has_chats = any(cache is not None and cache.masked is not None for cache in (train, held_out))
-    template = None
-    if has_chats and isinstance(sources.train, JsonlSource):
-        template = sources.train.template.source
+    template = sources.template if has_chats else None
     if held_out is None or sources.eval is None:
         return _all_rows(train, sources.train, data), None, template
     if data.eval_path is not None:
@@ -142,41 +126,39 @@ def _from_text(
     return *_divided(whole, sources.undivided, data), template
 
 
+def _is_whole(cache: TokenCache, data: DataSection) -> bool:
+    return data.packing == "whole" or (data.packing == "auto" and cache.masked is not None)
+
+
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
-    return _packing(cache, data)(cache, data.seq_len, first, stop)
-
-
-def _packing(cache: TokenCache, data: DataSection) -> type[WholeDataset] | type[StreamDataset]:
-    whole = data.packing == "whole" or (data.packing == "auto" and cache.masked is not None)
-    return WholeDataset if whole else StreamDataset
+    packed = WholeDataset if _is_whole(cache, data) else StreamDataset
+    return packed(cache, data.seq_len, first, stop)
 
 
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
-    _check(cache, source)
-    rows = _rows(cache, data)
+    rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
         raise ConfigError(
             "data.seq_len",
             f"{data.seq_len} is more than the {len(cache.tokens)} tokens of "
-            f"{source.if_empty.field}; lower it or add text"
-            if isinstance(rows, StreamDataset)
+            f"{source.field}; lower it or add text"
+            if not _is_whole(cache, data)
             else f"in their first {data.seq_len} tokens, the conversations of "
-            f"{source.if_empty.field} have nothing to learn; raise it",
+            f"{source.field} have nothing to learn; raise it",
         )
     return rows
 
 
 def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Dataset, Dataset]:
     """Divide the data into the rows before its end, and those of its end."""
-    _check(cache, source)
-    is_stream = _packing(cache, data) is StreamDataset
+    is_stream = not _is_whole(_learnable(cache, source), data)
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
         train, held_out = _rows(cache, data, 0, border), _rows(cache, data, border)
         if len(train) and len(held_out):
-            logger.info(
+            _logger.info(
                 "data.eval_fraction %s of the documents leaves a side without a row: held out are "
                 "the last %d of all %d %s instead",
                 data.eval_fraction,
@@ -185,37 +167,34 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
                 what,
             )
             return train, held_out
-    where = source.if_empty.field
     if is_stream:
         raise ConfigError(
             "data.seq_len",
             f"{data.seq_len} is too long to make two rows of the {len(cache.tokens)} tokens of "
-            f"{where}, one of them held out; lower it, add text, or set data.eval_fraction 0",
+            f"{source.field}, one of them held out; lower it, add text, or set data.eval_fraction "
+            "0",
         )
     raise ConfigError(
         "data.eval_fraction",
-        f"{data.eval_fraction}: of the {total} documents of {where} none can be held out that "
-        f"leaves both sides something to learn in rows of data.seq_len {data.seq_len}; raise that, "
-        "add documents, name some in data.eval_path, or set it to 0",
+        f"{data.eval_fraction}: of the {total} documents of {source.field} none can be held out "
+        f"that leaves both sides something to learn in rows of data.seq_len {data.seq_len}; raise "
+        "that, add documents, name some in data.eval_path, or set it to 0",
     )
 
 
-def _check(cache: TokenCache, source: Source) -> None:
-    """Check that there is something to learn.
-
-    Raises:
-        ConfigError: there is no text, or no token of it has loss.
-    """
+def _learnable(cache: TokenCache, source: Source) -> TokenCache:
+    """Return ``cache``; ConfigError if there is no text, or no token of it has loss."""
     if cache.num_documents == 0:
-        raise source.if_empty
+        raise ConfigError(source.field, f"{source.path!r} holds no text")
     if cache.targets.any():
-        return
-    where = source.if_empty.field
+        return cache
     if cache.masked is None:
-        raise ConfigError(where, "no document has two tokens: there is nothing to predict")
+        problem = "no document has two tokens: there is nothing to predict"
+        raise ConfigError(source.field, problem)
     raise ConfigError(
         "data.chat_template",
-        f"of the conversations of {where}, it renders nothing that could be learned; give another",
+        f"of the conversations of {source.field}, it renders nothing that could be learned; give "
+        "another",
     )
 
 
@@ -229,11 +208,26 @@ class Batch(NamedTuple):
     positions_BS: torch.Tensor | None
     """int64: from 0 in each segment; None: every row is one segment."""
     cu_seqlens: torch.Tensor
-    """[num_segments + 1] int32: 0, each segment's end in the flattened B * S tokens, ..., B * S.
-    A segment is the part of one document that lies in one row."""
+    """[num_segments + 1] int32: 0, then each segment's end in the flattened B * S tokens. A segment
+    is the part of one document that lies in one row."""
     is_pad_BS: torch.Tensor | None = None
     """bool: tokens that only fill up a row; None: no batch of this dataset has any. A pad belongs
     to the segment before it and has no target."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Batch:
+        """Stack ``rows`` to a micro-batch."""
+        lengths = np.concatenate([row.lengths for row in rows])
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        positions = [row.positions_S for row in rows if row.positions_S is not None]
+        is_pad = [row.is_pad_S for row in rows if row.is_pad_S is not None]
+        return cls(
+            torch.from_numpy(np.stack([row.tokens_S for row in rows])),
+            torch.from_numpy(np.stack([row.targets_S for row in rows])),
+            torch.from_numpy(np.stack(positions)) if positions else None,
+            torch.from_numpy(cu_seqlens),
+            torch.from_numpy(np.stack(is_pad)) if is_pad else None,
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to ``device``, without waiting for the copy."""
@@ -262,7 +256,9 @@ def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, tor
 class Loader:
     """One rank's micro-batches, step after step, without end.
 
-    ``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows.
+    ``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows. Sample g of a run
+    is row ``permutation(seed, g // n)[g % n]`` of a dataset of n rows, so the rows of a step do not
+    depend on the number of ranks, and a resumed run sees the batches that it would have seen.
     """
 
     dataset: Dataset
@@ -296,7 +292,7 @@ class Loader:
         batches = []
         for first in range(self.sample_index, end, size)[self.rank :: self.world_size]:
             self.before_batch()
-            batches.append(collate([self._sample(i) for i in range(first, first + size)]))
+            batches.append(Batch.of([self._sample(i) for i in range(first, first + size)]))
         self.sample_index = end
         return batches
 
@@ -331,7 +327,7 @@ def eval_batches(
     for first in range(0, len(drawn), world_size * micro_batch_size):
         mine = drawn[first + rank * micro_batch_size :][:micro_batch_size]
         rows = [dataset.row(int(index)) for index in mine]
-        yield collate(rows + [filler] * (micro_batch_size - len(rows)))
+        yield Batch.of(rows + [filler] * (micro_batch_size - len(rows)))
 
 
 def _check_row(row: Row, seq_len: int | None, what: str) -> None:
@@ -345,18 +341,3 @@ def _check_row(row: Row, seq_len: int | None, what: str) -> None:
     if len(lengths) != 1 or np.sum(row.lengths) != wanted[0]:
         problem = f"lengths of shape {lengths} that sum to {np.sum(row.lengths)}"
         raise ValueError(f"{what}: {problem}, where one of each segment, {wanted[0]} in all, are")
-
-
-def collate(rows: Sequence[Row]) -> Batch:
-    """Stack ``rows`` to a micro-batch."""
-    lengths = np.concatenate([row.lengths for row in rows])
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    positions = [row.positions_S for row in rows if row.positions_S is not None]
-    is_pad = [row.is_pad_S for row in rows if row.is_pad_S is not None]
-    return Batch(
-        torch.from_numpy(np.stack([row.tokens_S for row in rows])),
-        torch.from_numpy(np.stack([row.targets_S for row in rows])),
-        torch.from_numpy(np.stack(positions)) if positions else None,
-        torch.from_numpy(cu_seqlens),
-        torch.from_numpy(np.stack(is_pad)) if is_pad else None,
-    )

@@ -1,30 +1,8 @@
 """Documents to rows: a row of ``seq_len`` tokens is one training example.
 
 Texts are laid end to end, and the stream is cut every ``seq_len`` tokens (:class:`StreamDataset`).
-No token is padding, and none is dropped but the last partial row. A document that a row's end cuts
-continues in the next row as a segment of its own: segments attend only to themselves, and no target
-crosses documents.
-
-    documents  a a a | b b b b b | c c      seq_len 4
-    row 0      tokens a a a b    targets a a . b    positions 0 1 2 0    lengths 3 1
-    row 1      tokens b b b b    targets b b b .    positions 0 1 2 3    lengths 4
-
-Each letter's target is the next token of its document, and ``.`` is IGNORE_INDEX. The two tokens of
-c are less than a row and are dropped.
-
-Cutting a text costs only context. A conversation that is cut would continue without its prompt, and
-what it learns there would be an answer to nothing. So conversations are fitted into rows uncut
-(:class:`WholeDataset`), the longest first, each into the row with the least room that holds it
-("best fit decreasing", which takes at most 11/9 of the fewest possible rows; chats of a fifth of a
-row fill 99% of theirs). The rest of a row is padding.
-
-    documents  a a a a | b b b | c c      seq_len 6
-    row 0      tokens a a a a c c    positions 0 1 2 3 0 1    lengths 4 2    pads . . . . . .
-    row 1      tokens b b b 0 0 0    positions 0 1 2 3 4 5    lengths 6      pads . . . x x x
-
-A conversation longer than a row keeps its beginning: every answer that stays has all that it
-answers. A longer document in which nothing is masked is a text, and is cut into parts, which loses
-nothing but context. Documents with nothing to learn are left out, so every row has a target.
+A conversation that is cut would continue without its prompt, and what it learns there would be an
+answer to nothing. So conversations are fitted into rows uncut (:class:`WholeDataset`).
 
 Left out on purpose: storing the fit. For a million documents it takes 1.4 s in rows of 2,048 tokens
 and 5 s in rows of 32,768, and the memory of a few integers each; the documents stay on disk.
@@ -49,16 +27,13 @@ class Row(NamedTuple):
 
     tokens_S: np.ndarray
     targets_S: np.ndarray
-    """The next token of the same document (the last one's lies in the next row), or IGNORE_INDEX
-    at a document's end and where that next token carries no loss."""
+    """The next token of the same document; IGNORE_INDEX: there is none, or it has no loss."""
     positions_S: np.ndarray | None
-    """Position within the segment, from 0; None: every row of this dataset is one document, so
-    attention needs no mask."""
+    """Position within the segment; None: every row is one document, so attention needs no mask."""
     lengths: np.ndarray
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
-    """bool: tokens that only fill up the row, at its end and in its last segment; None: no row of
-    this dataset has any."""
+    """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
 
 
 class Dataset(Protocol):
@@ -75,7 +50,16 @@ class Dataset(Protocol):
 
 
 class StreamDataset:
-    """Rows of ``seq_len`` tokens over a token cache, with documents laid end to end."""
+    """Rows of ``seq_len`` tokens over a token cache, with documents laid end to end.
+
+    No token is padding, and none is dropped but the last partial row. A document that a row's end
+    cuts continues in the next row as a segment of its own: segments attend only to themselves, and
+    no target crosses documents. ``.`` is IGNORE_INDEX, other targets are a document's next tokens:
+
+        documents  a a a | b b b b b | c c      seq_len 4
+        row 0      tokens a a a b    targets a a . b    positions 0 1 2 0    lengths 3 1
+        row 1      tokens b b b b    targets b b b .    positions 0 1 2 3    lengths 4
+    """
 
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
@@ -143,17 +127,28 @@ class _Items(NamedTuple):
     ends_document_I: np.ndarray
     """bool: the item's last token is its document's last, which predicts nothing."""
     num_cut: int
-    """How many conversations are longer than a row and lost tokens with loss behind its end."""
+    """Conversations that are longer than a row and lost tokens with loss behind its end."""
     targets_of_cut: int
-    """How many tokens with loss those conversations had."""
+    """Tokens with loss that those conversations had."""
     targets_lost: int
-    """How many of these tokens were lost."""
+    """Those of them that were lost."""
     num_left_out: int
-    """How many documents have nothing to learn, or nothing in their first row."""
+    """Documents that have nothing to learn, or nothing in their first row."""
 
 
 class WholeDataset:
-    """Rows of ``seq_len`` tokens that hold documents uncut, fitted as the module describes."""
+    """Rows of ``seq_len`` tokens that hold documents uncut, fitted by :func:`best_fit`.
+
+    The rest of a row is padding; chats of a fifth of a row fill 99% of theirs.
+
+        documents  a a a a | b b b | c c      seq_len 6
+        row 0      tokens a a a a c c    positions 0 1 2 3 0 1    lengths 4 2    pads . . . . . .
+        row 1      tokens b b b 0 0 0    positions 0 1 2 3 4 5    lengths 6      pads . . . x x x
+
+    A conversation longer than a row keeps its beginning: every answer that stays has all that it
+    answers. A longer document in which nothing is masked is a text, and is cut into parts.
+    Documents with nothing to learn are left out, so every row has a target.
+    """
 
     def __init__(
         self, cache: TokenCache, seq_len: int, first: int = 0, stop: int | None = None
@@ -241,8 +236,9 @@ def best_fit(lengths_I: np.ndarray, size: int) -> np.ndarray:
     """Assign items to rows of ``size``; return each item's row [I], numbered as rows are opened.
 
     The longest item comes first, and each goes into the row with the least room that still holds
-    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. Takes O(I log I), and for each item a
-    search of ``size`` bits: ``rooms`` has bit r set if some row has room for r more.
+    it: lengths 3, 2, 5, 4 and rows of 7 give 5 + 2 and 4 + 3. This "best fit decreasing" takes at
+    most 11/9 of the fewest possible rows, O(I log I), and for each item a search of ``size`` bits:
+    ``rooms`` has bit r set if some row has room for r more.
 
     Args:
         lengths_I: integers from 1 to ``size``.

@@ -1,13 +1,11 @@
 """Reads documents from the standard library, text files or jsonl.
 
-A source lists its files when it is made, and reads them only when its parts are requested, a
-bounded part at a time: a corpus, and even a single file, may be larger than memory.
+A source lists its files when it is made, and reads them a bounded part at a time: a corpus, and
+even a single file, may be larger than memory. Held-out documents are chosen by a hash of their name
+(files) or text (jsonl lines), so the split is the same on every machine, and a document never
+changes sides when others are added.
 
-Held-out documents are chosen by a hash of their name (files) or text (jsonl lines), so the split
-is the same on every machine, and a document never changes sides when others are added.
-
-Left out on purpose: synthetic data, which is made of tokens and needs no text (packing.py), and
-compressed or remote files.
+Left out on purpose: synthetic data, which needs no text (packing.py), compressed or remote files.
 """
 
 from __future__ import annotations
@@ -26,17 +24,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError, DataSection
-from moetrain.data.chat import CHATML, BadLineError, ChatTemplate, Span, template_variables
+from moetrain.data.chat import BadLineError, ChatTemplate, template_variables
 from moetrain.data.tokenizer import Tokenizer
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
-PART_BYTES = 1 << 20
+_PART_BYTES = 1 << 20
 """Size of the parts in which longer text files are read, cut at line ends."""
 
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
 
 # Formats that data sets come in instead of text. A folder that holds tables is a data set, and its
 # other files only describe it; a compressed file in a folder is skipped with a warning.
@@ -48,8 +45,8 @@ class TextPart(NamedTuple):
     """A document, or the next part of one that is too large to hold."""
 
     text: str
-    loss_spans: list[Span] | None
-    """The characters to learn; None: all."""
+    loss_spans: list[tuple[int, int]] | None
+    """The characters ``start:end`` to learn; None: all."""
     ends_document: bool
     num_bytes: int
     """Bytes of the source that were read for it, for the progress bar."""
@@ -71,55 +68,72 @@ _EVERYTHING = _HashRange(0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class _FileSource:
+class Source:
+    """Files of documents, of one format."""
+
     files: list[Path]
-    if_empty: ConfigError
-    """The error to raise if no document has any text."""
+    field: str
+    """The setting that named the files, for error messages."""
+    path: str
+    """Its value."""
 
     def total_bytes(self) -> int:
-        """Return how many bytes ``parts`` reads."""
+        """Return how many bytes :meth:`parts` reads."""
         return sum(path.stat().st_size for path in self.files)
-
-
-@dataclass(frozen=True)
-class TextSource(_FileSource):
-    """Text files, one document each. Bytes that are not UTF-8 become U+FFFD."""
 
     def identity(self) -> list[Any]:
         """Return what decides the documents, as JSON for the key of the token cache."""
-        return ["text", _stat(self.files)]
-
-    def parts(self) -> Iterator[TextPart]:
-        """Yield the documents in order."""
-        for path in self.files:
-            with _reading(path, self.if_empty.field):
-                yield from _text_parts(path)
-
-
-@dataclass(frozen=True)
-class JsonlSource(_FileSource):
-    """Lines of JSON objects with a text or ``messages``, of which a share is chosen by hash."""
-
-    share: _HashRange
-    field: str
-    """The setting that named the files, for error messages."""
-    text_field: str
-    template: ChatTemplate
-
-    def identity(self) -> list[Any]:
-        """Return what decides the documents, as :meth:`TextSource.identity` does."""
-        template = self.template.identity()
-        return ["jsonl", _stat(self.files), self.share, self.text_field, template]
+        raise NotImplementedError
 
     def parts(self) -> Iterator[TextPart]:
         """Yield the documents in order.
 
         Raises:
-            ConfigError: a line is malformed; the message names the file and the line number.
+            ConfigError: a file cannot be read, or is malformed; the message says where.
         """
+        raise NotImplementedError
+
+    def _stamps(self) -> list[Any]:
+        stats = [(file, file.stat()) for file in self.files]
+        return [[str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+    @contextmanager
+    def _reading(self, file: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"{str(file)!r} cannot be read: {error.strerror}"
+            raise ConfigError(self.field, problem) from None
+
+
+class _TextSource(Source):
+    """Text files, one document each. Bytes that are not UTF-8 become U+FFFD."""
+
+    def identity(self) -> list[Any]:
+        return ["text", self._stamps()]
+
+    def parts(self) -> Iterator[TextPart]:
+        for path in self.files:
+            with self._reading(path):
+                yield from _text_parts(path)
+
+
+@dataclass(frozen=True)
+class _JsonlSource(Source):
+    """Lines of JSON objects with a text or ``messages``, of which a share is chosen by hash."""
+
+    share: _HashRange
+    text_field: str
+    template: ChatTemplate
+
+    def identity(self) -> list[Any]:
+        template = self.template.identity()
+        return ["jsonl", self._stamps(), self.share, self.text_field, template]
+
+    def parts(self) -> Iterator[TextPart]:
         num_bytes = 0
         for path in self.files:
-            with _reading(path, self.field), path.open("rb") as file:
+            with self._reading(path), path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     num_bytes += len(line)
                     if not line.strip() or not self.share.holds(line.strip()):
@@ -133,7 +147,7 @@ class JsonlSource(_FileSource):
                         yield TextPart(text, spans, True, num_bytes)
                         num_bytes = 0
 
-    def _documents(self, line: bytes) -> list[tuple[str, list[Span] | None]]:
+    def _documents(self, line: bytes) -> list[tuple[str, list[tuple[int, int]] | None]]:
         try:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
@@ -159,9 +173,6 @@ class JsonlSource(_FileSource):
         return [(_unicode(text), None)] if text.strip() else []
 
 
-Source = TextSource | JsonlSource
-
-
 class _Sources(NamedTuple):
     """The sources that the settings name."""
 
@@ -170,6 +181,8 @@ class _Sources(NamedTuple):
     """The held-out documents; None: there is no evaluation."""
     undivided: Source
     """All of ``data.path``: both of these together, unless ``eval`` has a path of its own."""
+    template: str | None
+    """The template of conversations, if the format has any."""
 
 
 def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
@@ -179,33 +192,33 @@ def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
         ConfigError: a path or template file is missing or cannot be read, a template is malformed,
             or a folder has no files.
     """
+    template = ChatTemplate.of(tokenizer, data.chat_template) if data.source == "jsonl" else None
+    source = None if template is None else template.source
+
+    def opened(field: str, path: str, *shares: _HashRange) -> list[Source]:
+        skipped = _NOT_STDLIB if data.source == "stdlib" else frozenset()
+        suffix = {"stdlib": ".py", "jsonl": ".jsonl"}.get(data.source, "")
+        files = _list_files(field, path, suffix, skipped)
+        if template is not None:
+            settings = data.text_field, template
+            return [_JsonlSource(files, field, path, share, *settings) for share in shares]
+        named = [(file, os.fsencode(_name(file, Path(path)))) for file in files]
+        return [
+            _TextSource([file for file, name in named if share.holds(name)], field, path)
+            for share in shares
+        ]
+
     shares = _EVERYTHING, _HashRange(data.eval_fraction, 1.0), _HashRange(0.0, data.eval_fraction)
-    undivided, train, held_out = _open(data, "data.path", data.path, tokenizer, *shares)
-    if data.eval_path is not None:
-        (other,) = _open(data, "data.eval_path", data.eval_path, tokenizer, _EVERYTHING)
-        return _Sources(undivided, other, undivided)
-    return _Sources(train, held_out if data.eval_fraction else None, undivided)
-
-
-def _open(
-    data: DataSection, field: str, path: str | None, tokenizer: Tokenizer, *shares: _HashRange
-) -> list[Source]:
     if data.source == "stdlib":
-        field, path = "data.source", sysconfig.get_path("stdlib")
-    if path is None:
-        raise ConfigError(field, f"not set, and data.source {data.source!r} needs it")
-    suffix = {"stdlib": ".py", "jsonl": ".jsonl"}.get(data.source, "")
-    skipped = _NOT_STDLIB if data.source == "stdlib" else frozenset()
-    files = _list_files(field, path, suffix, skipped)
-    if_empty = ConfigError(field, f"{path!r} holds no text")
-    if data.source == "jsonl":
-        template = chat_template(data.chat_template, tokenizer)
-        return [JsonlSource(files, if_empty, s, field, data.text_field, template) for s in shares]
-    names = [os.fsencode(_name(file, Path(path))) for file in files]
-    return [
-        TextSource([f for f, n in zip(files, names, strict=True) if share.holds(n)], if_empty)
-        for share in shares
-    ]
+        named = "data.source", sysconfig.get_path("stdlib")
+    else:
+        assert data.path is not None  # Config.check demands it
+        named = "data.path", data.path
+    undivided, train, held_out = opened(*named, *shares)
+    if data.eval_path is not None:
+        (other,) = opened("data.eval_path", data.eval_path, _EVERYTHING)
+        return _Sources(undivided, other, undivided, source)
+    return _Sources(train, held_out if data.eval_fraction else None, undivided, source)
 
 
 def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[Path]:
@@ -220,7 +233,7 @@ def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[P
         raise ConfigError(
             field, f"{path!r} does not exist; name a file or folder of this machine"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: no path at all, with a NUL in it
+    except OSError as error:
         raise ConfigError(field, f"{path!r} cannot be read: {error}") from None
     root = Path(path)
     if stat.S_ISREG(mode):
@@ -232,14 +245,14 @@ def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[P
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
         for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
-            logger.info("%s is a link to a folder; not followed", link)
+            _logger.info("%s is a link to a folder; not followed", link)
         tables += sorted(Path(folder, n) for n in names if Path(n).suffix.lower() in _TABLES)
         for name in names:
             if name.endswith(suffix) and not name.startswith("."):
                 if os.path.isfile(file := Path(folder, name)):
                     found.append(file)
                 else:
-                    logger.info("%s is no file, or a link to none; skipped", file)
+                    _logger.info("%s is no file, or a link to none; skipped", file)
     if tables and not (found and suffix):
         _check_is_text(field, path, tables[0])
     if not found:
@@ -262,62 +275,23 @@ def _check_is_text(field: str, path: str, file: Path) -> None:
     raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
 
 
-@contextmanager
-def _reading(path: Path, field: str) -> Iterator[None]:
-    """Turn an OSError inside into an error of the setting ``field``, which named the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(field, f"{str(path)!r} cannot be read: {error.strerror}") from None
-
-
 def _name(path: Path, root: Path) -> str:
     """Return a document's name, which does not depend on where ``root`` lies."""
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
-def _stat(files: list[Path]) -> list[Any]:
-    return [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-
-
-def chat_template(file_name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of ``data.chat_template``, else the tokenizer's, else ChatML."""
-    special = tokenizer.special_tokens
-    if file_name is not None:
-        return ChatTemplate(_read_template(file_name), special, check=True)
-    if tokenizer.chat_template is not None:
-        return ChatTemplate(tokenizer.chat_template, special, with_tools=tokenizer.tool_template)
-    # Templates write their own BOS: so does this one, where the model knows texts to begin with it.
-    has_bos = tokenizer.bos_ids and "bos_token" in special
-    return ChatTemplate("{{- bos_token }}" * bool(has_bos) + CHATML, special)
-
-
-def _read_template(file_name: str) -> str:
-    try:
-        if stat.S_ISREG(os.stat(file_name).st_mode):
-            return Path(file_name).read_text(encoding="utf-8")
-        problem = "is not a file"
-    except FileNotFoundError:
-        problem = "does not exist"
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # not UTF-8; or no path at all, with a NUL in it
-        problem = f"is no text file: {error}"
-    raise ConfigError("data.chat_template", f"{file_name!r} {problem}")
-
-
 def _text_parts(path: Path) -> Iterator[TextPart]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
-        raw = file.read(PART_BYTES)
+        raw = file.read(_PART_BYTES)
         if b"\0" in raw:
-            logger.warning("%s is not text; skipped", path)
+            _logger.warning("%s is not text; skipped", path)
             return
         if not raw.strip():
             return
         while raw:
-            raw += file.readline(PART_BYTES)
-            following = file.read(PART_BYTES)
+            raw += file.readline(_PART_BYTES)
+            following = file.read(_PART_BYTES)
             text = decoder.decode(raw, final=not following)
             yield TextPart(text, None, not following, len(raw))
             raw = following

@@ -1,19 +1,10 @@
 """Encodes text to token ids and back, by bytes or by any Hugging Face ``tokenizer.json``.
 
-The byte tokenizer needs no files, so a fresh machine can train at once. Everything else of this
-package sees only the :class:`Tokenizer` protocol.
+The byte tokenizer needs no files, so a fresh machine can train at once. The rest of the package
+sees only :class:`Tokenizer`. Left out on purpose: padding and truncation (rows are packed), and the
+special tokens that a post-processor would put behind a text (documents end with EOS, once).
 
-``bos_ids`` is what Hugging Face's tokenizer call puts before a plain text (BOS, where a model has
-one). The cache puts it before documents, and :meth:`Tokenizer.encode_prompt` before prompts.
-Rendered conversations get nothing, there as here: their template writes it.
-
-For an export a tokenizer is written as files that ``transformers`` and servers read
-(:func:`tokenizer_files`). A Hugging Face tokenizer is copied from where it was read. The byte
-tokenizer has no files but an exact equivalent: byte-level BPE without a merge, whose 256 symbols
-have the bytes' values for ids.
-
-Left out on purpose: padding and truncation (rows are packed), and the special tokens that a
-post-processor would put behind a text (documents end with EOS, once). Shapes: T tokens.
+Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -41,15 +32,14 @@ from moetrain.models.hf.files import (
     small_files,
 )
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 # The files of a hub id that are read here or that a tokenizer's export copies.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "special_tokens_map.json")
 _FILES += ("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
-# Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_CONFIG = "tokenizer_config.json"
 _CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
-_BYTE_EOS = "<|endoftext|>"
+# Names of the end-of-text token, for a tokenizer.json with no tokenizer_config.json beside it.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
 
 
@@ -70,7 +60,8 @@ class Tokenizer(Protocol):
     eos_id: int
     """The token that ends every document."""
     bos_ids: tuple[int, ...]
-    """Tokens before every plain text: BOS, or none."""
+    """Tokens that Hugging Face's tokenizer call puts before a plain text: BOS, or none. Documents
+    and prompts begin with them; the template of a conversation writes its own."""
     fingerprint: str
     """Hash of all that decides the ids of a text or a conversation, except for the template."""
     chat_template: str | None
@@ -79,6 +70,8 @@ class Tokenizer(Protocol):
     """The template for conversations with tools, if that is another one."""
     special_tokens: dict[str, str]
     """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
+    special_ids: dict[str, int | None]
+    """The ids of those; None: it is no token."""
     byte_ids: frozenset[int]
     """Tokens of one byte each (byte fallback). A run of them is decoded as a whole, and one byte
     that makes it invalid UTF-8 spoils all of it."""
@@ -90,6 +83,22 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
+
+    def _files(self) -> dict[str, Path | str]:
+        """Make what :meth:`export` returns, apart from another template."""
+        ...
+
+    def export(self, chat_template: str | None = None) -> TokenizerFiles:
+        """Return files that ``transformers`` and servers read, and the ids of special tokens.
+
+        Args:
+            chat_template: the template to write; None: the tokenizer's own, if it has one.
+        """
+        files = self._files()
+        if chat_template not in (None, self.chat_template):
+            files["chat_template.jinja"] = chat_template
+        bos, pad = (self.special_ids.get(key) for key in ("bos_token", "pad_token"))
+        return TokenizerFiles(files, self.eos_id, bos, pad)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode ``text`` as a prompt: ``bos_ids``, then the text's own tokens.
@@ -121,6 +130,7 @@ class ByteTokenizer(Tokenizer):
         self.chat_template: str | None = None
         self.tool_template: str | None = None
         self.special_tokens: dict[str, str] = {}
+        self.special_ids: dict[str, int | None] = {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[_Encoded]:
         """Encode each text; ids are uint8."""
@@ -133,19 +143,46 @@ class ByteTokenizer(Tokenizer):
         """Decode ``ids``; see :class:`Tokenizer`."""
         return bytes(i for i in ids if i < self.eos_id).decode(errors="replace")
 
+    def _files(self) -> dict[str, Path | str]:
+        """Write an exact equivalent: byte-level BPE without a merge, whose ids are the bytes.
 
-class HFTokenizer(Tokenizer):
+        The end of a document is not an added token in tokenizer.json, and ``split_special_tokens``
+        keeps ``transformers`` from making it one: it is never read out of a text.
+        """
+        level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        # GPT-2's characters for the 256 bytes: themselves, or those from U+0100 on.
+        alphabet = sorted(level.alphabet())
+        others = (symbol for symbol in alphabet if ord(symbol) > 255)
+        vocabulary = {chr(i) if chr(i) in alphabet else next(others): i for i in range(256)}
+        eos = "<|endoftext|>"
+        model = tokenizers.models.BPE(vocab={**vocabulary, eos: self.eos_id}, merges=[])
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = level
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        config = {
+            **_CLASS,
+            "eos_token": eos,
+            "split_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {
+            "tokenizer.json": backend.to_str(pretty=True) + "\n",
+            _CONFIG: json.dumps(config, indent=2) + "\n",
+        }
+
+
+class _HFTokenizer(Tokenizer):
     """A ``tokenizer.json``, with the special tokens and templates of the files beside it."""
 
-    def __init__(self, folder: Path, file_name: str = "tokenizer.json") -> None:
-        """Read ``folder/file_name`` and, where they exist, the files beside it.
+    def __init__(self, file: Path) -> None:
+        """Read ``file`` and, where they exist, the files beside it.
 
         Raises:
             ConfigError: a file cannot be read or is malformed, there are no tokens, or nothing
                 tells which one ends a text.
         """
-        file = folder / file_name
-        config = _read_json(folder / "tokenizer_config.json")
+        folder = file.parent
+        config = _read_json(folder / _CONFIG)
         if "added_tokens_decoder" not in config:  # an older checkpoint: so `transformers` reads it
             config |= _read_json(folder / "special_tokens_map.json")
         content = _read(file)
@@ -157,34 +194,39 @@ class HFTokenizer(Tokenizer):
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError("data.tokenizer", f"{file} has no tokens")
+        self._file = file
         self.vocab_size = max(vocabulary.values()) + 1
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
         self.special_tokens = _special_tokens(config, folder)
         if "eos_token" not in self.special_tokens:
             self.special_tokens["eos_token"] = _guess_eos(vocabulary, file)
-        eos = self.special_tokens["eos_token"]
-        self.eos_id = _id_of("eos_token", eos, vocabulary, file)
+        self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
+        self.eos_id = self._id_of("eos_token")
         self.bos_ids = self._find_bos(vocabulary)
         if not self.bos_ids and config.get("add_bos_token") and "bos_token" in self.special_tokens:
-            bos = self.special_tokens["bos_token"]
-            self.bos_ids = (_id_of("bos_token", bos, vocabulary, file),)
+            self.bos_ids = (self._id_of("bos_token"),)
         self.chat_template = _chat_template(folder, "chat_template.jinja", config, "default")
         tools = "additional_chat_templates/tool_use.jinja"
         self.tool_template = _chat_template(folder, tools, config, "tool_use")
         special = json.dumps([self.special_tokens, self.bos_ids], sort_keys=True)
         self.fingerprint = hashlib.sha256(content + special.encode()).hexdigest()
-        self.file = file  # for exports, as are the ids
-        self.special_ids = {key: vocabulary.get(t) for key, t in self.special_tokens.items()}
         pads = {self.special_tokens.get("pad_token"), (padding or {}).get("pad_token")}
         for pad in sorted(pads - {None}):
             if roles := self._other_roles(pad):
-                logger.warning(
+                _logger.warning(
                     "data.tokenizer: PAD is %s (%r, id %s). Loss is masked by position, not by id, "
                     "so real ones keep their loss",
                     " and ".join(roles),
                     pad,
                     vocabulary.get(pad),
                 )
+
+    def _id_of(self, key: str) -> int:
+        found = self.special_ids[key]
+        if found is None:
+            problem = f"has no token {self.special_tokens[key]!r}, its {key}"
+            raise ConfigError("data.tokenizer", f"{self._file} {problem}")
+        return found
 
     def _other_roles(self, pad: str) -> list[str]:
         """Return the other roles of the token, for which it may occur in a text."""
@@ -215,13 +257,27 @@ class HFTokenizer(Tokenizer):
         with _library_errors("the tokenizer cannot encode a text"):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
-            _Encoded(np.array(encoding.ids, dtype=np.uint32), partial(_hf_offsets, encoding))
+            _Encoded(
+                np.array(encoding.ids, dtype=np.uint32),
+                lambda encoding=encoding: np.array(encoding.offsets, np.int64).reshape(-1, 2),
+            )
             for encoding in encodings
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ``ids``; see :class:`Tokenizer`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _files(self) -> dict[str, Path | str]:
+        """List the files beside tokenizer.json; the config must name the token that ends a text."""
+        folder = self._file.parent
+        names = filter(is_tokenizer_file, small_files(folder))
+        files: dict[str, Path | str] = {name: folder / name for name in names}
+        files["tokenizer.json"] = self._file
+        config = read_json(folder / _CONFIG) if _CONFIG in files else _CLASS
+        if "eos_token" not in config:
+            files[_CONFIG] = json.dumps({**config, **self.special_tokens}, indent=2) + "\n"
+        return files
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -237,7 +293,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     if os.path.isfile(name):
-        return HFTokenizer(Path(name).parent, Path(name).name)
+        return _HFTokenizer(Path(name))
     path = Path(name)
     if not os.path.isdir(name):
         try:
@@ -249,7 +305,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             ) from None
     if not os.path.lexists(path / "tokenizer.json"):
         raise ConfigError("data.tokenizer", f"{name!r} holds no tokenizer.json")
-    return HFTokenizer(path)
+    return _HFTokenizer(path / "tokenizer.json")
 
 
 @contextmanager
@@ -272,10 +328,6 @@ def _byte_offsets(text: str) -> np.ndarray:
     return np.stack([start, start + 1], axis=1)
 
 
-def _hf_offsets(encoding: tokenizers.Encoding) -> np.ndarray:
-    return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-
-
 def _read(path: Path, folder: Path | None = None) -> bytes:
     """Read ``path``, which must not link to outside of ``folder`` (None: its own folder)."""
     if os.path.exists(path) and not os.path.isfile(path):
@@ -290,14 +342,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in ``path``; empty if there is no such file."""
     if not os.path.lexists(path):
         return {}
-    content = _read(path)
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("data.tokenizer", f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError("data.tokenizer", f"{path} is not a JSON object")
-    return value
+        return read_json(path)
+    except ConfigError as error:
+        raise ConfigError("data.tokenizer", error.problem) from None
 
 
 def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
@@ -309,22 +357,14 @@ def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
         if isinstance(text, str):
             tokens[key] = text
         elif value is not None:
-            raise ConfigError(
-                "data.tokenizer", f"{folder}/tokenizer_config.json: {key} {value!r} is no token"
-            )
+            raise ConfigError("data.tokenizer", f"{folder}/{_CONFIG}: {key} {value!r} is no token")
     return tokens
-
-
-def _id_of(key: str, token: str, vocabulary: Mapping[str, int], file: Path) -> int:
-    if token not in vocabulary:
-        raise ConfigError("data.tokenizer", f"{file} has no token {token!r}, its {key}")
-    return vocabulary[token]
 
 
 def _guess_eos(vocabulary: Mapping[str, int], file: Path) -> str:
     for name in _EOS_NAMES:
         if name in vocabulary:
-            logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
+            _logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
             return name
     raise ConfigError(
         "data.tokenizer",
@@ -350,71 +390,7 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
     if template is not None and not isinstance(template, str):
         raise ConfigError(
             "data.tokenizer",
-            f"{folder}/tokenizer_config.json: chat_template is neither a text nor a list of "
+            f"{folder}/{_CONFIG}: chat_template is neither a text nor a list of "
             '{"name": ..., "template": ...} with one named default',
         )
     return template
-
-
-# ---- export -------------------------------------------------------------------------------------
-
-
-def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None = None) -> TokenizerFiles:
-    """Make the exported files of ``tokenizer``, with ``chat_template`` (None: its own, if any)."""
-    if isinstance(tokenizer, ByteTokenizer):
-        files, ids = _byte_files(), {}
-    elif isinstance(tokenizer, HFTokenizer):
-        files, ids = _copied_files(tokenizer), tokenizer.special_ids
-    else:
-        raise TypeError(f"{type(tokenizer).__name__} has no form in files")
-    if chat_template not in (None, tokenizer.chat_template):
-        files["chat_template.jinja"] = chat_template
-    return TokenizerFiles(files, tokenizer.eos_id, ids.get("bos_token"), ids.get("pad_token"))
-
-
-def _copied_files(tokenizer: HFTokenizer) -> dict[str, Path | str]:
-    """List the files beside ``tokenizer.json``; the config must name the token that ends a text."""
-    folder = tokenizer.file.parent
-    files: dict[str, Path | str] = {
-        f: folder / f for f in small_files(folder) if is_tokenizer_file(f)
-    }
-    files["tokenizer.json"] = tokenizer.file
-    config = read_json(folder / _TOKENIZER_CONFIG) if _TOKENIZER_CONFIG in files else _CLASS
-    if "eos_token" not in config:
-        files[_TOKENIZER_CONFIG] = (
-            json.dumps({**config, **tokenizer.special_tokens}, indent=2) + "\n"
-        )
-    return files
-
-
-def _byte_files() -> dict[str, Path | str]:
-    """Make the files of :class:`ByteTokenizer`, which give the same ids for any text.
-
-    The end of a document is not an added token in tokenizer.json, and ``split_special_tokens``
-    keeps ``transformers`` from making it one: it is never read out of a text.
-    """
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={**vocabulary, _BYTE_EOS: ByteTokenizer.eos_id}, merges=[])
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    config = {
-        **_CLASS,
-        "eos_token": _BYTE_EOS,
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {
-        "tokenizer.json": backend.to_str(pretty=True) + "\n",
-        _TOKENIZER_CONFIG: json.dumps(config, indent=2) + "\n",
-    }
-
-
-def _byte_symbols() -> list[str]:
-    """Return GPT-2's printable characters for the 256 bytes: themselves, or from U+0100 on."""
-    kept = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = (chr(0x100 + i) for i in range(256))
-    return [chr(byte) if byte in kept else next(others) for byte in range(256)]

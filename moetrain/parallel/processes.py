@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import launched_place
-from moetrain.config.hardware import DEFAULT_GPU, GIB, GPUS
+from moetrain.config.environment import GIB, GPUS, launched_place
 
 _MOST_ON_CORE = 16
 """The most processes a core: enough to try a large layout on a small machine."""
@@ -110,6 +109,6 @@ def planned_machine(config: Config) -> Machine:
     if launch.gpu is None and gpus:
         name = torch.cuda.get_device_name(cuda)
         return Machine(name, cuda, size, device_capacity(cuda), why)
-    kind = launch.gpu or DEFAULT_GPU
+    kind = launch.gpu or "h100"
     why += ", launch.gpu" if launch.gpu else "; no GPU is here: launch.gpu names another kind"
     return Machine(kind.upper(), cuda, size, GPUS[kind].memory_gib * GIB, why)

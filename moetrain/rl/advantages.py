@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moetrain.config.rl import AdvantageName, RlSection
+from moetrain.config.rl import RlSection
 
 _EQUAL = 1e-9
 """Relative difference below which rewards are the same: sums of the same parts in another order
@@ -67,7 +67,7 @@ class _Baseline(NamedTuple):
     """Whether advantages are then normalised over the batch."""
 
 
-_BASELINES: dict[AdvantageName, _Baseline] = {
+_BASELINES: dict[str, _Baseline] = {
     "dr_grpo": _Baseline(lambda r: r - r.mean()),
     "grpo": _Baseline(lambda r: (r - r.mean()) / r.std(ddof=1)),
     "rloo": _Baseline(lambda r: r - (r.sum() - r) / (len(r) - 1)),

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from moetrain.config import ConfigError
-from moetrain.data.chat import BadLineError, template_variables
-from moetrain.data.sources import chat_template
+from moetrain.data.chat import BadLineError, ChatTemplate, template_variables
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.hf.files import EXPORT, resolve
 from moetrain.models.hf.load import load_hf
@@ -89,7 +88,7 @@ def chat_ids(
         ConfigError: ``messages`` are not a conversation, or the template refuses them.
     """
     try:
-        text = chat_template(None, tokenizer).prompt(messages, template_variables(record))
+        text = ChatTemplate.of(tokenizer).prompt(messages, template_variables(record))
     except BadLineError as error:
         raise ConfigError("messages", str(error)) from None
     return tuple(tokenizer.encode_batch([text])[0].ids.tolist())

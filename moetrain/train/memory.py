@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.hardware import GIB
+from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models.architecture import FP32, Architecture, Part, Workload

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moetrain.config import Config, LogSection
+from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
-from moetrain.config.hardware import GPUS, kind_of
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.fsdp.mapped import peak_bytes
@@ -36,8 +36,8 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
-    kind = kind_of(torch.cuda.get_device_name(device))
-    return None if kind is None else GPUS[kind].peak_flops
+    name = torch.cuda.get_device_name(device)  # such as NVIDIA H200
+    return next((gpu.peak_flops for kind, gpu in GPUS.items() if kind.upper() in name), None)
 
 
 def peak_memory_gib(device: torch.device) -> float:

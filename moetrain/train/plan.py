@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.checks import CUDA
-from moetrain.config.hardware import GIB
+from moetrain.config.checks import Fact
+from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture
 from moetrain.models.init import compute_dtype
@@ -72,7 +72,7 @@ def check_effects(config: Config, device: torch.device) -> None:
     Raises:
         ConfigError: it names the setting and the value.
     """
-    config.fitting({CUDA: None if device.type == "cuda" else "this run is on a CPU"})
+    config.fitting({Fact.CUDA: None if device.type == "cuda" else "this run is on a CPU"})
 
 
 # ---- device memory: the dry run ------------------------------------------------------------------

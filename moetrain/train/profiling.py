@@ -21,7 +21,6 @@ from typing import Self
 import torch
 
 from moetrain.config import LogSection
-from moetrain.config.sections import WARM_PROFILE_STEPS
 from moetrain.train.metrics import Throughput
 
 _FOLDER = "profile"
@@ -90,8 +89,9 @@ class Profile:
             return
         self._done, self._last = self._done + 1, step
         traced = self._done - self.settings.profile_after
-        last = WARM_PROFILE_STEPS + self.settings.profile
-        change = {0: self._start, WARM_PROFILE_STEPS: self._keep, last: self._write}.get(traced)
+        warm = self.settings.WARM_STEPS
+        last = warm + self.settings.profile
+        change = {0: self._start, warm: self._keep, last: self._write}.get(traced)
         if change is not None:
             self.clock.stop()
             change()

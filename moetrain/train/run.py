@@ -27,7 +27,7 @@ from moetrain.checkpoint.save import Saved
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
-from moetrain.data.tokenizer import Tokenizer, tokenizer_files
+from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.layout import TensorSlice
 from moetrain.train.engine import Engine, LateNumbers
@@ -374,7 +374,7 @@ class Run(ABC, Generic[S]):
         self.engine.save_hf(
             self.folder / "hf",
             dtype=self.config.checkpoint.hf_dtype,
-            tokenizer=None if tokenizer is None else tokenizer_files(tokenizer, chat_template),
+            tokenizer=None if tokenizer is None else tokenizer.export(chat_template),
         )
         self.world.barrier()  # not in a collective, which gives up after a while
 

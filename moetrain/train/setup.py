@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.checks import DEEPEP, DRY_RUN, EXPERTS
+from moetrain.config.checks import Fact
 from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
 from moetrain.kernels.attention import cudnn as cudnn_attention
@@ -149,7 +149,7 @@ def resolve_run(config: Config) -> tuple[Config, Architecture]:
     arch = resolve_architecture(config.model)
     # A recipe may be made for another model; what a user sets is meant for this one.
     absent = None if arch.num_experts else f"{arch.family} has no experts"
-    config = config.fitting({EXPERTS: absent})
+    config = config.fitting({Fact.EXPERTS: absent})
     _check_widths(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
@@ -231,11 +231,11 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
             raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
     _check_compilers(config, device)
     check_effects(config, device)
-    facts: dict[str, str | None] = {DRY_RUN: "this is a run, which takes the machine as it is"}
+    facts: dict[str, str | None] = {Fact.DRY_RUN: "this is a run, which takes the machine as it is"}
     if config.parallel.ep > 1:  # said again, for the group, where it is put to use
         dtype, precision = compute_dtype(config, device), config.kernels.precision
         reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
-        facts |= {DEEPEP: reason and f"DeepEP cannot run: {reason}"}
+        facts |= {Fact.DEEPEP: reason and f"DeepEP cannot run: {reason}"}
     config.fitting(facts)
 
 

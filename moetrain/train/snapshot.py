@@ -18,7 +18,7 @@ from moetrain.checkpoint.format import DamagedCheckpoint
 from moetrain.checkpoint.read import Checkpoint, open_checkpoint
 from moetrain.checkpoint.save import Saved, SavePlan, Saver, Staging, written_here
 from moetrain.config import ConfigError
-from moetrain.config.sources import changed_settings, leaves, shortened
+from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim.adamw import MOMENTS
 from moetrain.parallel.fsdp.bucket import aligned
@@ -180,8 +180,10 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
     if damaged := world.any(damaged):
         return damaged
     logger.info("resuming from %s", found.folder)
-    for line in changed_settings(found.state["config"], engine.config.to_dict()):
-        logger.info("  changed since: %s", line)
+    before = dict(leaves(found.state["config"]))
+    for name, value in leaves(engine.config.to_dict()):
+        if before.get(name) != value:
+            logger.info("  changed since: %s %r -> %r", name, before.get(name), value)
     return ""
 
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.checks import DEEPEP
+from moetrain.config.checks import Fact
 from moetrain.config.compute import Precision
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.deepep_ops import (
@@ -187,7 +187,7 @@ def choose_transport(
     if moe.dispatcher != "alltoall":
         reason = why_not(arch, group, device, dtype, kernels.precision)
     if reason is not None:
-        config.fitting({DEEPEP: f"DeepEP cannot run: {reason}"})
+        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
         logger.info("tokens reach other ranks by all-to-all: %s", reason)
         return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None

@@ -35,7 +35,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moetrain.config.hardware import BLOCK, HOST_LINK
 from moetrain.models.architecture import Part
 from moetrain.models.layers import Context
 from moetrain.models.transformer import CallBlock, Transformer
@@ -47,9 +46,9 @@ PAGES = 16
 """Pages that are pinned at once."""
 SMALLEST = 2**23
 """Bytes of the smallest storage that travels."""
-BYTES_PER_FLOP = HOST_LINK / BLOCK
-"""Bytes that the link carries while a block computes a FLOP, at most. Older GPUs have slower links,
-but they compute slower still."""
+BYTES_PER_FLOP = 50e9 / 450e12
+"""Bytes that the link carries while a block computes a FLOP, at most: over PCIe 5.0 x16, beside the
+fastest MoE block on an H200. Older GPUs have slower links, but they compute slower still."""
 
 Offload = float | Literal["auto"]
 

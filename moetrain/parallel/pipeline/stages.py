@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
-from moetrain.config.hardware import MEMORY, PRODUCTS
 from moetrain.models.architecture import Architecture, Workload
 from moetrain.models.init import compute_dtype, plan_model
 from moetrain.models.rules import Rule
@@ -37,6 +36,11 @@ from moetrain.parallel.pipeline.schedules import (
     unit_time,
 )
 
+# Rates of an H200; for other GPUs only their ratio is used.
+_PRODUCTS = 640e12
+"""FLOP/s of large matrix products in bf16."""
+_MEMORY = 4.26e12
+"""Bytes/s that a copy reads and writes."""
 _BYTES_MOVED = 16
 """For each parameter and micro-batch: two reads in bf16, a gradient written and added in fp32."""
 
@@ -190,7 +194,7 @@ def _costs(config: Config, arch: Architecture) -> list[float]:
 
     def seconds(products: float, numbers: float) -> float:
         flops = 6 * products / share.tp
-        return flops / PRODUCTS + _BYTES_MOVED * numbers / share.tokens / MEMORY
+        return flops / _PRODUCTS + _BYTES_MOVED * numbers / share.tokens / _MEMORY
 
     found = []
     for parts in arch.layers():
