@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.kernels.attention.attention import attention, attention_mask
+from moetrain.kernels.attention.attention import AttentionMask, attention
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 16
 CPU = torch.device("cpu")
@@ -46,8 +46,8 @@ def run(mask, device=CPU, dtype=torch.float32):
 def test_backends_agree(op_on_cpu, backend, rows, window):
     positions_BS, ends = packed(1, 20, 50, 90) if rows == "packed" else (None, None)
     sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": CPU, "window": window}
-    mask = attention_mask(positions_BS, backend=backend, cu_seqlens=ends, **sizes)
-    expected = run(attention_mask(positions_BS, backend="reference", **sizes))
+    mask = AttentionMask.of(positions_BS, backend=backend, cu_seqlens=ends, **sizes)
+    expected = run(AttentionMask.of(positions_BS, backend="reference", **sizes))
     for ours, theirs in zip(run(mask), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -59,7 +59,7 @@ def test_the_number_of_documents_does_not_recompile(op_on_cpu):
     )
     for num_cuts in (1, 20, 40):
         positions_BS, ends = packed(*range(1, 1 + num_cuts))
-        mask = attention_mask(
+        mask = AttentionMask.of(
             positions_BS,
             batch=BATCH,
             seq_len=SEQ_LEN,
@@ -74,7 +74,7 @@ def test_the_number_of_documents_does_not_recompile(op_on_cpu):
 def test_cudnn_by_name_says_what_is_missing(monkeypatch):
     positions_BS, _ = packed(7)
     with pytest.raises(ValueError, match="without cu_seqlens"):
-        attention_mask(positions_BS, batch=2, seq_len=SEQ_LEN, device=CPU, backend="cudnn")
+        AttentionMask.of(positions_BS, batch=2, seq_len=SEQ_LEN, device=CPU, backend="cudnn")
     with pytest.raises(ValueError, match=r"float32 on cpu; it takes bf16 or fp16 on CUDA"):
         cudnn_attention.require(CPU, torch.float32, 64)
     with pytest.raises(ValueError, match="head width 20; it takes multiples of 8 to 256"):
@@ -117,8 +117,8 @@ def test_auto_on_a_gpu_matches_the_reference(window):
     device, dtype = torch.device("cuda"), torch.bfloat16
     positions_BS, ends = (x.to(device) for x in packed(1, 20, 50, 90))
     sizes = {"batch": BATCH, "seq_len": SEQ_LEN, "device": device, "window": window}
-    mask = attention_mask(positions_BS, cu_seqlens=ends, dtype=dtype, **sizes)
-    expected = run(attention_mask(positions_BS, backend="reference", **sizes), device)
+    mask = AttentionMask.of(positions_BS, cu_seqlens=ends, dtype=dtype, **sizes)
+    expected = run(AttentionMask.of(positions_BS, backend="reference", **sizes), device)
     assert mask.backend == ("cudnn" if cudnn_attention.runs(device, dtype) else "flex")
     for ours, theirs in zip(run(mask, device, dtype), expected, strict=True):
         assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()

@@ -11,7 +11,7 @@ from distributed import spawn
 from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.config import Config
-from moetrain.kernels.attention.attention import attention, attention_mask
+from moetrain.kernels.attention.attention import AttentionMask, attention
 from moetrain.kernels.experts.permutation import expert_indices, permute, unpermute
 from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.parallel.expert import dispatch
@@ -39,7 +39,7 @@ def test_attention_backends_agree_with_fp32(backend, packed, window):
     inputs, upstream = [random(8), random(2), random(2)], random(8)
     results = {}
     for name, dtype in ((backend, torch.bfloat16), ("reference", torch.float32)):
-        mask = attention_mask(
+        mask = AttentionMask.of(
             positions,
             batch=batch,
             seq_len=seq_len,

@@ -44,7 +44,7 @@ from torch.utils.checkpoint import (
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
-from moetrain.kernels.attention.attention import attention_mask
+from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import saved_ops
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import HFSource
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         if positions_BS is None:
             cu_seqlens = None
         masks = {
-            window: attention_mask(
+            window: AttentionMask.of(
                 positions_BS,
                 batch=batch,
                 seq_len=seq_len,

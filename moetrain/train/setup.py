@@ -26,7 +26,6 @@ from moetrain.config.rl import SleepName
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant.e4m3 import MULTIPLE
-from moetrain.kernels.quant.products import fp8_problem
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture
@@ -226,7 +225,7 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
     if config.kernels.backend == "triton" and device.type == "cpu" and not INTERPRETED:
         raise ConfigError("kernels.backend", "'triton' takes a CUDA device; use auto or reference")
     if config.kernels.precision == "fp8" and device.type == "cuda":
-        problem = fp8_problem(device, compute_dtype(config, device))
+        problem = _fp8_problem(device, compute_dtype(config, device))
         if problem is not None:
             raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
     _check_compilers(config, device)
@@ -237,6 +236,15 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
         reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
         facts |= {Fact.DEEPEP: reason and f"DeepEP cannot run: {reason}"}
     config.fitting(facts)
+
+
+def _fp8_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why e4m3 products cannot run on a CUDA device in a compute dtype; None if they can."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"takes a Hopper GPU or later, and this is a {torch.cuda.get_device_name(device)}"
+    if dtype != torch.bfloat16:
+        return f"takes train.dtype bfloat16, and this run computes in {dtype}"
+    return None
 
 
 def _check_compilers(config: Config, device: torch.device) -> None:

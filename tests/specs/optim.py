@@ -10,7 +10,6 @@ from moetrain.kernels.optim.adamw import (
     Settings,
     _adamw,
     adamw,
-    adamw_reference,
 )
 from moetrain.kernels.optim.reduction import (
     _sum_chunks,
@@ -48,9 +47,10 @@ def _adamw_fast(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor,
 
 
 def _adamw_reference(*, out_dtype: torch.dtype, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Compute :func:`_adamw_fast` in the dtype of its inputs."""
-    found = adamw_reference(**inputs)
-    return *found, found[0]
+    """Compute :func:`_adamw_fast` in the dtype of its inputs, where nothing is rounded."""
+    inputs |= {name: inputs[name].clone() for name in ("param_N", "avg_N", "avg_sq_N")}
+    adamw(**inputs | {"origins_B": None}, backend="reference")
+    return inputs["param_N"], inputs["avg_N"], inputs["avg_sq_N"], inputs["param_N"]
 
 
 def _adamw_cost(case: Case) -> tuple[Cost, Cost]:

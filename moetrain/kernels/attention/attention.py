@@ -3,7 +3,7 @@
 ``sdpa`` is torch's scaled-dot-product attention, with a boolean mask for packed rows or windows.
 ``cudnn`` and ``exact`` lay the rows end to end for :func:`attention_packed`. ``flex`` is
 FlexAttention, whose block mask skips blocks that no token sees. ``reference`` is plain matrix
-products for tests. :func:`attention_mask` decides once per forward for all layers.
+products for tests. :meth:`AttentionMask.of` decides once per forward for all layers.
 
 :func:`attention_packed` takes documents laid end to end. For a token ``i`` of a document, over the
 tokens ``j`` of the same document with ``j <= i`` (and ``i - j < window``), and with query head
@@ -70,67 +70,68 @@ class AttentionMask(NamedTuple):
     max_seqlen: int = 0
     window: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        positions_BS: torch.Tensor | None,
+        *,
+        batch: int,
+        seq_len: int,
+        device: torch.device,
+        window: int | None = None,
+        backend: AttentionName = "auto",
+        cu_seqlens: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "AttentionMask":
+        """Make the mask of one forward: i sees j <= i of its own document, i - j < ``window``.
 
-def attention_mask(
-    positions_BS: torch.Tensor | None,
-    *,
-    batch: int,
-    seq_len: int,
-    device: torch.device,
-    window: int | None = None,
-    backend: AttentionName = "auto",
-    cu_seqlens: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> AttentionMask:
-    """Make the mask of one forward: token i sees j <= i of its own document, i - j < ``window``.
+        Args:
+            positions_BS: position of each token in its document; None: each row is one document.
+            window: sliding window in tokens; None: unlimited.
+            backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
+                and the documents are known, else flex.
+            cu_seqlens: the documents of all B * S tokens, as :func:`attention_packed` takes them.
+                To read them off the positions would wait for the device.
+            dtype: the dtype of the queries; without it auto does not take cudnn.
 
-    Args:
-        positions_BS: position of each token in its document; None: each row is one document.
-        window: sliding window in tokens; None: unlimited.
-        backend: auto takes sdpa where no mask is needed and on a CPU; else cudnn where it runs
-            (:func:`moetrain.kernels.attention.cudnn.runs`) and the documents are known, else flex.
-        cu_seqlens: the documents of all B * S tokens, as :func:`attention_packed` takes them. To
-            read them off the positions would wait for the device, so cudnn and exact need them.
-        dtype: the dtype of the queries; without it auto does not take cudnn.
+        Raises:
+            ValueError: for cudnn or exact with packed rows and no ``cu_seqlens``.
+        """
+        masked = positions_BS is not None or (window is not None and window < seq_len)
+        if backend == "auto":
+            known = cu_seqlens is not None or positions_BS is None
+            if not masked or device.type != "cuda":
+                backend = "sdpa"
+            else:
+                backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
+        if backend in ("cudnn", "exact"):
+            if cu_seqlens is None and positions_BS is not None:
+                raise ValueError(
+                    f'attention backend "{backend}" was given packed rows without cu_seqlens; pass '
+                    "the batch's, or choose another backend"
+                )
+            if cu_seqlens is None:
+                cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
+            # Compiled blocks must not be compiled again for another number of documents, nor for
+            # another bound: no document is longer than a row.
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+            return cls(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
+        if not masked and backend == "sdpa":
+            return cls("sdpa")
+        if positions_BS is None:
+            positions_BS = torch.arange(seq_len, device=device).expand(batch, seq_len)
+        documents_BS = (positions_BS == 0).cumsum(1)
+        reach = seq_len if window is None else window
 
-    Raises:
-        ValueError: for ``backend="cudnn"`` or ``"exact"`` with packed rows and no ``cu_seqlens``.
-    """
-    masked = positions_BS is not None or (window is not None and window < seq_len)
-    if backend == "auto":
-        known = cu_seqlens is not None or positions_BS is None
-        if not masked or device.type != "cuda":
-            backend = "sdpa"
-        else:
-            backend = "cudnn" if known and cudnn_attention.runs(device, dtype) else "flex"
-    if backend in ("cudnn", "exact"):
-        if cu_seqlens is None and positions_BS is not None:
-            raise ValueError(
-                f'attention backend "{backend}" was given packed rows without cu_seqlens; pass the '
-                "batch's, or choose another backend"
-            )
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-        # Compiled blocks must not be compiled again for another number of documents, nor for
-        # another bound: no document is longer than a row.
-        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        return AttentionMask(backend, cu_seqlens=cu_seqlens, max_seqlen=seq_len, window=window)
-    if not masked and backend == "sdpa":
-        return AttentionMask("sdpa")
-    if positions_BS is None:
-        positions_BS = torch.arange(seq_len, device=device).expand(batch, seq_len)
-    documents_BS = (positions_BS == 0).cumsum(1)
-    reach = seq_len if window is None else window
+        def visible(b, h, q, k):  # flex's signature: batch, head, query index, key index
+            return (documents_BS[b, q] == documents_BS[b, k]) & (q >= k) & (q - k < reach)
 
-    def visible(b, h, q, k):  # flex's signature: batch, head, query index, key index
-        return (documents_BS[b, q] == documents_BS[b, k]) & (q >= k) & (q - k < reach)
-
-    if backend == "flex":
-        blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
-        return AttentionMask("flex", blocks=blocks)
-    rows, index = torch.arange(batch, device=device), torch.arange(seq_len, device=device)
-    dense_BSS = visible(rows[:, None, None], None, index[:, None], index[None, :])
-    return AttentionMask(backend, dense_BSS=dense_BSS[:, None])
+        if backend == "flex":
+            blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=str(device))
+            return cls("flex", blocks=blocks)
+        rows, index = torch.arange(batch, device=device), torch.arange(seq_len, device=device)
+        dense_BSS = visible(rows[:, None, None], None, index[:, None], index[None, :])
+        return cls(backend, dense_BSS=dense_BSS[:, None])
 
 
 def attention(
@@ -138,7 +139,7 @@ def attention(
 ) -> torch.Tensor:
     """Return ``softmax(q k^T / sqrt(d)) v`` over the tokens that ``mask`` shows: [B, S, H, d]."""
     if mask.backend == "cudnn" or mask.backend == "exact":
-        assert mask.cu_seqlens is not None  # attention_mask always makes it for these
+        assert mask.cu_seqlens is not None  # AttentionMask.of always makes it for these
         q, k, v = (x.flatten(0, 1) for x in (q_BSHd, k_BSGd, v_BSGd))
         out_THd = attention_packed(
             q, k, v, mask.cu_seqlens, mask.max_seqlen, window=mask.window, backend=mask.backend
@@ -147,13 +148,13 @@ def attention(
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSGd, v_BSGd))
     grouped = q.shape[1] != k.shape[1]
     if mask.backend == "flex":
-        assert mask.blocks is not None  # attention_mask always makes them for flex
+        assert mask.blocks is not None  # AttentionMask.of always makes them for flex
         is_eager = not torch.compiler.is_compiling()  # a compiled block has it in its own graph
         run = _compiled_flex() if q.is_cuda and is_eager else flex_attention
         out = run(q, k, v, block_mask=mask.blocks, enable_gqa=grouped)
         assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
     elif mask.backend == "reference":
-        assert mask.dense_BSS is not None  # attention_mask always makes one for it
+        assert mask.dense_BSS is not None  # AttentionMask.of always makes one for it
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5

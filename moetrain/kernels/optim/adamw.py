@@ -89,51 +89,14 @@ def adamw(
         out_N: of any float dtype: the new parameters, rounded to nearest.
     """
     flat = {"param": param_N, "grad": grad_N, "avg": avg_N, "avg_sq": avg_sq_N}
-    _check(flat if out_N is None else flat | {"out": out_N}, decays_B, origins_B)
-    tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B)
-    if use_fast(backend, param_N):
+    is_fast = use_fast(backend, param_N)
+    _check(flat if out_N is None else flat | {"out": out_N}, decays_B, origins_B, is_fast)
+    if is_fast:
         # In torch 2.11 an argument that an op writes must be a tensor.
         out_N = param_N.new_empty(0) if out_N is None else out_N
-        _adamw(*tensors, origins_B, out_N, *settings)
+        tensors = (param_N, grad_N, avg_N, avg_sq_N, rates_S, decays_B, origins_B)
+        _adamw(*tensors, out_N, *settings)
         return
-    found = adamw_reference(*tensors, settings, origins_B)
-    for tensor, value in zip((param_N, avg_N, avg_sq_N), found, strict=True):
-        tensor.copy_(value)
-    if out_N is not None:
-        out_N.copy_(param_N)
-
-
-def _check(
-    flat: Mapping[str, torch.Tensor], decays_B: torch.Tensor, origins_B: torch.Tensor | None
-) -> None:
-    shape = flat["param"].shape
-    state = flat["avg"].dtype
-    blocks = -(-shape.numel() // BLOCK)
-    takes = {"grad": _STATE_DTYPES, "avg": _STATE_DTYPES, "avg_sq": (state,), "out": _OUT_DTYPES}
-    for name, tensor in flat.items():
-        dtypes = takes.get(name, (torch.float32,))
-        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
-            raise refusal("adamw", takes, **{name: tensor})
-    if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
-        takes = f"uint8 [{blocks}] with {shape[0]} numbers"
-        raise refusal("adamw", takes, decays=decays_B)
-    if (origins_B is None) != (state == torch.float32):
-        takes = f"int64 [{blocks}] with bf16 moments, and with those alone"
-        raise refusal("adamw", takes, moments=state, origins=origins_B)
-
-
-def adamw_reference(
-    param_N: torch.Tensor,
-    grad_N: torch.Tensor,
-    avg_N: torch.Tensor,
-    avg_sq_N: torch.Tensor,
-    rates_S: torch.Tensor,
-    decays_B: torch.Tensor,
-    settings: Settings,
-    origins_B: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what :func:`adamw` writes to ``param_N``, ``avg_N``, ``avg_sq_N``, in new tensors."""
     clip, decay, size, root, skipped, step = rates_S.unbind()
     g_N, m_N, v_N = (x_N.to(param_N.dtype) for x_N in (grad_N, avg_N, avg_sq_N))
     g_N = g_N * clip
@@ -147,9 +110,34 @@ def adamw_reference(
         bits_N = _philox_reference(origins_B, step, settings.seed)[: param_N.numel()]
         m_N, v_N = _round_reference(m_N, bits_N & 0xFFFF), _round_reference(v_N, bits_N >> 16)
     is_kept = skipped != 0
-    pairs = ((param_N, p_N), (avg_N, m_N), (avg_sq_N, v_N))
-    param_N, avg_N, avg_sq_N = (torch.where(is_kept, old, new) for old, new in pairs)
-    return param_N, avg_N, avg_sq_N
+    for old_N, new_N in ((param_N, p_N), (avg_N, m_N), (avg_sq_N, v_N)):
+        old_N.copy_(torch.where(is_kept, old_N, new_N))
+    if out_N is not None:
+        out_N.copy_(param_N)
+
+
+def _check(
+    flat: Mapping[str, torch.Tensor],
+    decays_B: torch.Tensor,
+    origins_B: torch.Tensor | None,
+    is_fast: bool,
+) -> None:
+    shape = flat["param"].shape
+    state = flat["avg"].dtype
+    is_wide = flat["param"].dtype == torch.float64 and not is_fast
+    blocks = -(-shape.numel() // BLOCK)
+    kinds = {"grad": _STATE_DTYPES, "avg": _STATE_DTYPES, "avg_sq": (state,), "out": _OUT_DTYPES}
+    for name, tensor in flat.items():
+        dtypes = (torch.float64,) if is_wide else kinds.get(name, (torch.float32,))
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            takes = f"a contiguous {tuple(shape)} of {' or '.join(map(str, dtypes))}"
+            raise refusal("adamw", takes, **{name: tensor})
+    if decays_B.shape != (blocks,) or decays_B.dtype != torch.uint8:
+        takes = f"uint8 [{blocks}] with {shape[0]} numbers"
+        raise refusal("adamw", takes, decays=decays_B)
+    if (origins_B is None) == (state == torch.bfloat16):
+        takes = f"int64 [{blocks}] with bf16 moments, and with those alone"
+        raise refusal("adamw", takes, moments=state, origins=origins_B)
 
 
 def _round_reference(x_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor:

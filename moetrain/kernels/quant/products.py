@@ -31,15 +31,6 @@ from moetrain.kernels.quant.e4m3 import (
 )
 
 
-def fp8_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why e4m3 products cannot run on a CUDA device in a compute dtype; None if they can."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"takes a Hopper GPU or later, and this is a {torch.cuda.get_device_name(device)}"
-    if dtype != torch.bfloat16:
-        return f"takes train.dtype bfloat16, and this run computes in {dtype}"
-    return None
-
-
 def _scaled_mm(a_TM: Quantised, b_NM: Quantised, dtype: torch.dtype) -> torch.Tensor:
     """Return ``a @ b^T`` [T, N] in ``dtype``; on CUDA that is bf16, with widths in 16s."""
     if not a_TM.values.is_cuda:
