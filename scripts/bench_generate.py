@@ -31,7 +31,7 @@ from bench_train import commit, device_name
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
-from moetrain.models.transformer import Transformer, build_model, compile_blocks
+from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.expert.deepep import choose_transport
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator
@@ -98,7 +98,7 @@ def make_model(
 ) -> tuple[Transformer, ExpertParallel | None]:
     """This rank's part, random."""
     with torch.device("meta"):
-        model = build_model(arch, kernels=config.kernels).to(torch.bfloat16)
+        model = Transformer(arch, kernels=config.kernels).to(torch.bfloat16)
     experts = None
     if world.dims.ep > 1:
         group = world.meshes.expert_parameters.get_group("ep")
@@ -219,7 +219,7 @@ def prompts(generator: Generator, world: World, context: int) -> dict[str, Any]:
 def trainer_forward(config: Config, model: Transformer, context: int) -> dict[str, Any]:
     """Tokens a second of the trainer's compiled forward, of packed rows, on the same weights."""
     with torch.device("meta"):
-        trained = build_model(model.arch, kernels=config.kernels)
+        trained = Transformer(model.arch, kernels=config.kernels)
     trained.load_state_dict(model.state_dict(), assign=True)
     trained.compute_dtype = torch.bfloat16
     compile_blocks(trained)

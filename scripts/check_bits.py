@@ -32,7 +32,7 @@ from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch, Loader, build_data
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import Router
-from moetrain.models.transformer import Transformer, build_model, compile_blocks
+from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Completion, Request, SamplingParams
@@ -318,7 +318,7 @@ class Shared(Trained):
     def build(self) -> None:
         assert self.world.size == 1, "--shared is for one process"
         with torch.device("meta"):
-            self.model = build_model(self.arch, kernels=self.config.kernels).to(torch.bfloat16)
+            self.model = Transformer(self.arch, kernels=self.config.kernels).to(torch.bfloat16)
         self.model.to_empty(device=self.world.device)
         generator = torch.Generator(self.world.device).manual_seed(0)
         for weight in self.model.parameters():
@@ -328,7 +328,7 @@ class Shared(Trained):
         self.experts, self.models = None, []
         for _ in range(2):  # compiled, and not
             with torch.device("meta"):
-                model = build_model(self.arch, kernels=self.config.kernels)
+                model = Transformer(self.arch, kernels=self.config.kernels)
             model.load_state_dict(self.model.state_dict(), assign=True)
             model.compute_dtype = torch.bfloat16
             self.models.append(model)

@@ -22,8 +22,7 @@ from moetrain.config import ActivationSection, Config, ConfigError, KernelsSecti
 from moetrain.config.compute import SavedName
 from moetrain.kernels import backend
 from moetrain.kernels.attention import cudnn as cudnn_attention
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model, compile_blocks, set_recomputation
+from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel import apply
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.fsdp import fsdp
@@ -48,7 +47,7 @@ def fresh_compiler():
 
 def fresh(activation, compiled):
     model = fresh_model(MOE)
-    set_recomputation(model, activation)
+    model.set_recomputation(activation)
     return model, compile_counting(model) if compiled else None
 
 
@@ -317,10 +316,10 @@ GPU = MOE.model_copy(
 
 def gpu_step(policy, attention, compiled, count):
     """Gradients of a GPU model's blocks under ``policy``, and the bytes that its forward left."""
-    model = build_model(GPU, kernels=KernelsSection(attention=attention), moe=MoeSection())
-    init_weights(model, std=0.02, seed=0)
+    model = Transformer(GPU, kernels=KernelsSection(attention=attention), moe=MoeSection())
+    model.init_weights(std=0.02, seed=0)
     model.cuda().compute_dtype = torch.bfloat16
-    set_recomputation(model, POLICIES[policy])
+    model.set_recomputation(POLICIES[policy])
     if compiled:
         compile_blocks(model)
     generator = torch.Generator().manual_seed(0)

@@ -14,8 +14,7 @@ from torch._dynamo.utils import counters
 from moetrain.cli.train import main
 from moetrain.config import ActivationSection, Config, ConfigError, KernelsSection, MoeSection
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model, compile_blocks, set_recomputation
+from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload import activations as activation_offload
 from moetrain.parallel.offload.activations import (
@@ -51,7 +50,7 @@ def fresh():
 def offloading(arch, offload, policy="none"):
     """A model, and what offloads for it."""
     model = fresh_model(arch)
-    set_recomputation(model, ActivationSection(policy=policy))
+    model.set_recomputation(ActivationSection(policy=policy))
     if not offload:
         return model, None
     return model, offload_activations(model, offload, [range(arch.num_layers)], 24, CPU)
@@ -270,10 +269,10 @@ def gpu_step(offload, policy, compiled):
     """Gradients, bytes that a forward left on the device, and bytes that travelled."""
     torch.compiler.reset()
     arch = GPU.model_copy(update={"num_layers": 6})
-    model = build_model(arch, kernels=KernelsSection(), moe=MoeSection())
-    init_weights(model, std=0.02, seed=0)
+    model = Transformer(arch, kernels=KernelsSection(), moe=MoeSection())
+    model.init_weights(std=0.02, seed=0)
     model.cuda().compute_dtype = torch.bfloat16
-    set_recomputation(model, ActivationSection(policy=policy))
+    model.set_recomputation(ActivationSection(policy=policy))
     done = None
     if offload:
         device = torch.device("cuda")

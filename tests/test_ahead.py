@@ -12,8 +12,7 @@ from test_engine import DENSE, make_batches, make_engine, objective_of
 from moetrain.kernels import ahead
 from moetrain.kernels.backend import TensorDescriptor, triton
 from moetrain.kernels.norm.rms_norm import rms_norm
-from moetrain.models.fake_step import run_fake_step
-from moetrain.train.engine import _step_layout
+from moetrain.train.engine import _fake_step
 
 CASES = {
     "moe": [],
@@ -75,8 +74,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def launches_of_fake_step(engine):
-    layout = _step_layout(engine.config, engine.arch, engine.world)
-    launches = ahead.launches_of(lambda: run_fake_step(engine.config, engine.arch, layout))
+    launches = ahead.launches_of(_fake_step(engine.config, engine.arch, engine.world).run)
     return {signature(kernel, *one) for kernel, all in launches.items() for one in all}
 
 
@@ -204,7 +202,7 @@ def test_processes_of_a_machine_share_the_work(size, monkeypatch):
 
 def test_a_fake_step_that_fails_is_said_and_ends_nothing(monkeypatch, caplog):
     monkeypatch.setattr("moetrain.train.engine.can_compile_ahead", lambda device: True)
-    monkeypatch.setattr("moetrain.train.engine.run_fake_step", lambda *args: 1 / 0)
+    monkeypatch.setattr("moetrain.train.engine._fake_step", lambda *args: 1 / 0)
     step(make_engine())
     assert "kernels will be compiled as they are launched: division by zero" in caplog.text
 

@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import make_architecture
 from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 
 from moetrain.cli.train import main
 from moetrain.config import ConfigError, ModelSection
-from moetrain.models.families import make_architecture
 from moetrain.models.hf.files import CONFIG, GENERATION, INDEX
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.hf.save import save_hf
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 
 SIZES = {
     "vocab_size": 264,
@@ -62,8 +61,8 @@ def write_good(folder: Path) -> Path:
         num_experts_per_token=2,
         moe_intermediate_size=8,
     )
-    model = build_model(arch)
-    init_weights(model, std=0.1, seed=0)
+    model = Transformer(arch)
+    model.init_weights(std=0.1, seed=0)
     save_hf(model, folder, max_shard_bytes=40_000)
     assert (folder / INDEX).exists()
     return folder

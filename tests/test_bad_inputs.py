@@ -25,7 +25,7 @@ from moetrain.cli.train import run_rl as rl
 from moetrain.config import Config, ConfigError
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 
 HF_CONFIG = {
     "model_type": "qwen3",
@@ -787,7 +787,7 @@ def places(tmp_path_factory) -> dict[str, str]:
     (root / "used" / "metrics.jsonl").mkdir()
     (root / "used2" / "checkpoints").write_text("")
     (root / "text" / "a.txt").write_text("some text. " * 100)
-    save_hf(build_model(architecture_from_hf(HF_CONFIG)), root / "hf")
+    save_hf(Transformer(architecture_from_hf(HF_CONFIG)), root / "hf")
     for name, inside in (("run", "checkpoints"), ("adapted", "adapter")):
         places[name] = str(root / name)
         (root / name / inside).mkdir(parents=True)

@@ -20,8 +20,7 @@ from moetrain.kernels.experts.swiglu import swiglu
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from moetrain.kernels.loss.vocabulary_chunk import sample_tokens
 from moetrain.kernels.small_m import low_rank_products
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import PagedAttention, PagedRows
 from moetrain.rollout.request import Request, SamplingParams
@@ -191,9 +190,9 @@ def test_generation_has_the_bits_of_the_compiled_forward():
     arch = PRESETS["qwen3-30b-a3b"].model_copy(update=sizes)
     kernels = KernelsSection(attention="exact")
     with torch.device("meta"):
-        models = [build_model(arch, kernels=kernels) for _ in range(2)]
+        models = [Transformer(arch, kernels=kernels) for _ in range(2)]
     models[0].to(torch.bfloat16).to_empty(device="cuda")
-    init_weights(models[0], std=0.05, seed=0)
+    models[0].init_weights(std=0.05, seed=0)
     models[1].load_state_dict(models[0].state_dict(), assign=True)
     models[1].compute_dtype = torch.bfloat16
     compile_blocks(models[1])
@@ -227,9 +226,9 @@ def test_sleeping_gives_the_cache_back_and_waking_goes_on():
 
     arch = PRESETS["debug"]
     with torch.device("meta"):
-        model = build_model(arch).to(torch.bfloat16)
+        model = Transformer(arch).to(torch.bfloat16)
     model.to_empty(device="cuda")
-    init_weights(model, std=0.05, seed=0)
+    model.init_weights(std=0.05, seed=0)
     pages = 2**30 // (64 * 2 * 2 * model.layers[0].attn.wk.weight.shape[0])
     generator = Generator(model, num_pages=pages)
     request = Request("a", (1, 2, 3), SamplingParams(max_tokens=20))

@@ -21,8 +21,7 @@ from moetrain.cli.train import main
 from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 from moetrain.optim.adamw import AdamW
 from moetrain.optim.schedule import learning_rate
 from moetrain.train.metrics import Throughput, read_metrics
@@ -314,8 +313,8 @@ def test_the_balancing_loss_weighs_micro_batches_by_their_tokens():
         is_pad_BS,
     )
     whole = whole._replace(is_pad_BS=torch.zeros_like(is_pad_BS))
-    model = build_model(engine.arch, moe=engine.config.moe)
-    init_weights(model, engine.config.model.init_std, engine.config.train.seed)
+    model = Transformer(engine.arch, moe=engine.config.moe)
+    model.init_weights(engine.config.model.init_std, engine.config.train.seed)
     targets = sum(int((batch.targets_BS >= 0).sum()) for batch in (whole, short))
     tokens = 4 * 12 + 4 * 3
     for batch, own in ((whole, 4 * 12), (short, 4 * 3)):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import make_architecture
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -12,11 +13,9 @@ import moetrain
 from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
 from moetrain.kernels import small_m
 from moetrain.models.architecture import Architecture
-from moetrain.models.families import make_architecture
-from moetrain.models.init import init_weights
 from moetrain.models.layers import Linear, linears
 from moetrain.models.moe import load_balancing_loss, update_router_bias
-from moetrain.models.transformer import Transformer, build_model, compile_blocks, set_recomputation
+from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.train.setup import resolve_run
 
 ROWS, SEQ_LEN = 2, 24
@@ -51,8 +50,8 @@ def fresh_compiler():
 
 
 def fresh_model(arch: Architecture, attention="auto", **moe) -> Transformer:
-    model = build_model(arch, kernels=KernelsSection(attention=attention), moe=MoeSection(**moe))
-    init_weights(model, std=0.3, seed=0)
+    model = Transformer(arch, kernels=KernelsSection(attention=attention), moe=MoeSection(**moe))
+    model.init_weights(std=0.3, seed=0)
     return model
 
 
@@ -94,7 +93,7 @@ def train_step(model: Transformer, step: int) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_blocks_compile_once(attention, recompute):
     model = fresh_model(MOE, attention, bias_update_rate=0.01)
-    set_recomputation(model, ActivationSection(policy="full" if recompute else "none"))
+    model.set_recomputation(ActivationSection(policy="full" if recompute else "none"))
     counter = compile_counting(model)
     patterns = set()
     for step in range(50):

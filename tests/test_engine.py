@@ -13,11 +13,8 @@ from torch.nn import functional as F
 from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.families import find_family
-from moetrain.models.init import init_weights
 from moetrain.models.moe import load_balancing_loss, router_z_loss
-from moetrain.models.rules import parameter_rules
-from moetrain.models.transformer import Inputs, build_model
+from moetrain.models.transformer import Inputs, Transformer
 from moetrain.optim.adamw import MOMENTS
 from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.parallel.world import join_world
@@ -109,9 +106,9 @@ def gradients_of(engine):
 
 def hand_loop(config, arch, steps, lr=1e-2):
     """Plain autograd and AdamW, on whole batches; no selection bias."""
-    model = build_model(arch)
-    init_weights(model, config.model.init_std, config.train.seed)
-    optim, rules = config.optim, parameter_rules(find_family(arch).plan(arch), model)
+    model = Transformer(arch)
+    model.init_weights(config.model.init_std, config.train.seed)
+    optim, rules = config.optim, arch.plan().rules(model)
     groups = [
         {"params": [p], "weight_decay": optim.weight_decay * rules[name].decay}
         for name, p in model.named_parameters()

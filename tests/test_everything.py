@@ -24,12 +24,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from architectures import make_architecture
 from distributed import spawn
 
 from moetrain.config import Config, ConfigError
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.families import PRESETS, make_architecture
+from moetrain.models.families import PRESETS
 from moetrain.parallel import mesh
 from moetrain.parallel.pipeline.schedules import SCHEDULES
 from moetrain.parallel.world import join_world, plan_world

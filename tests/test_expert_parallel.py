@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import make_architecture
 from distributed import spawn
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -17,7 +18,6 @@ from moetrain.config import KernelsSection, MoeSection
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.router import Routed
-from moetrain.models.families import make_architecture
 from moetrain.models.layers import Context
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received

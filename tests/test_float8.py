@@ -21,8 +21,8 @@ from moetrain.jobs.scheduler import Service
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
-from moetrain.models.rules import is_adapter
-from moetrain.models.transformer import build_model
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.storage import Float8Shard
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.arena import Arena
@@ -211,14 +211,14 @@ def test_the_same_is_stored_on_every_mesh():
                 assert pair == pytest.approx(wanted, rel=1e-5)
             assert print_of_mine == fingerprint
             for name, weight in theirs.items():
-                assert is_adapter(name) or torch.equal(weight, weights[name]), name
+                assert name.endswith(ADAPTER) or torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_is_loaded_and_saved(ranks, tmp_path):
     engine = adapted(EVERYTHING, *ROUND)
     with torch.device("cpu"):
-        model = build_model(engine.arch)
+        model = Transformer(engine.arch)
     model.load_state_dict(weights_of(engine, merged=True))
     save_hf(model, tmp_path / "base")
     words = ["parallel.ep=2"][: ranks - 1]

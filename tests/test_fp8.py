@@ -10,6 +10,7 @@ import fake_deep_ep
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import make_architecture
 from distributed import spawn
 from test_compile import batch, compile_counting
 from test_parallel import LAYOUTS, compare, run, run_layouts, words_of
@@ -22,9 +23,7 @@ from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
-from moetrain.models.families import make_architecture
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model, set_recomputation
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.collectives import all_to_all_single
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
@@ -162,8 +161,8 @@ def test_tokens_without_experts_are_not_read(backend):
 
 # In a model.
 def fresh_model():
-    model = build_model(ARCH, kernels=KernelsSection(precision="fp8"), moe=MoeSection())
-    init_weights(model, std=0.3, seed=0)
+    model = Transformer(ARCH, kernels=KernelsSection(precision="fp8"), moe=MoeSection())
+    model.init_weights(std=0.3, seed=0)
     return model
 
 
@@ -171,7 +170,7 @@ def gradients_of(policy, is_compiled=False):
     """Of the blocks' parameters after two micro-batches."""
     torch.compiler.reset()
     model = fresh_model()
-    set_recomputation(model, ActivationSection(policy=policy))
+    model.set_recomputation(ActivationSection(policy=policy))
     if is_compiled:
         compile_counting(model)
     for step in range(2):

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import transformers
+from architectures import make_architecture
 from transformers import AutoConfig
 
 from moetrain.config import ConfigError
 from moetrain.models.architecture import RopeScaling
-from moetrain.models.families import FAMILIES, PRESETS, make_architecture
-from moetrain.models.hf.config import architecture_from_hf, architecture_to_hf
+from moetrain.models.families import FAMILIES, PRESETS
+from moetrain.models.hf.config import architecture_from_hf, exported_config
 
 SIZES = {
     "vocab_size": 40,
@@ -72,7 +73,7 @@ def test_omitted_keys_mean_the_defaults_of_transformers(family, keys):
 @pytest.mark.parametrize("case", CASES)
 def test_config_round_trip(case):
     arch = architecture_from_hf(config_of(case).to_dict())
-    written = json.loads(json.dumps(architecture_to_hf(arch)))
+    written = json.loads(json.dumps(exported_config(arch, None)))
     assert architecture_from_hf(written) == arch
     assert architecture_from_hf(AutoConfig.for_model(**written).to_dict()) == arch
 
@@ -80,7 +81,7 @@ def test_config_round_trip(case):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_can_be_saved(preset):
     arch = PRESETS[preset]
-    assert architecture_from_hf(architecture_to_hf(arch)) == arch
+    assert architecture_from_hf(exported_config(arch, None)) == arch
 
 
 def test_config_values():
@@ -139,7 +140,7 @@ def test_rope_is_read_as_transformers_reads_it(rope, family):
     config = {"model_type": family, **SIZES, **ROPES[rope]}
     arch = architecture_from_hf(config)
     assert arch == architecture_from_hf(AutoConfig.for_model(**config).to_dict())
-    written = architecture_to_hf(arch)
+    written = exported_config(arch, None)
     assert architecture_from_hf(AutoConfig.for_model(**written).to_dict()) == arch
 
 
@@ -183,4 +184,4 @@ def test_what_a_format_cannot_express_is_an_error():
     arch = architecture_from_hf({"model_type": "llama", **SIZES})
     for change in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (4, 4, 4)}):
         with pytest.raises(ValueError, match=rf"llama.*cannot express .*{next(iter(change))}"):
-            architecture_to_hf(make_architecture(**{**arch.model_dump(), **change}))
+            exported_config(make_architecture(**{**arch.model_dump(), **change}), None)

@@ -18,10 +18,9 @@ import moetrain
 from moetrain.config import ConfigError
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, TokenizerFiles
-from moetrain.models.hf.save import save_hf, write_side_files
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, TokenizerFiles, write_files
+from moetrain.models.hf.save import save_hf
+from moetrain.models.transformer import Transformer
 from moetrain.train.trainer import Trainer
 
 transformers.logging.set_verbosity_error()
@@ -298,7 +297,7 @@ def test_an_export_removes_what_an_earlier_one_left(checkpoint, tmp_path):
     model.source = None
     moetrain.save_hf(model, tmp_path)
     files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
-    assert files == {CONFIG, SINGLE, MANIFEST, "notes.txt"}
+    assert files == {CONFIG, SINGLE, ".moetrain-export.json", "notes.txt"}
     assert {t.dtype for t in tensors_in(tmp_path).values()} == {torch.float32}
 
 
@@ -372,7 +371,7 @@ def test_the_chat_template_that_was_trained_with(tmp_path):
         (tokenizer.chat_template, "<user>hello</s>"),
         ("{{ messages[0].content }}!", "hello!"),
     ):
-        write_side_files(tmp_path, tokenizer.export(template).files)
+        write_files(tmp_path, tokenizer.export(template).files)
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         assert theirs.apply_chat_template(chat, tokenize=False) == want
 
@@ -383,8 +382,8 @@ def test_a_bare_tokenizer_json_is_completed(tmp_path):
     files = load_tokenizer(str(tmp_path / "my.json")).export()
     assert files.eos_id == 1  # "</s>", guessed
     arch = architecture_from_hf({"model_type": "llama", **SIZES, "vocab_size": VOCABULARY})
-    model = build_model(arch)
-    init_weights(model, std=0.1, seed=0)
+    model = Transformer(arch)
+    model.init_weights(std=0.1, seed=0)
     moetrain.save_hf(model, tmp_path / "out", tokenizer=files)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.eos_token_id == 1

@@ -13,8 +13,7 @@ from test_hf_weights import tensors_in
 from moetrain.config import Config
 from moetrain.models.families import PRESETS
 from moetrain.models.hf.save import save_hf
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine
 from moetrain.train.setup import resolve_run
@@ -66,8 +65,8 @@ def load_and_export(words, folder):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_rank_loads_its_part_alone_and_all_export(tmp_path):
     sizes = {"vocab_size": 4096, "hidden_size": 512, "moe_intermediate_size": 512}
-    model = build_model(PRESETS["debug"].model_copy(update=sizes)).bfloat16()
-    init_weights(model, std=0.02, seed=0)
+    model = Transformer(PRESETS["debug"].model_copy(update=sizes)).bfloat16()
+    model.init_weights(std=0.02, seed=0)
     save_hf(model, tmp_path / "source", max_shard_bytes=SHARD_BYTES)
     source = tensors_in(tmp_path / "source")
     words = [w for w in WORDS if not w.startswith("model.")]

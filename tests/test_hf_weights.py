@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from moetrain.config import ConfigError
 from moetrain.models.families import FAMILIES, PRESETS
-from moetrain.models.family import DENSE, Piece, all_pieces
+from moetrain.models.family import Piece
 from moetrain.models.hf import files, save
-from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, MANIFEST, SINGLE, resolve
+from moetrain.models.hf.files import CONFIG, GENERATION, INDEX, SINGLE, resolve
 from moetrain.models.hf.load import load_hf, load_weights
 from moetrain.models.hf.save import save_hf
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -120,7 +119,7 @@ def test_saving_again_leaves_no_stale_file(tmp_path):
     save_hf(model, out, max_shard_bytes=8000)
     assert not (out / SINGLE).exists()  # a reader would prefer it to the shards
     save_hf(model, out)
-    written = {CONFIG, GENERATION, SINGLE, MANIFEST}
+    written = {CONFIG, GENERATION, SINGLE, ".moetrain-export.json"}
     assert {f.name for f in out.iterdir()} == {*written, "tokenizer.json"}
 
 
@@ -213,8 +212,8 @@ def test_loading_needs_the_model_and_one_tensor(tmp_path):
     arch = PRESETS["debug"].model_copy(
         update={"vocab_size": 16384, "hidden_size": 512, "moe_intermediate_size": 512}
     )
-    model = build_model(arch).bfloat16()
-    init_weights(model, std=0.02, seed=0)
+    model = Transformer(arch).bfloat16()
+    model.init_weights(std=0.02, seed=0)
     save_hf(model, tmp_path, max_shard_bytes=20_000_000)
     largest = max(t.nbytes for t in tensors_in(tmp_path).values())
     command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
@@ -396,8 +395,8 @@ def test_unknown_path_or_id(name, monkeypatch, tmp_path):
 
 # The weight map alone.
 def test_weight_map_example():
-    table = FAMILIES["qwen3_moe"].hf.weight_map
-    pieces = all_pieces(table, {"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
+    family = FAMILIES["qwen3_moe"]
+    pieces = family.pieces({"layers.7.moe.experts.w_gate_up": (2, 6, 4)})
     prefix = "model.layers.7.mlp.experts"
     ours = "layers.7.moe.experts.w_gate_up"
     assert pieces == [
@@ -410,4 +409,4 @@ def test_weight_map_example():
 
 def test_unknown_parameter_is_a_fault_of_the_table():
     with pytest.raises(ValueError, match="0 weight map operations cover parameter 'layers"):
-        all_pieces(DENSE, {"layers.0.moe.router.weight": (2, 4)})
+        FAMILIES["llama"].pieces({"layers.0.moe.router.weight": (2, 4)})

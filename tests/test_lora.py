@@ -23,8 +23,8 @@ from moetrain.config.sections import LoraSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.moe import load_balancing_loss, router_z_loss
-from moetrain.models.rules import is_adapter
-from moetrain.models.transformer import build_model, compile_blocks
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel import apply
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.train.memory import estimate_memory
@@ -70,7 +70,7 @@ def adapted(*words, base=BASE):
     """An engine whose adapters are as :func:`value_of` has them."""
     engine = make_engine(*words, base=base, micro=MICRO)
     for name, entry in engine.stages.table.items():
-        if is_adapter(name):
+        if name.endswith(ADAPTER):
             engine.fsdp.write(name, (), value_of(name, entry.shape))
     return engine
 
@@ -105,11 +105,11 @@ def dense_reference(words, base=BASE):
     """The same by autograd alone, in fp64; a plain model has the weights W + s B A."""
     engine = adapted(*words, base=base)
     mine, arch = {n: x.double().cpu() for n, x in weights_of(engine).items()}, engine.arch
-    adapters = {n: x.detach().requires_grad_() for n, x in mine.items() if is_adapter(n)}
+    adapters = {n: x.detach().requires_grad_() for n, x in mine.items() if n.endswith(ADAPTER)}
     scale = engine.config.lora.alpha / engine.config.lora.rank ** (
         0.5 if engine.config.lora.rs else 1
     )
-    model = build_model(arch)
+    model = Transformer(arch)
     weights = {}
     for name in dict(model.named_parameters()):
         weights[name] = mine[name]
@@ -231,12 +231,12 @@ def test_only_adapters_are_kept_and_what_they_adapt_is_as_it_was():
     before = weights_of(engine)
     train(engine, range(2), MICRO)
     after, state = weights_of(engine), copy_of(engine.state())
-    trained = {name for name in before if is_adapter(name)}
+    trained = {name for name in before if name.endswith(ADAPTER)}
     assert set(state["model"]) == trained
     assert {name.rpartition(".")[0] for name in state["optim"]} == trained
     assert len(engine.optimizer.state) == len(trained)
     for name, weight in after.items():
-        assert torch.equal(weight, before[name]) != is_adapter(name), name
+        assert torch.equal(weight, before[name]) != name.endswith(ADAPTER), name
 
 
 def go_on(words, state, steps):
@@ -273,7 +273,7 @@ def test_a_run_goes_on_beside_the_same_frozen_weights_alone(tiny, capsys):
     saved = straight.folder / "checkpoints" / "step-00000002"
     held = tensors_of(saved)["model"]
     assert held
-    assert all(map(is_adapter, held))
+    assert all(name.endswith(ADAPTER) for name in held)
     assert checkpoint_command(["export-hf", str(saved), f"{saved}-hf"]) == 2
     assert "has not what was not trained (embed.weight" in capsys.readouterr().err
     resume = [f"checkpoint.resume={saved}", f"output_dir={straight.folder}-again"]

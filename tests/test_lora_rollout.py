@@ -9,8 +9,8 @@ from test_lora import EVERYTHING, MICRO, adapted
 from moetrain.cli.generate import main as generate
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.hf.save import save_hf
-from moetrain.models.rules import is_adapter
-from moetrain.models.transformer import build_model
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.weights import WeightUpdate, replica, replica_bytes
@@ -39,13 +39,13 @@ def follow(words):
             assert torch.equal(model.get_parameter(name), mine), name
         merged = {n: w.to("cpu", copy=True) for n, w in engine.weights(merged=True)}
         found.append((answers_of(generator), merged))
-    assert any(is_adapter(name) for name, _ in model.named_parameters())
+    assert any(name.endswith(ADAPTER) for name, _ in model.named_parameters())
     return engine.arch, found
 
 
 def check(arch, found):
     for answers, weights in found:
-        model = build_model(arch)
+        model = Transformer(arch)
         model.load_state_dict(weights)
         expected = answers_of(Generator(model, num_pages=20, page_size=4))
         for (tokens, logprobs), (wanted, scores) in zip(answers, expected, strict=True):
@@ -84,7 +84,7 @@ def test_the_commands_take_adapters(tmp_path, capsys):
     engine = adapted(EVERYTHING, "model.vocab_size=264")
     engine.save_peft(tmp_path / "adapter")
     with torch.device("cpu"):
-        whole = build_model(engine.arch)
+        whole = Transformer(engine.arch)
     whole.load_state_dict({n: w.to("cpu", copy=True) for n, w in engine.weights(merged=True)})
     merged, plain = tmp_path / "merged", tmp_path / "plain"
     save_hf(whole, merged, tokenizer=ByteTokenizer().export())

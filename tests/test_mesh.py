@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import make_architecture
 from distributed import spawn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
-from moetrain.models.families import make_architecture
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up

@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from architectures import make_architecture
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetrain.config import ConfigError, KernelsSection, ModelSection, MoeSection
 from moetrain.kernels.loss.linear_cross_entropy import linear_cross_entropy
-from moetrain.models.families import PRESETS, make_architecture
+from moetrain.models.families import PRESETS
 from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.load import load_hf, resolve_architecture
 from moetrain.models.hf.save import save_hf
-from moetrain.models.init import init_weights
 from moetrain.models.layers import RotaryEmbedding
 from moetrain.models.moe import load_balancing_loss
-from moetrain.models.transformer import Transformer, build_model
+from moetrain.models.transformer import Transformer
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -242,7 +242,7 @@ def test_parts_know_the_parameters_of_their_modules(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameter_formulas_count_the_built_model(name):
     arch = VARIANTS[name]
-    parameters = dict(build_model(arch).named_parameters())
+    parameters = dict(Transformer(arch).named_parameters())
     active = [
         p.numel() * arch.num_experts_per_token / arch.num_experts if "experts" in n else p.numel()
         for n, p in parameters.items()
@@ -254,8 +254,8 @@ def test_parameter_formulas_count_the_built_model(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flop_formula_counts_the_built_model(name):
     arch, seq_len = VARIANTS[name], 16
-    model = build_model(arch, kernels=KernelsSection(attention="reference"))
-    init_weights(model, std=0.02, seed=0)
+    model = Transformer(arch, kernels=KernelsSection(attention="reference"))
+    model.init_weights(std=0.02, seed=0)
     expert_flops = 0.0
 
     def count(experts, inputs, output):  # grouped products are opaque to torch's counter
@@ -306,7 +306,7 @@ def test_sizes_of_presets():
     assert 1e6 < PRESETS["debug"].num_params() < 3e6
     for arch in PRESETS.values():
         with torch.device("meta"):
-            assert sum(p.numel() for p in build_model(arch).parameters()) == arch.num_params()
+            assert sum(p.numel() for p in Transformer(arch).parameters()) == arch.num_params()
 
 
 # Packing.
@@ -315,8 +315,8 @@ def test_sizes_of_presets():
 @torch.no_grad()  # flex has no backward on a CPU
 def test_packed_equals_unpacked(attention, windows):
     arch = MOE.model_copy(update={"sliding_windows": windows})
-    model = build_model(arch, kernels=KernelsSection(attention=attention))
-    init_weights(model, std=0.3, seed=0)
+    model = Transformer(arch, kernels=KernelsSection(attention=attention))
+    model.init_weights(std=0.3, seed=0)
     first, second = torch.randint(0, arch.vocab_size, (2, 33)).split([12, 21], dim=1)
     packed_BS = torch.cat((first, second), dim=1)
     positions_BS = torch.cat((torch.arange(12), torch.arange(21))).expand(2, -1)
@@ -340,8 +340,8 @@ def test_attention_backends_agree_on_gradients():
     positions_BS = torch.cat((torch.arange(9), torch.arange(8))).expand(2, -1)
     gradients = []
     for attention in ("sdpa", "reference"):
-        model = build_model(MOE, kernels=KernelsSection(attention=attention))
-        init_weights(model, std=0.1, seed=0)
+        model = Transformer(MOE, kernels=KernelsSection(attention=attention))
+        model.init_weights(std=0.1, seed=0)
         model(tokens_BS, positions_BS).square().mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, want in gradients[1].items():
@@ -350,26 +350,26 @@ def test_attention_backends_agree_on_gradients():
 
 # Initial values and dtypes.
 def test_initial_values_depend_on_the_name_and_the_seed_alone():
-    small, deep = (build_model(MOE.model_copy(update={"num_layers": n})) for n in (1, 2))
+    small, deep = (Transformer(MOE.model_copy(update={"num_layers": n})) for n in (1, 2))
     with torch.device("meta"):
-        late = build_model(MOE)
+        late = Transformer(MOE)
     late.to_empty(device="cpu")
     for model in (small, deep, late):
-        init_weights(model, std=0.02, seed=3)
+        model.init_weights(std=0.02, seed=3)
     deep_values, late_values = deep.state_dict(), late.state_dict()
     for name, value in small.state_dict().items():
         assert torch.equal(value, deep_values[name]), name
         assert torch.equal(value, late_values[name]), name
     first, second = (deep_values[f"layers.{i}.attn.wq.weight"] for i in (0, 1))
     assert not torch.equal(first, second)
-    init_weights(small, std=0.02, seed=4)
+    small.init_weights(std=0.02, seed=4)
     assert not torch.equal(small.state_dict()["layers.0.attn.wq.weight"], first)
 
 
 def test_initial_values_by_kind():
     arch = VARIANTS["dense, every bias, tied"].model_copy(update={"qk_norm": True})
-    model = build_model(arch)
-    init_weights(model, std=0.02, seed=0)
+    model = Transformer(arch)
+    model.init_weights(std=0.02, seed=0)
     for name, p in model.named_parameters():
         if "norm" in name:
             assert (p == 1).all(), name
@@ -381,8 +381,8 @@ def test_initial_values_by_kind():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_compute_dtype(name):
-    model = build_model(VARIANTS[name])
-    init_weights(model, std=0.1, seed=0)
+    model = Transformer(VARIANTS[name])
+    model.init_weights(std=0.1, seed=0)
     tokens_BS = torch.randint(0, 48, (2, 9))
     exact = model(tokens_BS)
     model.compute_dtype = torch.bfloat16
@@ -394,7 +394,7 @@ def test_compute_dtype(name):
 
 
 def test_a_narrower_model_keeps_exact_rotary_frequencies():
-    model = build_model(MOE)
+    model = Transformer(MOE)
     before = model.rope.inv_freq.clone()
     model.to(torch.bfloat16).to_empty(device="cpu")
     assert torch.equal(model.rope.inv_freq, before)
@@ -433,5 +433,3 @@ def test_architecture_of_a_checkpoint(tmp_path):
     assert resolve_architecture(ModelSection(path=str(tmp_path))) == load_hf(tmp_path).arch
     with pytest.raises(ConfigError, match=r"model\.path"):
         resolve_architecture(ModelSection(path=str(tmp_path / "absent")))
-    with pytest.raises(ConfigError, match="gpt2"):
-        make_architecture(**{**MOE.model_dump(), "family": "gpt2"})

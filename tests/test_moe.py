@@ -4,17 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_architecture
 from torch.nn import functional as F
 
 from moetrain.config import ActivationSection, KernelsSection, MoeSection
 from moetrain.kernels.experts.permutation import permute, unpermute
 from moetrain.kernels.experts.products import router_logits
 from moetrain.models.architecture import Architecture
-from moetrain.models.families import make_architecture
-from moetrain.models.init import init_weights
 from moetrain.models.layers import Context
 from moetrain.models.moe import (
-    LocalDispatcher,
+    Dispatcher,
     MoE,
     RoutedExperts,
     Router,
@@ -23,7 +22,7 @@ from moetrain.models.moe import (
     router_z_loss,
     update_router_bias,
 )
-from moetrain.models.transformer import build_model, set_recomputation
+from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import _UNHEALTHY_LOGS, RoutingWatch, routing_health
 
 ARCH = make_architecture(
@@ -116,16 +115,16 @@ def test_statistics():
 
 
 def test_model_stacks_the_statistics_of_its_moe_layers():
-    model = build_model(ARCH)
-    init_weights(model, std=0.1, seed=0)
+    model = Transformer(ARCH)
+    model.init_weights(std=0.1, seed=0)
     _, routing = model.backbone(torch.randint(0, 40, (2, 9)))
     assert routing is not None
     assert routing.num_tokens == 18
     assert routing.counts_LE.shape == routing.prob_sum_LE.shape == (2, 5)
     assert routing.z_sum_L.shape == routing.entropy_sum_L.shape == (2,)
     assert (routing.counts_LE.sum(1) == 18 * 2).all()
-    dense = build_model(arch_with(num_experts=0, num_experts_per_token=0, moe_layers=()))
-    init_weights(dense, std=0.1, seed=0)
+    dense = Transformer(arch_with(num_experts=0, num_experts_per_token=0, moe_layers=()))
+    dense.init_weights(std=0.1, seed=0)
     assert dense.backbone(torch.zeros(1, 3, dtype=torch.long))[1] is None
 
 
@@ -165,8 +164,8 @@ def test_reference_kernels_equal_auto_on_a_cpu(dtype):
     tokens_BS = torch.randint(0, 40, (2, 9))
     outputs = []
     for backend in ("auto", "reference"):
-        model = build_model(ARCH, kernels=KernelsSection(backend=backend))
-        init_weights(model, std=0.1, seed=0)
+        model = Transformer(ARCH, kernels=KernelsSection(backend=backend))
+        model.init_weights(std=0.1, seed=0)
         model.compute_dtype = dtype
         outputs.append(model(tokens_BS))
     assert torch.equal(*outputs)
@@ -198,8 +197,8 @@ def test_pads_change_nothing(pads, backend):
     """Outputs, statistics and every gradient are those of the same documents without pads."""
     results = []
     for tokens_BS, positions_BS, is_pad_BS in (packed(), packed(pads)):
-        model = build_model(ARCH, kernels=KernelsSection(backend=backend))
-        init_weights(model, std=0.5, seed=0)
+        model = Transformer(ARCH, kernels=KernelsSection(backend=backend))
+        model.init_weights(std=0.5, seed=0)
         hidden_BSD, routing = model.backbone(tokens_BS, positions_BS, None, is_pad_BS)
         assert routing is not None
         hidden_TD = hidden_BSD[~is_pad_BS]
@@ -242,7 +241,7 @@ def test_dispatch_round_trip():
     x_TD = torch.randn(4, 3)
     ids_TK = torch.tensor([[2, 0], [-1, -1], [4, -1], [0, 2]], dtype=torch.int32)
     weights_TK = torch.tensor([[0.5, 0.25], [9.0, 9.0], [2.0, 9.0], [1.0, 3.0]])
-    dispatcher = LocalDispatcher(num_experts=5)
+    dispatcher = Dispatcher(num_experts=5)
     sent = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
     assert sent.indices.offsets_E.tolist() == [2, 2, 4, 4, 5]
     x_RD, weights_R = permute(sent.x_SD, sent.weights_SK, sent.indices)
@@ -254,7 +253,7 @@ def test_dispatch_round_trip():
 
 
 def test_interleaved_calls_do_not_disturb_each_other():
-    dispatcher = LocalDispatcher(num_experts=3)
+    dispatcher = Dispatcher(num_experts=3)
     x, y = torch.randn(2, 4), torch.randn(5, 4)
     weights = torch.ones(5, 1)
     first = dispatcher.dispatch(x, torch.tensor([[2], [0]]), weights[:2])
@@ -308,8 +307,8 @@ def test_bias_moves_the_choice_and_not_the_weights():
 
 
 def test_tokens_are_sent_again_where_they_were_sent():
-    model = build_model(ARCH)
-    init_weights(model, std=0.3, seed=0)
+    model = Transformer(ARCH)
+    model.init_weights(std=0.3, seed=0)
     tokens_BS = torch.arange(24).view(2, 12) % ARCH.vocab_size
     chosen = []
     routers = [m for m in model.modules() if isinstance(m, Router)]
@@ -341,8 +340,8 @@ def test_tokens_are_sent_again_where_they_were_sent():
 
 
 def test_update_router_bias():
-    model = build_model(ARCH, moe=MoeSection(bias_update_rate=0.5))
-    init_weights(model, std=0.1, seed=0)
+    model = Transformer(ARCH, moe=MoeSection(bias_update_rate=0.5))
+    model.init_weights(std=0.1, seed=0)
     counts_LE = torch.tensor([[4, 0, 4, 8, 4], [0, 0, 0, 0, 20]], dtype=torch.int32)
     for _ in range(2):
         update_router_bias(model, counts_LE, rate=0.5)
@@ -350,7 +349,7 @@ def test_update_router_bias():
     assert biases == [[0.0, 1.0, 0.0, -1.0, 0.0], [1.0, 1.0, 1.0, 1.0, -1.0]]
     assert "layers.2.moe.router.bias" in model.state_dict()
     with pytest.raises(ValueError, match="bias_update_rate"):
-        update_router_bias(build_model(ARCH), counts_LE, rate=0.5)
+        update_router_bias(Transformer(ARCH), counts_LE, rate=0.5)
 
 
 def test_bias_updates_even_out_the_load():
@@ -431,9 +430,9 @@ def test_recompute_gives_the_same_gradients_and_counts():
     tokens_BS = torch.randint(0, 40, (2, 9))
     results = []
     for recompute in (False, True):
-        model = build_model(ARCH)
-        init_weights(model, std=0.1, seed=0)
-        set_recomputation(model, ActivationSection(policy="full" if recompute else "none"))
+        model = Transformer(ARCH)
+        model.init_weights(std=0.1, seed=0)
+        model.set_recomputation(ActivationSection(policy="full" if recompute else "none"))
         calls = 0
 
         def count(*_):

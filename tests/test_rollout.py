@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import make_architecture
 from test_models import CASES, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,11 +16,9 @@ from moetrain.config import KernelsSection
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.loss.vocabulary_chunk import _gumbel
-from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, RequestError, SamplingParams
@@ -43,8 +42,8 @@ ARCH = make_architecture(
 
 
 def make_model(seed=0):
-    model = build_model(ARCH)
-    init_weights(model, std=0.3, seed=seed)
+    model = Transformer(ARCH)
+    model.init_weights(std=0.3, seed=seed)
     return model
 
 

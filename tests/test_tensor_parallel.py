@@ -6,6 +6,7 @@ That whole runs give the single process's answer is tests/test_parallel.py's.
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import make_architecture
 from distributed import spawn
 from test_parallel import run, words_of
 
@@ -15,10 +16,8 @@ from moetrain.kernels.loss.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
 )
-from moetrain.models.families import make_architecture
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.models.init import init_weights
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.tensor import ShardedVocabulary
 from moetrain.parallel.world import plan_world
 
@@ -192,8 +191,8 @@ def test_biases_of_matrices_that_are_cut_or_added_up(tiny_words, tmp_path):
         out_bias=True,
         mlp_bias=True,
     )
-    model = build_model(arch)
-    init_weights(model, std=0.3, seed=0)
+    model = Transformer(arch)
+    model.init_weights(std=0.3, seed=0)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)

@@ -1,6 +1,7 @@
 """A family that the package has never heard of, from a Hugging Face folder to an export."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture, Weight
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.families import PRESETS, find_family, register
-from moetrain.models.family import Family, decoder_plan
+from moetrain.models.families import FAMILIES, register
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.models.moe import MoE, RoutedExperts
 from moetrain.models.rules import COLWISE
@@ -127,7 +127,7 @@ class Mixed(toy_family.Toy):
 def test_layers_may_not_disagree_about_what_one_name_means(checkpoint):
     arch = moetrain.load_hf(checkpoint).arch
     with pytest.raises(ValueError, match="parts called mlp disagree"):
-        decoder_plan(Mixed(**arch.model_dump()))
+        Mixed(**arch.model_dump()).plan()
 
 
 def test_what_its_parts_say_is_asked(words, checkpoint):
@@ -139,7 +139,7 @@ def test_what_its_parts_say_is_asked(words, checkpoint):
     with pytest.raises(ConfigError, match="toy has no experts"):
         plan_memory(config, arch)
     with pytest.raises(ValueError, match="family 'toy': toy is there already"):
-        register(find_family(arch))
+        register(FAMILIES[arch.family])
 
 
 class OwnRouted(nn.Module):
@@ -168,8 +168,8 @@ def own_routed_loss(words):
     sizes |= {"num_kv_heads": 2, "intermediate_size": 8, "num_experts": 4}
     sizes |= {"num_experts_per_token": 2, "moe_intermediate_size": 8}
     arch = Routed(family="own_routed", **sizes)
-    hf = find_family(PRESETS["debug"]).hf
-    register(Family("own_routed", Routed, hf, {"own-routed": arch}))
+    own = {"name": "own_routed", "architecture": Routed, "presets": {"own-routed": arch}}
+    register(replace(FAMILIES["qwen3_moe"], **own))
     trainer = Trainer(Config.load(None, words, environ={}))
     result = trainer.train_step()
     ways = {type(layer.moe.dispatcher).__name__ for layer in trainer.model.layers}
@@ -183,7 +183,7 @@ def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
     local, *want = spawn(1, own_routed_loss, [*words, f"output_dir={tmp_path / 'one'}"])[0]
     apart = [*words, "parallel.ep=2", f"output_dir={tmp_path / 'two'}"]
     sent, *got = spawn(2, own_routed_loss, apart)[0]
-    assert (local, sent) == ({"LocalDispatcher"}, {"ExpertParallelDispatcher"})
+    assert (local, sent) == ({"Dispatcher"}, {"ExpertParallelDispatcher"})
     assert got == pytest.approx(want, rel=1e-5)
 
 

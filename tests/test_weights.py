@@ -11,12 +11,12 @@ import fake_deep_ep
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import make_architecture
 from distributed import spawn
 from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
-from moetrain.models.families import make_architecture
-from moetrain.models.transformer import build_model
+from moetrain.models.transformer import Transformer
 from moetrain.parallel import collectives
 from moetrain.parallel.apply import transport_of
 from moetrain.parallel.expert import deepep
@@ -77,7 +77,7 @@ def biased_engine(words):
 
 def whole_model(engine):
     """One process's, with the engine's weights: what has been tested elsewhere."""
-    model = build_model(engine.arch, moe=engine.config.moe)
+    model = Transformer(engine.arch, moe=engine.config.moe)
     model.load_state_dict(dict(engine.weights()))
     return model
 
@@ -214,14 +214,14 @@ def other_generators():
     """All experts on every rank of a trainer that shares them; and what is not the trainer's."""
     engine = engine_of(LAYOUTS["dp+tp+ep"])
     train(engine, [1], rows_of_engine(engine))
-    generator = Generator(build_model(engine.arch, moe=engine.config.moe))
+    generator = Generator(Transformer(engine.arch, moe=engine.config.moe))
     WeightUpdate(engine, generator)()
     check_values(engine, generator.model, None)
     assert tokens_of(generator) == tokens_of(Generator(whole_model(engine)))
     with pytest.raises(ValueError, match=r"of other parameters: .*bias"):
-        WeightUpdate(engine, Generator(build_model(BIASED)))
+        WeightUpdate(engine, Generator(Transformer(BIASED)))
     sizes = {"vocab_size": engine.arch.vocab_size + 1}
-    larger = build_model(engine.arch.model_copy(update=sizes), moe=engine.config.moe)
+    larger = Transformer(engine.arch.model_copy(update=sizes), moe=engine.config.moe)
     with pytest.raises(ValueError, match=r"weight is \[51, 24\], and the engine's \[50, 24\]"):
         WeightUpdate(engine, Generator(larger))
 

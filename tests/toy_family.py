@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from moetrain.models.architecture import Architecture, Part, Weight
 from moetrain.models.attention import Attention, GroupedQueryAttention, masked_attention
 from moetrain.models.families import register
-from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, HFFamily, Rename
+from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, Rename
 from moetrain.models.layers import Linear
 from moetrain.models.rules import COLWISE, ROWWISE
 
@@ -54,5 +54,6 @@ class Toy(Architecture):
 KEYS = {**COMMON_DEFAULTS, "vocab_size": 264, "max_position_embeddings": 64, "intermediate_size": 1}
 NAMES = {f"layers.{{layer}}.mlp.w_{x}": f"model.layers.{{layer}}.ffn.{x}" for x in ("in", "out")}
 MAP = (*DENSE, *(Rename(ours, theirs) for ours, theirs in NAMES.items()))
-HF = HFFamily("ToyModel", {**KEYS, "d_ffn": 8}, MAP, {"num_features": "d_ffn"}, activation="relu2")
-register(Family("toy", Toy, HF))
+KEYS |= {"d_ffn": 8}
+OWN = {"num_features": "d_ffn"}
+register(Family("toy", Toy, "ToyModel", KEYS, MAP, OWN, activation="relu2"))

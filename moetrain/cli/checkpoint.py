@@ -19,7 +19,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,12 @@ from moetrain.checkpoint.save import SavePlan, cut_to_files
 from moetrain.cli.command import Parser, run_command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
-from moetrain.models.families import FAMILIES, find_family
+from moetrain.models.families import FAMILIES
 from moetrain.models.hf.config import architecture_from_hf
-from moetrain.models.hf.files import CONFIG, listing, open_shard, read_json, resolve
-from moetrain.models.hf.load import EMBED, HEAD, check_checkpoint, check_tied, pieces_of
-from moetrain.models.hf.save import save_stream
-from moetrain.models.rules import parameter_rules
-from moetrain.models.transformer import build_model
+from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
+from moetrain.models.hf.load import check_checkpoint, opened
+from moetrain.models.hf.save import Export
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.layout import TensorSlice
 
 
@@ -179,7 +177,7 @@ def _export_hf(words: argparse.Namespace) -> int:
         raise ConfigError("checkpoint", f"OUT {str(words.other)!r} {problem}")
     arch = _architecture(found)
     with torch.device("meta"):
-        model = build_model(arch)
+        model = Transformer(arch)
     stored = found.group("model")
     if absent := [name for name, _ in model.named_parameters() if name not in stored]:
         raise ConfigError(
@@ -191,17 +189,18 @@ def _export_hf(words: argparse.Namespace) -> int:
     began = config.get("model", {}).get("path")
     if began is not None:
         folder = resolve(began)
-        model.source = check_checkpoint(folder, arch).source
-    save_stream(model, words.other, _hf_tensors(found, model), words.dtype, _tokenizer(config))
+        model.source = check_checkpoint(folder, arch)
+    export = Export(model, words.other, dtype=words.dtype, tokenizer=_tokenizer(config))
+    export.write(_hf_tensors(found, model))
     print(f"{words.other}: the weights of {found.folder}")
     return 0
 
 
 def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight by its name in Hugging Face's files, reading a parameter at a time."""
-    stored, parameters = found.group("model"), dict(model.named_parameters())
+    stored = found.group("model")
     before, whole = "", torch.empty(0)
-    for name, parameter, place in pieces_of(model.arch, parameters):
+    for name, parameter, place in model.pieces():
         if parameter != before:
             before, whole = parameter, stored[parameter][()]
         yield name, whole[place]
@@ -244,24 +243,20 @@ def _import_hf(words: argparse.Namespace) -> int:
 
 def _parameters(folder: Path, arch: Architecture) -> Iterator[dict[str, TensorSlice]]:
     """Yield the parameters of a Hugging Face checkpoint, those of one of our files at a time."""
-    _, stored, pieces = check_checkpoint(folder, arch)
+    source = check_checkpoint(folder, arch)
     with torch.device("meta"):
-        model = build_model(arch)
-    rules = parameter_rules(find_family(arch).plan(arch), model)
+        model = Transformer(arch)
+    rules = arch.plan().rules(model)
     empty = {
         name: TensorSlice.all_of(parameter.detach().to(rules[name].storage))
         for name, parameter in model.named_parameters()
     }
-    with ExitStack() as stack:
-        paths = dict.fromkeys(tensor.file for tensor in stored.values())
-        files = {path: stack.enter_context(open_shard(path)) for path in paths}
-        if arch.tie_embeddings and HEAD in stored:
-            check_tied(folder, *(files[stored[n].file].get_slice(n) for n in (HEAD, EMBED)))
+    with opened(source, arch) as find:
         for parts in cut_to_files(empty):
             whole = {name: torch.empty_like(p.tensor, device="cpu") for name, p in parts.items()}
-            for name, (_, parameter, place) in pieces.items():
+            for name, (_, parameter, place) in source.own.items():
                 if parameter in whole:
-                    whole[parameter][place].copy_(files[stored[name].file].get_tensor(name))
+                    whole[parameter][place].copy_(find(name)[...])
             yield {name: TensorSlice.all_of(tensor) for name, tensor in whole.items()}
 
 

@@ -24,13 +24,7 @@ import numpy as np
 import tokenizers
 
 from moetrain.config import ConfigError
-from moetrain.models.hf.files import (
-    TokenizerFiles,
-    follow,
-    is_tokenizer_file,
-    read_json,
-    small_files,
-)
+from moetrain.models.hf.files import TokenizerFiles, follow, read_json, small_files
 
 _logger = logging.getLogger("moetrain")
 
@@ -271,7 +265,7 @@ class _HFTokenizer(Tokenizer):
     def _files(self) -> dict[str, Path | str]:
         """List the files beside tokenizer.json; the config must name the token that ends a text."""
         folder = self._file.parent
-        names = filter(is_tokenizer_file, small_files(folder))
+        names = filter(TokenizerFiles.has, small_files(folder))
         files: dict[str, Path | str] = {name: folder / name for name in names}
         files["tokenizer.json"] = self._file
         config = read_json(folder / _CONFIG) if _CONFIG in files else _CLASS

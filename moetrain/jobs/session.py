@@ -44,7 +44,7 @@ from moetrain.jobs.api import (
 from moetrain.jobs.shared import Held, Progress, SharedEngine, copies_of, to_host, together
 from moetrain.jobs.store import read
 from moetrain.models.architecture import Architecture
-from moetrain.models.rules import is_adapter
+from moetrain.models.rules import ADAPTER
 from moetrain.parallel.fsdp.shard import draw_values
 from moetrain.rl.learn import by_sample, gather, packed
 from moetrain.rl.losses import PolicyObjective, score
@@ -107,9 +107,10 @@ class JobSession:
             (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
         )
         # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
-        is_drawn = is_adapter if config.lora.path is None else lambda _: False
-        parts = self.engine.state()["model"]
-        self._first = copies_of({k: part for k, part in parts.items() if not is_drawn(k)})
+        is_drawn = config.lora.path is None
+        parts = self.engine.state()["model"].items()
+        begun = {k: x for k, x in parts if not (is_drawn and k.endswith(ADAPTER))}
+        self._first = copies_of(begun)
         """The state that every job begins with, without what is drawn."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         """The states of jobs that were served last, the latest at the end."""

@@ -1,14 +1,10 @@
 """The shape of a model, and of what its layers are made.
 
 One flat, frozen :class:`Architecture` holds every number that decides a model's parameters and its
-arithmetic. A family's subclass of it names a :class:`Part` for each sub-layer. A part describes one
-kind of sub-layer and builds its module: it answers for its parameters and their rules, its
-arithmetic, its memory and what must be divisible, so that nobody else has to know its sizes. What a
-whole model has and costs is the sum of what its parts say, which tests compare with built models.
-
-Each kind of part lies beside the module that it builds: grouped-query attention in
-:mod:`moetrain.models.attention`, SwiGLU in :mod:`moetrain.models.layers`, routed experts in
-:mod:`moetrain.models.moe`. A family chooses among them or brings one of its own.
+arithmetic. A family's subclass of it names a :class:`Part` for each sub-layer, which answers for
+all that others would have to know its sizes for. What a whole model has and costs is the sum of
+what its parts say, which tests compare with built models. Each kind of part lies beside the module
+that it builds.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -25,7 +21,7 @@ from torch import nn
 
 from moetrain.config import KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
-from moetrain.models.rules import PartStyle, Rule
+from moetrain.models.rules import COLWISE, NORM, PartStyle, Rule, ShardingPlan
 
 FP32 = 4
 """Bytes of an fp32 number."""
@@ -36,6 +32,20 @@ class Weight(NamedTuple):
 
     shape: tuple[int, ...]
     rule: Rule
+
+
+def linear(
+    name: str, out_dim: int, in_dim: int, rule: Rule, *, bias: bool = False
+) -> dict[str, Weight]:
+    """Return the parameters of a :class:`~moetrain.models.layers.Linear` called ``name``.
+
+    Where its matrix is ``ROWWISE``, ranks' results are added up, so each uses its share of a bias.
+    """
+    found = {f"{name}.weight": Weight((out_dim, in_dim), rule)}
+    if bias:
+        style = "colwise" if rule.style == "colwise" else "partial"
+        found[f"{name}.bias"] = Weight((out_dim,), Rule(style, init="zeros", decay=False))
+    return found
 
 
 @dataclass(frozen=True)
@@ -195,8 +205,7 @@ class Architecture(BaseModel):
     """Sizes and switches of one decoder-only transformer.
 
     Each family has a subclass of its own (``Family.architecture``), which names the kinds of its
-    parts and may add fields; :func:`moetrain.models.families.make_architecture` finds it. Fields
-    that no part of a family reads keep their defaults.
+    parts and may add fields. Fields that no part of a family reads keep their defaults.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -263,6 +272,28 @@ class Architecture(BaseModel):
     def parts(self) -> list[Part]:
         """Return each distinct part, in the order of layers."""
         return list(dict.fromkeys(self._every_part()))
+
+    def plan(self) -> ShardingPlan:
+        """Collect the rules and styles of all parts, and add those that every decoder has.
+
+        Raises:
+            ValueError: parts of one name disagree about a parameter's rule or about their style.
+        """
+        rules = {"embed.weight": replace(COLWISE, decay=False), "norm.weight": NORM}
+        rules |= {"layers.*.attn_norm.weight": NORM, "layers.*.mlp_norm.weight": NORM}
+        styles: dict[str, PartStyle] = {"embed": "vocabulary", "norm": "gather"}
+        styles["layers.*norm"] = "own"
+        if not self.tie_embeddings:
+            rules["lm_head.weight"], styles["lm_head"] = COLWISE, "vocabulary"
+        for part in self.parts():
+            name = f"layers.*.{part.name}"
+            own = {f"{name}.{leaf}": weight.rule for leaf, weight in part.weights.items()}
+            differ = any(rules.get(key, rule) != rule for key, rule in own.items())
+            if differ or styles.get(name, part.style) != part.style:
+                raise ValueError(f"plan: parts called {part.name} disagree")
+            rules |= own
+            styles[name] = part.style
+        return ShardingPlan(rules, styles)
 
     def window(self, layer: int) -> int | None:
         """Return the sliding attention window of block ``layer`` in tokens; None: unlimited."""

@@ -15,9 +15,9 @@ from moetrain.config.compute import SavedName
 from moetrain.kernels.attention.attention import attention
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.norm.rotary import rotary
-from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload
-from moetrain.models.layers import Context, Linear, RMSNorm, Rotation, linears
-from moetrain.models.rules import BIAS, COLWISE, NORM, ROWWISE, SHARED_BIAS
+from moetrain.models.architecture import FP32, AttentionPart, Weight, Workload, linear
+from moetrain.models.layers import Context, Linear, RMSNorm, linears
+from moetrain.models.rules import COLWISE, NORM, ROWWISE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,10 @@ class GroupedQueryAttention(AttentionPart):
     @property
     def weights(self) -> Mapping[str, Weight]:
         dim, (q_dim, kv_dim) = self.hidden_size, self.widths
-        outs = {"wq": q_dim, "wk": kv_dim, "wv": kv_dim}
-        found = {f"{name}.weight": Weight((out, dim), COLWISE) for name, out in outs.items()}
-        found["wo.weight"] = Weight((dim, q_dim), ROWWISE)
-        if self.qkv_bias:
-            found |= {f"{name}.bias": Weight((out,), BIAS) for name, out in outs.items()}
-        if self.out_bias:
-            found["wo.bias"] = Weight((dim,), SHARED_BIAS)
+        found: dict[str, Weight] = {}
+        for name, out_dim in {"wq": q_dim, "wk": kv_dim, "wv": kv_dim}.items():
+            found |= linear(name, out_dim, dim, COLWISE, bias=self.qkv_bias)
+        found |= linear("wo", dim, q_dim, ROWWISE, bias=self.out_bias)
         if self.qk_norm:
             norm = Weight((self.head_dim,), NORM)
             found |= {"q_norm.weight": norm, "k_norm.weight": norm}
@@ -100,7 +97,7 @@ class GroupedQueryAttention(AttentionPart):
         }
 
 
-AttentionCore = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context], torch.Tensor]
+_Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context], torch.Tensor]
 """Mixes tokens: takes rotated queries [B, S, H, d] and keys [B, S, G, d], values, and the context,
 and returns one value a query head, [B, S, H, d]. Under tensor parallelism H counts this rank's
 heads alone. It is called inside the compiled block, and is the seam of context parallelism,
@@ -124,7 +121,7 @@ class Attention(nn.Module):
         self,
         sizes: GroupedQueryAttention,
         kernels: KernelsSection,
-        core: AttentionCore = masked_attention,
+        core: _Core = masked_attention,
     ) -> None:
         super().__init__()
         self.core, self.batch_invariant = core, kernels.batch_invariant
@@ -144,13 +141,13 @@ class Attention(nn.Module):
             x.unflatten(-1, (-1, self.head_dim))
             for x in linears(x_BSD, (self.wq, self.wk, self.wv))
         )
-        q_BSHd = self._turn(q_BSHd, self.q_norm, context.rotation)
-        k_BSGd = self._turn(k_BSGd, self.k_norm, context.rotation)
+        q_BSHd = self._turn(q_BSHd, self.q_norm, context)
+        k_BSGd = self._turn(k_BSGd, self.k_norm, context)
         return self.wo(self.core(q_BSHd, k_BSGd, v_BSGd, context).flatten(-2))
 
-    def _turn(self, x_BSHd: torch.Tensor, norm: RMSNorm | None, rotation: Rotation) -> torch.Tensor:
+    def _turn(self, x_BSHd: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """Normalise queries or keys where there is a norm, and rotate them by their positions."""
-        cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in rotation)
+        cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in context.rotation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         x_THd, fusible = x_BSHd.flatten(0, 1), not self.batch_invariant
         y_THd = rotary(x_THd, cos_Sd, sin_Sd, weight, eps, self.backend, fusible=fusible)

@@ -7,8 +7,9 @@ kernels that are compiled for a tensor parallel rank's part of the heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,14 +18,16 @@ from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, widen_groups
 from moetrain.models.architecture import Architecture
-from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule
-from moetrain.models.transformer import Inputs, Transformer
+from moetrain.models.transformer import Inputs, Transformer, plan_model
 
 
-class StepLayout(NamedTuple):
-    """Where a step will run."""
+@dataclass(frozen=True)
+class FakeStep:
+    """A step, and where it will run."""
 
+    config: Config
+    arch: Architecture
     device: torch.device
     dtype: torch.dtype
     """The compute dtype."""
@@ -38,103 +41,95 @@ class StepLayout(NamedTuple):
     micro_batches: int
     """How many micro-batches a step has."""
 
+    def run(self) -> None:
+        """Run a micro-batch through one block of each kind and the loss, backward, and update.
 
-def run_fake_step(config: Config, arch: Architecture, layout: StepLayout) -> None:
-    """Run a micro-batch, forward and backward, through one block of each kind and the loss; update.
+        Call it within a FakeTensorMode.
+        """
+        config = self.config
+        if config.kernels.attention != "exact":  # a library's, or the compiler's
+            kernels = config.kernels.model_copy(update={"attention": "reference"})
+            config = config.model_copy(update={"kernels": kernels})
+        model, rules = plan_model(config, self.arch, self.dtype)
+        self._run_micro_batch(model, rules)
+        for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.trainable}:
+            self._run_update(dtype)
+        for dtype in {rule.gather or self.dtype for rule in rules.values() if rule.is_narrow}:
+            codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=self.device)
+            scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=self.device)
+            out_N = torch.empty(SCALED * BLOCK, dtype=dtype, device=self.device)
+            widen_groups(codes_WN, scales_WG, out_N, 0, len(out_N))
 
-    Call it within a FakeTensorMode.
-    """
-    if config.kernels.attention != "exact":  # a library's, or the compiler's
-        kernels = config.kernels.model_copy(update={"attention": "reference"})
-        config = config.model_copy(update={"kernels": kernels})
-    model, rules = plan_model(config, arch, layout.dtype)
-    _run_micro_batch(config, model, rules, layout)
-    for dtype in {rule.gather or layout.dtype for rule in rules.values() if rule.trainable}:
-        _run_update(config, dtype, layout)
-    for dtype in {rule.gather or layout.dtype for rule in rules.values() if rule.is_narrow}:
-        codes_WN = torch.empty(1, SCALED * BLOCK, dtype=E4M3, device=layout.device)
-        scales_WG = torch.empty(1, BLOCK, dtype=torch.uint8, device=layout.device)
-        out_N = torch.empty(SCALED * BLOCK, dtype=dtype, device=layout.device)
-        widen_groups(codes_WN, scales_WG, out_N, 0, len(out_N))
+    def _run_micro_batch(self, model: Transformer, rules: Mapping[str, Rule]) -> None:
+        kinds = {part: i for i, part in reversed(list(enumerate(model.arch.layers())))}
+        seen = tuple(f"layers.{i}." for i in kinds.values())
+        for name, parameter in list(model.named_parameters()):
+            if name.startswith("layers.") and not name.startswith(seen):
+                continue
+            parent, _, last = name.rpartition(".")
+            dtype = rules[name].gather or self.dtype
+            whole = torch.empty(parameter.shape, dtype=dtype, device=self.device)
+            made = torch.nn.Parameter(whole, requires_grad=rules[name].trainable)
+            setattr(model.get_submodule(parent), last, made)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=self.device))
+        model.compute_dtype = self.dtype
+        shape = (self.config.train.micro_batch_size, self.config.data.seq_len)
+        tokens_BS = torch.empty(shape, dtype=torch.int64, device=self.device)
+        x_BSD, rows = model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS))
+        losses: list[torch.Tensor] = []
+        for i in kinds.values():
+            x_BSD, statistics = model.run(x_BSD, rows, i, i + 1)
+            found = (x for one in statistics for x in one if x is not None)
+            losses += [x.sum() for x in found if x.requires_grad]
+        hidden_TD = model.head(x_BSD, rows).flatten(0, 1)
+        targets_T = tokens_BS.flatten()
+        weights_T = torch.ones_like(targets_T, dtype=torch.float32)
+        losses.append(
+            model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0]
+        )
+        torch.autograd.backward(losses)
 
+    def _run_update(self, dtype: torch.dtype) -> None:
+        """Run the cast, the sums of gradients and AdamW, for a shard gathered in ``dtype``."""
+        optim, size = self.config.optim, 16 * BLOCK
+        empty = partial(torch.empty, device=self.device)
+        master_N, cast_N = empty(size), None
+        if dtype != master_N.dtype:
+            cast_N = empty(size, dtype=dtype)
+            sum_chunks(master_N[None], out_N=cast_N)
+        gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
+        for ranks, rank in self.groups:
+            self._run_sums(gradient_N, dtype, ranks, rank)
+        avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
+        decays_B = empty(size // BLOCK, dtype=torch.uint8)
+        is_narrow = optim.state_dtype == "bfloat16"
+        origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
+        settings = Settings(optim.beta1, optim.beta2, optim.eps, self.config.train.seed)
+        tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
+        adamw(*tensors, decays_B, settings, origins_B, cast_N)
+        if cast_N is not None and self.takes_turns:
+            adamw(*tensors, decays_B, settings, origins_B, None)
 
-def _run_micro_batch(
-    config: Config, model: Transformer, rules: Mapping[str, Rule], layout: StepLayout
-) -> None:
-    kinds = {part: i for i, part in reversed(list(enumerate(model.arch.layers())))}
-    seen = tuple(f"layers.{i}." for i in kinds.values())
-    for name, parameter in list(model.named_parameters()):
-        if name.startswith("layers.") and not name.startswith(seen):
-            continue
-        parent, _, last = name.rpartition(".")
-        dtype = rules[name].gather or layout.dtype
-        whole = torch.empty(parameter.shape, dtype=dtype, device=layout.device)
-        made = torch.nn.Parameter(whole, requires_grad=rules[name].trainable)
-        setattr(model.get_submodule(parent), last, made)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=layout.device))
-    model.compute_dtype = layout.dtype
-    shape = (config.train.micro_batch_size, config.data.seq_len)
-    tokens_BS = torch.empty(shape, dtype=torch.int64, device=layout.device)
-    x_BSD, rows = model.embed_tokens(tokens_BS), model.prepare(Inputs(tokens_BS))
-    losses: list[torch.Tensor] = []
-    for i in kinds.values():
-        x_BSD, statistics = model.run(x_BSD, rows, i, i + 1)
-        found = (x for one in statistics for x in one if x is not None)
-        losses += [x.sum() for x in found if x.requires_grad]
-    hidden_TD = model.head(x_BSD, rows).flatten(0, 1)
-    targets_T = tokens_BS.flatten()
-    weights_T = torch.ones_like(targets_T, dtype=torch.float32)
-    losses.append(model.vocabulary.loss_sum(hidden_TD, model.head_weight, targets_T, weights_T)[0])
-    torch.autograd.backward(losses)
-
-
-def _run_update(config: Config, dtype: torch.dtype, layout: StepLayout) -> None:
-    """Run the cast, the sums of ranks' gradients and AdamW, for a shard gathered in ``dtype``."""
-    optim, size = config.optim, 16 * BLOCK
-    empty = partial(torch.empty, device=layout.device)
-    master_N, cast_N = empty(size), None
-    if dtype != master_N.dtype:
-        cast_N = empty(size, dtype=dtype)
-        sum_chunks(master_N[None], out_N=cast_N)
-    gradient_N = empty(size, dtype=getattr(torch, optim.gradient_dtype))
-    for ranks, rank in layout.groups:
-        _run_sums(config, gradient_N, dtype, ranks, rank, layout)
-    avg_N, avg_sq_N = (empty(size, dtype=getattr(torch, optim.state_dtype)) for _ in range(2))
-    decays_B = empty(size // BLOCK, dtype=torch.uint8)
-    is_narrow = optim.state_dtype == "bfloat16"
-    origins_B = empty(size // BLOCK, dtype=torch.int64) if is_narrow else None
-    settings = Settings(optim.beta1, optim.beta2, optim.eps, config.train.seed)
-    tensors = (master_N, gradient_N, avg_N, avg_sq_N, empty(6))
-    adamw(*tensors, decays_B, settings, origins_B, cast_N)
-    if cast_N is not None and layout.takes_turns:
-        adamw(*tensors, decays_B, settings, origins_B, None)
-
-
-def _run_sums(
-    config: Config,
-    gradient_N: torch.Tensor,
-    dtype: torch.dtype,
-    ranks: int,
-    rank: int,
-    layout: StepLayout,
-) -> None:
-    """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
-    size, device, mode = len(gradient_N), layout.device, config.parallel.reduce
-    is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
-    accumulates = layout.micro_batches > 1 and not is_kept_back
-    if mode != "fp32_accum":
-        dtype = torch.float32 if mode == "fp32" and ranks > 1 else dtype
-        ranks = 1  # a library has added them up
-    chunks_RN = torch.empty(ranks, size, dtype=dtype, device=device)
-    ways: list[dict[str, Any]] = []
-    if layout.copies and ranks > 1:
-        ways.append({"own_N": chunks_RN[rank], "own": rank})
-    if not ways or config.optim.offload_fraction:  # what the host keeps travels by collectives
-        ways.append({})
-    squares_B = torch.empty(num_blocks(size), device=device)
-    for own in ways:
-        for accumulate in (False, True)[: 1 + accumulates]:
-            how = {"accumulate": accumulate, "squares_B": squares_B}
-            sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)
+    def _run_sums(
+        self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int
+    ) -> None:
+        """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
+        config, size, mode = self.config, len(gradient_N), self.config.parallel.reduce
+        is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
+        accumulates = self.micro_batches > 1 and not is_kept_back
+        if mode != "fp32_accum":
+            dtype = torch.float32 if mode == "fp32" and ranks > 1 else dtype
+            ranks = 1  # a library has added them up
+        chunks_RN = torch.empty(ranks, size, dtype=dtype, device=self.device)
+        ways: list[dict[str, Any]] = []
+        if self.copies and ranks > 1:
+            ways.append({"own_N": chunks_RN[rank], "own": rank})
+        if not ways or config.optim.offload_fraction:  # what the host keeps travels by collectives
+            ways.append({})
+        squares_B = torch.empty(num_blocks(size), device=self.device)
+        for own in ways:
+            for accumulate in (False, True)[: 1 + accumulates]:
+                how = {"accumulate": accumulate, "squares_B": squares_B}
+                sum_chunks(chunks_RN, out_N=gradient_N, **how, **own)

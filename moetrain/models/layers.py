@@ -4,7 +4,7 @@ They exist in our own form for one reason: parameters stay in their master dtype
 casts its weight to the activations' dtype where it uses it. ``self.weight`` is read once per
 forward, so whoever stores it differently (sharded, say) has a single place to hand out the tensor.
 
-Left out on purpose: dropout, and initial values (:mod:`moetrain.models.init` has all of them).
+Left out on purpose: dropout, and initial values (:mod:`moetrain.models.rules` has all of them).
 
 Legend: B batch, S sequence, T tokens, D model width, V vocabulary, F MLP width, d head width.
 """
@@ -33,16 +33,9 @@ from moetrain.kernels.loss.linear_cross_entropy import (
 from moetrain.kernels.norm.rms_norm import add_rms_norm, fusible_rms_norm, rms_norm
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.kernels.small_m import low_rank_products
-from moetrain.models.architecture import Architecture, Part, Weight, Workload
+from moetrain.models.architecture import Architecture, Part, Weight, Workload, linear
 from moetrain.models.lora import Adaptable
-from moetrain.models.rules import BIAS, COLWISE, ROWWISE, SHARED_BIAS
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of each position's rotary angles, fp32 [B or 1, S, 1, d/2]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+from moetrain.models.rules import COLWISE, ROWWISE
 
 
 class RotaryEmbedding(nn.Module):
@@ -58,14 +51,14 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq, self.scale = _rope_frequencies(arch, dim)
         self._copies: dict[torch.device, torch.Tensor] = {}
 
-    def forward(self, positions_BS: torch.Tensor) -> Rotation:
-        """Compute the angles of integer ``positions_BS``, once per forward for all layers."""
+    def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of the positions' angles, fp32 [B or 1, S, 1, d/2]."""
         device = positions_BS.device
         if device not in self._copies:
             # non_blocking: a copy from pageable memory would otherwise wait for the device.
             self._copies[device] = self.inv_freq.to(device, non_blocking=True)
         angles = (positions_BS[..., None].float() * self._copies[device])[:, :, None]
-        return Rotation(angles.cos() * self.scale, angles.sin() * self.scale)
+        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 def _rope_frequencies(arch: Architecture, dim: int) -> tuple[torch.Tensor, float]:
@@ -267,21 +260,11 @@ def _adapted(
     return made
 
 
-class Embedding(nn.Module):
-    """Looks up rows of ``weight`` [V, D] through a ``Vocabulary``, in the parameter's dtype."""
-
-    def __init__(self, vocab_size: int, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
-
-    def forward(self, tokens_BS: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-        return vocabulary.embed(tokens_BS, self.weight)
-
-
 class Context(NamedTuple):
     """What a block gets beside the residual stream; blocks with the same window share it."""
 
-    rotation: Rotation
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    """What :class:`RotaryEmbedding` returns."""
     mask: AttentionMask
     cu_seqlens: torch.Tensor | None = None
     """int32 [documents + 1]: 0, then the documents' ends over the B * S tokens; None: every row is
@@ -307,14 +290,10 @@ class SwiGLU(Part):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        dim, width = self.hidden_size, self.intermediate_size
-        wide = ("w_gate", "w_up")
-        found = {f"{name}.weight": Weight((width, dim), COLWISE) for name in wide}
-        found["w_down.weight"] = Weight((dim, width), ROWWISE)
-        if self.mlp_bias:
-            found |= {f"{name}.bias": Weight((width,), BIAS) for name in wide}
-            found["w_down.bias"] = Weight((dim,), SHARED_BIAS)
-        return found
+        dim, width, bias = self.hidden_size, self.intermediate_size, self.mlp_bias
+        found = linear("w_gate", width, dim, COLWISE, bias=bias)
+        found |= linear("w_up", width, dim, COLWISE, bias=bias)
+        return found | linear("w_down", dim, width, ROWWISE, bias=bias)
 
     def activations(self, share: Workload) -> float:
         return (3 if share.is_compiled else 4) * self._wide(share)

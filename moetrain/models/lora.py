@@ -2,22 +2,16 @@
 
     y = x @ W^T + scale * (x @ A^T) @ B^T        A [rank, in], B [out, rank]
 
-An adapter is two more parameters of the module that has the weight, named like the weight with
-``_lora_a`` and ``_lora_b`` appended. Their rules follow from the weight's
-(:mod:`moetrain.models.rules`); sharding, optimizer state, checkpoints and weight updates follow
-from their being parameters. Stacked experts have stacked adapters, A [E, rank, in]; an expert's
-gate and up matrices, which are one weight, thereby share A.
-
-A module declares itself that it can have adapters (:class:`Adaptable`), since it must apply them:
-an adapter beside a weight that is used otherwise would change nothing, and nobody would notice.
-
-Left out on purpose: adapters of the embedding, the head and norms.
+An adapter is two more parameters of the module that has the weight, named like it with ``_lora_a``
+and ``_lora_b`` appended; sharding, optimizer state, checkpoints and weight updates follow. Stacked
+experts have stacked adapters, A [E, rank, in]; an expert's gate and up matrices, which are one
+weight, share A. Left out on purpose: adapters of the embedding, the head and norms.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple
@@ -45,7 +39,10 @@ class Adapter(NamedTuple):
 
 
 class Adaptable(nn.Module):
-    """A module that applies the adapters of its ``weights`` where it has some."""
+    """A module that applies the adapters of its ``weights`` where it has some.
+
+    An adapter beside the weight of any other module would change nothing, and nobody would notice.
+    """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)
     can_drop: ClassVar[bool] = False
@@ -98,47 +95,6 @@ def own_draws(key: str, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(f"{key}.{call}".encode()))
         yield
-
-
-class _Merged(NamedTuple):
-    """An adapter that is merged into its weight for now."""
-
-    module: Adaptable
-    weight: str
-    halves: tuple[nn.Parameter, nn.Parameter]
-    scale: float
-
-
-@torch.no_grad()
-def merge(layers: nn.ModuleList) -> list[_Merged]:
-    """Merge all adapters into their weights, and remove them from their modules.
-
-    The model must have its parameters whole. The result holds the adapters for :func:`unmerge`.
-    """
-    merged: list[_Merged] = []
-    for _, module in adaptable(layers):
-        if module.lora_scale is None:
-            continue
-        for leaf in module.weights:
-            weight = module.get_parameter(leaf)
-            a, b = (module.get_parameter(leaf + half) for half in ADAPTER)
-            weight.copy_(Adapter(a.float(), b.float(), module.lora_scale).merged(weight.float()))
-            merged.append(_Merged(module, leaf, (a, b), module.lora_scale))
-            for half in ADAPTER:
-                delattr(module, leaf + half)
-        module.lora_scale = None
-    return merged
-
-
-@torch.no_grad()
-def unmerge(merged: Sequence[_Merged]) -> None:
-    """Invert :func:`merge`, up to the rounding of weights in their dtype."""
-    for module, leaf, (a, b), scale in merged:
-        weight = module.get_parameter(leaf)
-        weight.copy_(Adapter(a.float(), b.float(), -scale).merged(weight.float()))
-        for half, parameter in zip(ADAPTER, (a, b), strict=True):
-            module.register_parameter(leaf + half, parameter)
-        module.lora_scale = scale
 
 
 def adaptable(layers: nn.ModuleList) -> Iterator[tuple[str, Adaptable]]:

@@ -2,9 +2,9 @@
 
     y_t = sum over the K chosen experts e of  w_te * expert_e(x_t)
 
-The layer is single-device math. Where tokens travel to experts on other devices, a
-:class:`Dispatcher` does it; :class:`LocalDispatcher` only sorts. A layer returns its routing
-statistics instead of counting into buffers, since recomputation would count twice.
+The layer is single-device math. Where tokens travel to experts on other devices, a subclass of
+:class:`Dispatcher` does it. A layer returns its routing statistics instead of counting into
+buffers, since recomputation would count twice.
 
 Legend: B batch, S sequence, T = B * S tokens, D model width, F expert width, E experts,
 K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
@@ -13,7 +13,7 @@ K experts a token, S tokens for the experts here, R routed rows, L MoE layers.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from moetrain.kernels.experts.router import Routed, router_topk
 from moetrain.models.architecture import FP32, Part, Weight, Workload
 from moetrain.models.layers import Context
 from moetrain.models.lora import Adaptable
-from moetrain.models.rules import EXPERT, ROUTER, PartStyle
+from moetrain.models.rules import EXPERT, PartStyle, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,8 @@ class RoutedExperts(Part):
     def weights(self) -> Mapping[str, Weight]:
         e, dim, width = self.num_experts, self.hidden_size, self.moe_intermediate_size
         return {
-            "router.weight": Weight((e, dim), ROUTER),
+            # Computed in fp32 whatever the dtype.
+            "router.weight": Weight((e, dim), Rule("replicate", decay=False, gather=torch.float32)),
             "experts.w_gate_up": Weight((e, 2 * width, dim), EXPERT),
             "experts.w_down": Weight((e, dim, width), EXPERT),
         }
@@ -182,38 +183,27 @@ class Dispatched(NamedTuple):
     """int32: rows for which there was no room; None: there is room for all."""
 
 
-class Dispatcher(Protocol):
-    """Sends tokens to their experts and back.
+class Dispatcher:
+    """Sends tokens to their experts and back; this class is for a device that has all experts.
 
     No per-call state lives on a dispatcher: the context is an immutable tuple of tensors, so calls
     re-enter safely under recomputation, pipelining and overlap.
     """
 
+    def __init__(self, num_experts: int, backend: Backend = "auto") -> None:
+        """Make a dispatcher for a device that has ``num_experts``."""
+        self.num_experts = num_experts
+        self.backend: Backend = backend
+
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         """Send tokens to their experts, by int32 global ids (-1: none); return those sent here."""
-        ...
-
-    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return ``y_TD``, the sum of each token's results, in the order that ``dispatch`` took."""
-        ...
-
-
-@dataclass(frozen=True)
-class LocalDispatcher:
-    """The dispatcher for a device that has all experts: nothing is sent."""
-
-    num_experts: int
-    backend: Backend = "auto"
-
-    def dispatch(
-        self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> Dispatched:
         indices = expert_indices(topk_ids_TK, self.num_experts, self.backend)
         return Dispatched(x_TD, topk_weights_TK, indices, (), topk_ids_TK.numel())
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return ``y_TD``, the sum of each token's results, in the order that ``dispatch`` took."""
         return y_SD
 
 
@@ -305,7 +295,7 @@ def _balanced_stride(num_experts: int, top_k: int) -> int:
     return stride
 
 
-class Experts(Adaptable):
+class _Experts(Adaptable):
     """All experts' SwiGLU weights, stacked; the gate's F rows lie before the up projection's."""
 
     weights = ("w_gate_up", "w_down")
@@ -348,8 +338,8 @@ class MoE(nn.Module):
     def __init__(self, sizes: RoutedExperts, moe: MoeSection, kernels: KernelsSection) -> None:
         super().__init__()
         self.router = Router(sizes, moe, kernels.backend)
-        self.experts = Experts(sizes, kernels)
-        self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts, kernels.backend)
+        self.experts = _Experts(sizes, kernels)
+        self.dispatcher = Dispatcher(sizes.num_experts, kernels.backend)
 
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """Return ``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and the routing statistics."""

@@ -1,36 +1,14 @@
 """The plan of a model: the rule of each parameter and the style of each part, as tables.
 
-A family has a :class:`ShardingPlan`: shell-style patterns over dotted names that map a parameter to
-a :class:`Rule`, and a part (what of a block, or of the model, sees activations) to a word. It is
-put together from what each part says of itself (:mod:`moetrain.models.architecture`). All that
-differs from parameter to parameter is said there and nowhere else: how it is cut, initialised,
-decayed, stored and gathered, and whether it is trained.
-
-Styles of parameters, over tensor parallel (``expert``: expert parallel) ranks:
-
-    replicate  one value on every rank
-    partial    the same, for a bias whose results are added up over ranks: each uses its share
-    colwise    rows (output features) are split
-    rowwise    columns (input features) are split
-    expert     experts are split
-
-On top of that FSDP splits every parameter's first dim. Styles of parts, where ranks share tokens:
-
-    own        computes on this rank's tokens
-    all        computes on all tokens with its part of the weights; results are added up
-    routed     computes on this rank's tokens, and sends them to their experts
-    gather     computes on this rank's tokens; all ranks' results are gathered
-    vocabulary goes through ``Transformer.vocabulary``
-
-Adapters (:mod:`moetrain.models.lora`) need no patterns: how they are cut follows from the weights
-that they adapt. :func:`train_only` then marks what a run freezes.
-
-Matching is strict both ways: a pattern that matches nothing and a name that no pattern covers are
-errors, since such a plan does not describe the model.
+All that differs from parameter to parameter is said in its :class:`Rule` and nowhere else. Parts
+name the rules of their own parameters (:mod:`moetrain.models.architecture`). Adapters need no
+patterns: how they are cut follows from the weights that they adapt.
 """
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -39,11 +17,30 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from moetrain.config import ConfigError
+from moetrain.config import Config, ConfigError
 from moetrain.kernels.quant.e4m3 import SCALED
 
 ParameterStyle = Literal["replicate", "partial", "colwise", "rowwise", "expert"]
+"""How a parameter lies on tensor parallel (``expert``: expert parallel) ranks; on top of that FSDP
+splits every parameter's first dim.
+
+    replicate  one value on every rank
+    partial    the same, for a bias whose results are added up over ranks: each uses its share
+    colwise    rows (output features) are split
+    rowwise    columns (input features) are split
+    expert     experts are split
+"""
 PartStyle = Literal["own", "all", "routed", "gather", "vocabulary"]
+"""What a part does where ranks share tokens.
+
+    own        computes on this rank's tokens
+    all        computes on all tokens with its part of the weights; results are added up
+    routed     computes on this rank's tokens, and sends them to their experts
+    gather     computes on this rank's tokens; all ranks' results are gathered
+    vocabulary goes through ``Transformer.vocabulary``
+"""
+
+_BLOCK_NUMBERS = 2**24
 
 
 @dataclass(frozen=True)
@@ -64,40 +61,132 @@ class Rule:
     is_narrow: bool = False
     """Whether a rank's shard is stored as 8-bit codes with scales, and read in ``storage``."""
 
+    def __post_init__(self) -> None:
+        if self.trainable and self.storage != torch.float32:
+            raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
+
     @property
     def stored_bytes(self) -> float:
         """Bytes that one number takes in a rank's shard."""
         return 1 + 1 / SCALED if self.is_narrow else self.storage.itemsize
 
-    def __post_init__(self) -> None:
-        if self.trainable and self.storage != torch.float32:
-            raise ValueError(f"a parameter stored in {self.storage} cannot be trained")
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter is the matrix of a product in the compute dtype."""
+        return self.init == "normal" and self.decay and self.gather is None
 
+    def draw(
+        self,
+        out: torch.Tensor,
+        name: str,
+        shape: Sequence[int],
+        std: float,
+        seed: int,
+        first: int = 0,
+        columns: tuple[slice, ...] = (),
+    ) -> None:
+        """Fill ``out`` with the initial rows from ``first`` on of the parameter ``name``.
 
-class ShardingPlan(NamedTuple):
-    """Patterns for every parameter and part of a model; the first that matches a name decides."""
+        Numbers are seeded by ``seed`` and the name, so no value depends on other parameters or on
+        how this one, of ``shape``, is cut. They are drawn in blocks of rows, each with a seed of
+        its own: a rank draws the blocks that it holds some rows of, and never the whole.
 
-    parameters: Mapping[str, Rule]
-    parts: Mapping[str, PartStyle]
+        ``columns`` is the slice of the further dims that ``out`` has; empty: all of them.
+        """
+        if self.init in ("ones", "zeros"):
+            out.fill_(1.0 if self.init == "ones" else 0.0)
+            return
+        per_block = max(1, _BLOCK_NUMBERS // max(1, math.prod(shape[1:])))
+        stop = first + out.shape[0] if out.numel() else first
+        for start in range(first - first % per_block, stop, per_block):
+            size = min(per_block, shape[0] - start)
+            generator = torch.Generator(out.device)
+            # One hash of all: the CPU's generator keeps 32 bits of a seed.
+            block = f".{start // per_block}" if start else ""
+            generator.manual_seed(zlib.crc32(f"{seed}.{name}{block}".encode()))
+            values = torch.empty(size, *shape[1:], device=out.device)
+            if self.init == "kaiming":
+                values.uniform_(-(shape[-1] ** -0.5), shape[-1] ** -0.5, generator=generator)
+            else:
+                width = 1 / shape[-2] if self.init == "gaussian" else std
+                values.normal_(0.0, width, generator=generator)
+            low, high = max(first, start), min(stop, start + size)
+            kept = values[(slice(low - start, high - start), *columns)]
+            out[low - first : high - first] = kept
 
 
 COLWISE, ROWWISE, EXPERT = Rule("colwise"), Rule("rowwise"), Rule("expert")
 NORM = Rule("replicate", init="ones", decay=False)
-BIAS = Rule("colwise", init="zeros", decay=False)
-SHARED_BIAS = replace(BIAS, style="partial")
-EMBEDDING = Rule("colwise", decay=False)
-ROUTER = Rule("replicate", decay=False, gather=torch.float32)  # computed in fp32 whatever the dtype
+
+ADAPTER = ("_lora_a", "_lora_b")
+"""Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""
+_ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
+    "replicate": ("replicate", "replicate"),
+    # Every rank has all inputs, and its part of the outputs.
+    "colwise": ("replicate", "colwise"),
+    # Every rank has its part of the inputs, and of what is added up.
+    "rowwise": ("rowwise", "replicate"),
+    "expert": ("expert", "expert"),
+}
 
 
-T = TypeVar("T")
+class ShardingPlan(NamedTuple):
+    """Shell-style patterns for every parameter and part; the first that matches a name decides.
 
-
-def match(patterns: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """Map each name to the value of the first pattern that matches it.
-
-    Raises:
-        ValueError: a pattern matches no name, or a name matches no pattern.
+    A pattern that matches nothing and a name that no pattern covers are a ValueError, since such a
+    plan does not describe the model.
     """
+
+    parameters: Mapping[str, Rule]
+    parts: Mapping[str, PartStyle]
+
+    def rules(self, model: nn.Module) -> dict[str, Rule]:
+        """Return the rule of every parameter of ``model``, by name."""
+        names = [name for name, _ in model.named_parameters()]
+        rules = _match(self.parameters, [n for n in names if not n.endswith(ADAPTER)])
+        return {n: rules[n] if n in rules else _adapter_rule(rules, n) for n in names}
+
+    def styles(self, model: nn.Module) -> dict[str, PartStyle]:
+        """Return the style of every part (in or beside blocks, with parameters), by name."""
+        parts = []
+        for name, child in model.named_children():
+            found = {name: child}
+            if isinstance(child, nn.ModuleList):
+                blocks = child.named_children()
+                found = {f"{name}.{i}.{k}": x for i, b in blocks for k, x in b.named_children()}
+            parts += [name for name, part in found.items() if any(True for _ in part.parameters())]
+        return _match(self.parts, parts)
+
+    def rules_of_run(self, model: nn.Module, config: Config, dtype: torch.dtype) -> dict[str, Rule]:
+        """Return :meth:`rules` as a run of ``config`` trains them; ``dtype``: the compute dtype.
+
+        A frozen parameter is stored in the dtype in which it is used, unless its rule says
+        otherwise.
+
+        Raises:
+            ConfigError: a pattern of ``train.freeze`` matches nothing, or nothing is left to train.
+        """
+        rules = self.rules(model)
+        frozen = _frozen(rules, config.train.freeze)
+        for name, rule in rules.items():
+            if rule.init == "kaiming":
+                rule = replace(rule, init=config.lora.init)
+            if name in frozen and rule.trainable:
+                rule = replace(rule, trainable=False, storage=rule.gather or dtype)
+            # Norms and biases are left out because they are small, and routers, embedding and head
+            # because their rounding costs most (QLoRA leaves them too).
+            is_wide = rule.trainable or not (name.startswith("layers.") and rule.is_matrix)
+            if config.lora.base_dtype == "float8" and not is_wide:
+                rule = replace(rule, is_narrow=True)
+            rules[name] = rule
+        return rules
+
+
+_T = TypeVar("_T")
+
+
+def _match(patterns: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T]:
+    """Map each name to the value of the first pattern that matches it."""
     unused, found, uncovered = set(patterns), {}, []
     for name in names:
         pattern = next((p for p in patterns if fnmatchcase(name, p)), None)
@@ -113,50 +202,17 @@ def match(patterns: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
     return found
 
 
-ADAPTER = ("_lora_a", "_lora_b")
-"""Suffixes of the adapter's two parameters: [..., rank, in] and [..., out, rank]."""
-_ADAPTER_STYLES: Mapping[ParameterStyle, tuple[ParameterStyle, ParameterStyle]] = {
-    "replicate": ("replicate", "replicate"),
-    # Every rank has all inputs, and its part of the outputs.
-    "colwise": ("replicate", "colwise"),
-    # Every rank has its part of the inputs, and of what is added up.
-    "rowwise": ("rowwise", "replicate"),
-    "expert": ("expert", "expert"),
-}
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether the parameter ``name`` is one half of another's adapter."""
-    return name.endswith(ADAPTER)
-
-
-def parameter_rules(plan: ShardingPlan, model: nn.Module) -> dict[str, Rule]:
-    """Return the rule of every parameter of ``model``, by name; ValueError as :func:`match`."""
-    names = [name for name, _ in model.named_parameters()]
-    rules = match(plan.parameters, [name for name in names if not is_adapter(name)])
-    return {name: rules[name] if name in rules else _adapter_rule(rules, name) for name in names}
-
-
 def _adapter_rule(rules: Mapping[str, Rule], name: str) -> Rule:
     half = next(i for i, suffix in enumerate(ADAPTER) if name.endswith(suffix))
     adapted = rules[name.removesuffix(ADAPTER[half])]
-    rule = Rule(_ADAPTER_STYLES[adapted.style][half], decay=adapted.decay, gather=adapted.gather)
-    return replace(rule, init="zeros" if half else "kaiming")
+    style, init = _ADAPTER_STYLES[adapted.style][half], "zeros" if half else "kaiming"
+    return Rule(style, init=init, decay=adapted.decay, gather=adapted.gather)
 
 
-def train_only(
-    rules: Mapping[str, Rule], freeze: Sequence[str], dtype: torch.dtype
-) -> dict[str, Rule]:
-    """Freeze what the patterns of ``freeze`` match and, if there are adapters, all but these.
-
-    A frozen parameter is stored in the dtype in which it is used: ``dtype``, unless its rule says
-    otherwise.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
-    """
-    has_adapters = any(map(is_adapter, rules))
-    frozen = {name for name in rules if has_adapters and not is_adapter(name)}
+def _frozen(rules: Mapping[str, Rule], freeze: Sequence[str]) -> set[str]:
+    """Return the names that ``freeze`` matches and, if there are adapters, all but theirs."""
+    has_adapters = any(name.endswith(ADAPTER) for name in rules)
+    frozen = {name for name in rules if has_adapters and not name.endswith(ADAPTER)}
     for pattern in freeze:
         matched = {name for name in rules if fnmatchcase(name, pattern)}
         if not matched:
@@ -165,44 +221,4 @@ def train_only(
         frozen |= matched
     if all(name in frozen or not rule.trainable for name, rule in rules.items()):
         raise ConfigError("train.freeze", f"{','.join(freeze)!r} leaves nothing to train")
-    return {
-        name: replace(rule, trainable=False, storage=rule.gather or dtype)
-        if name in frozen and rule.trainable
-        else rule
-        for name, rule in rules.items()
-    }
-
-
-def narrowed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Store the frozen matrices of blocks as 8-bit codes.
-
-    Norms and biases are left out because they are small, and routers, embedding and head because
-    their rounding costs most (QLoRA leaves them too).
-    """
-    return {
-        name: replace(rule, is_narrow=True)
-        if name.startswith("layers.") and _is_matrix(rule) and not rule.trainable
-        else rule
-        for name, rule in rules.items()
-    }
-
-
-def _is_matrix(rule: Rule) -> bool:
-    """Return whether the parameter is the matrix of a product in the compute dtype."""
-    return rule.init == "normal" and rule.decay and rule.gather is None
-
-
-def part_styles(plan: ShardingPlan, model: nn.Module) -> dict[str, PartStyle]:
-    """Return the style of every part of ``model`` (in or beside blocks, with parameters), by name.
-
-    Raises:
-        ValueError: as :func:`match`.
-    """
-    parts = []
-    for name, child in model.named_children():
-        found = {name: child}
-        if isinstance(child, nn.ModuleList):
-            blocks = child.named_children()
-            found = {f"{name}.{i}.{k}": part for i, b in blocks for k, part in b.named_children()}
-        parts += [name for name, part in found.items() if any(True for _ in part.parameters())]
-    return match(plan.parts, parts)
+    return frozen

@@ -5,27 +5,8 @@ need (rotary angles, attention masks) is computed once per forward, in ``prepare
 block is one compiled graph that the next one reuses, a pipeline stage is a range of blocks, and
 generation brings masks of its own.
 
-A block's forward keeps tensors for its backward as ``activation.policy`` says:
-
-    none       every tensor that a gradient needs
-    full       the block's inputs; the backward runs the whole block again
-    selective  the inputs, the routing, and the results of the ops in the groups that were asked for
-               (:mod:`moetrain.kernels.backend`); the backward runs the rest of the block again
-
-Selective recomputation lies inside the block's forward, where ``full`` lies around it. So it is
-part of what is compiled, and the compiler cuts the joint graph by it: of an op with several results
-it keeps those that the backward needs. In eager mode the results of an op are kept as a whole. The
-recomputed forward reads the very parameters that the forward read, which therefore live until the
-block's backward, as they do without recomputation. Routing is always kept: a choice made twice may
-come out differently, because compiled code that is fused otherwise rounds otherwise, and rows that
-were sent must fit their indices. Two ops cannot be kept and run again: FlexAttention in eager mode
-on a GPU, which is compiled by itself and so hides its op, and the ``reference`` attention, whose
-products are ordinary ones.
-
 Left out on purpose: the loss (it never needs all logits at once), text generation, and everything
-about devices.
-
-Legend: B batch, S sequence, D model width, V vocabulary.
+about devices. Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,22 +22,25 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moetrain.config import ActivationSection, KernelsSection, MoeSection
+from moetrain.config import ActivationSection, Config, KernelsSection, MoeSection
 from moetrain.config.compute import SavedName
 from moetrain.kernels.annotate import annotate, annotate_backward
 from moetrain.kernels.attention.attention import AttentionMask
 from moetrain.kernels.backend import saved_ops
 from moetrain.models.architecture import Architecture
+from moetrain.models.families import FAMILIES
+from moetrain.models.family import Piece
 from moetrain.models.hf.files import HFSource
 from moetrain.models.layers import (
     Context,
-    Embedding,
     Linear,
     RMSNorm,
     RotaryEmbedding,
     Vocabulary,
 )
+from moetrain.models.lora import add_adapters
 from moetrain.models.moe import RouterStats, RoutingStats
+from moetrain.models.rules import Rule
 
 _KERNELS, _MOE = KernelsSection(), MoeSection()
 
@@ -91,6 +75,17 @@ class Block(nn.Module):
         return x_BSD + y_BSD, stats
 
 
+class _Embedding(nn.Module):
+    """Looks up rows of ``weight`` [V, D] through a ``Vocabulary``, in the parameter's dtype."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, tokens_BS: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+        return vocabulary.embed(tokens_BS, self.weight)
+
+
 class Inputs(NamedTuple):
     """The inputs of a model."""
 
@@ -123,17 +118,13 @@ class Rows(NamedTuple):
     """As in :class:`Inputs`."""
 
 
-CallBlock = Callable[..., Any]
-"""``call(block, x_BSD, context)``."""
-
-
 class Sharding:
     """Unshards parameters where they are used; the one seam between a model and its sharding.
 
     This class is for a model that has its parameters whole.
     """
 
-    def run(self, call: CallBlock, block: nn.Module, *inputs: Any) -> Any:
+    def run(self, call: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
         """Return ``call(block, *inputs)``, run while the block has its parameters whole."""
         return call(block, *inputs)
 
@@ -142,27 +133,32 @@ class Sharding:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model; built by :func:`build_model`.
+    """A decoder-only language model.
+
+    It is built on the current default device, in the default dtype, and its parameters have no
+    values yet: call :meth:`init_weights` or load a checkpoint. Built on ``torch.device("meta")`` it
+    takes no memory; ``to_empty`` then allocates.
 
     Attributes:
         compute_dtype: dtype of the activations; None: the embedding's own.
-        call_block: calls a block; recomputation and offloading replace it.
+        call_block: calls a block with its inputs; recomputation and offloading replace it.
         sharding: unshards parameters where they are used.
         source: the rest of the checkpoint that the weights came from; None: there was none.
         vocabulary: uses the embedding's and the head's matrices; tensor parallelism replaces it.
     """
 
     def __init__(
-        self, arch: Architecture, blocks: Sequence[nn.Module], kernels: KernelsSection
+        self, arch: Architecture, *, kernels: KernelsSection = _KERNELS, moe: MoeSection = _MOE
     ) -> None:
         super().__init__()
         self.arch, self.kernels = arch, kernels
+        blocks = [Block(arch, i, kernels, moe) for i in range(arch.num_layers)]
         self.compute_dtype: torch.dtype | None = None
-        self.call_block: CallBlock = call
+        self.call_block: Callable[..., Any] = nn.Module.__call__
         self.sharding = Sharding()
         self.source: HFSource | None = None
         self.vocabulary = Vocabulary(kernels.backend)
-        self.embed = Embedding(arch.vocab_size, arch.hidden_size)
+        self.embed = _Embedding(arch.vocab_size, arch.hidden_size)
         mixers = [arch.attention(i) for i in range(arch.num_layers)]
         self.windows = [mixer.window for mixer in mixers]
         self.rope = RotaryEmbedding(arch, max(mixer.rotary_dim for mixer in mixers))
@@ -251,26 +247,70 @@ class Transformer(nn.Module):
         self.sharding.open(self.norm)
         return self.norm(x_BSD).view(rows.batch, rows.seq_len, x_BSD.shape[-1])
 
+    def pieces(self) -> list[Piece]:
+        """List the tensors of Hugging Face's files that hold the model, and where each lies."""
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        return FAMILIES[self.arch.family].pieces(shapes)
+
+    @torch.no_grad()
+    def init_weights(self, std: float, seed: int) -> None:
+        """Draw initial values in place; parameters must have storage."""
+        rules = self.arch.plan().rules(self)
+        for name, parameter in self.named_parameters():
+            rules[name].draw(parameter, name, parameter.shape, std, seed)
+        for buffer in self.buffers():  # only router biases: see Router
+            buffer.zero_()
+
+    def set_recomputation(self, activation: ActivationSection) -> None:
+        """Choose what blocks keep for their backward; call it before :func:`compile_blocks`.
+
+        With the policy ``none`` that is every tensor that a gradient needs, with ``full`` the
+        block's inputs: the backward runs the whole block again. ``selective`` also keeps the
+        routing and the results of the ops in the groups ``activation.save``
+        (:mod:`moetrain.kernels.backend`).
+
+        Selective recomputation lies inside the block's forward, where ``full`` lies around it. So
+        it is compiled too, and the compiler cuts the joint graph by it. Two ops cannot be kept and
+        run again: FlexAttention in eager mode on a GPU, which is compiled by itself and so hides
+        its op, and the ``reference`` attention, whose products are ordinary ones.
+        """
+        # Then the same numbers are to be drawn again.
+        draws = any(getattr(module, "lora_dropout", 0) for module in self.modules())
+        if activation.policy == "full":
+            self.call_block = partial(_recomputed, draws=draws)
+        elif activation.policy == "selective":
+            forward = _forward_keeping(activation.save, draws)
+            for block in self.layers:
+                block.forward = MethodType(forward, block)
+
     def routing(self, layer_stats: Sequence[RouterStats]) -> RoutingStats | None:
         """Stack the statistics of all MoE layers; None: there are none."""
         return RoutingStats.of_layers(layer_stats, self.arch.num_experts_per_token)
 
 
-def build_model(
-    arch: Architecture, *, kernels: KernelsSection = _KERNELS, moe: MoeSection = _MOE
-) -> Transformer:
-    """Build a model of ``arch`` on the current default device, in the default dtype.
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the dtype that ``train.dtype`` means on ``device``."""
+    if config.train.dtype != "auto":
+        return getattr(torch, config.train.dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    Its parameters have no values yet: call :func:`moetrain.models.init.init_weights` or load a
-    checkpoint. Built on ``torch.device("meta")`` it takes no memory; ``to_empty`` then allocates.
+
+def plan_model(
+    config: Config, arch: Architecture, dtype: torch.dtype
+) -> tuple[Transformer, dict[str, Rule]]:
+    """Build the model of ``arch`` on meta as ``config`` trains it, and its parameters' rules.
+
+    ``dtype`` is the compute dtype.
+
+    Raises:
+        ConfigError: patterns of ``lora.targets`` or ``train.freeze`` match nothing, or the model
+            cannot be trained with these settings.
     """
-    blocks = [Block(arch, i, kernels, moe) for i in range(arch.num_layers)]
-    return Transformer(arch, blocks, kernels)
-
-
-def call(block: nn.Module, x_BSD: torch.Tensor, context: Context) -> Any:
-    """Call the block; the default of ``Transformer.call_block``."""
-    return block(x_BSD, context)
+    with torch.device("meta"):
+        model = Transformer(arch, kernels=config.kernels, moe=config.moe)
+    if config.lora.rank:
+        add_adapters(model.layers, config.lora)
+    return model, arch.plan().rules_of_run(model, config, dtype)
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Callable] = "inductor") -> None:
@@ -293,24 +333,14 @@ def prepare_compiler() -> None:
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
 
 
-def set_recomputation(model: Transformer, activation: ActivationSection) -> None:
-    """Make ``model`` recompute as ``activation`` says; call it before :func:`compile_blocks`."""
-    # Then the same numbers are to be drawn again.
-    draws = any(getattr(module, "lora_dropout", 0) for module in model.modules())
-    is_full = activation.policy == "full"
-    model.call_block = partial(_recomputed, draws=draws) if is_full else call
-    if activation.policy == "selective":
-        forward = _forward_keeping(activation.save, draws)
-        for block in model.layers:
-            block.forward = MethodType(forward, block)
-
-
 def _recomputed(block: nn.Module, x_BSD: torch.Tensor, context: Context, *, draws: bool) -> Any:
     """Run the block; the backward runs it again, with the parameters that it holds now."""
     run = partial(_run_holding, _held(block), block)
     return checkpoint(run, x_BSD, context, use_reentrant=False, preserve_rng_state=draws)
 
 
+# Routing is always kept: a choice made twice may come out differently, because compiled code that
+# is fused otherwise rounds otherwise, and rows that were sent must fit their indices.
 def _policy(ops: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.name() in ops else CheckpointPolicy.PREFER_RECOMPUTE
 

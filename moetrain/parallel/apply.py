@@ -19,14 +19,12 @@ from torch import nn
 
 from moetrain.config import Config
 from moetrain.models.architecture import Architecture
-from moetrain.models.families import find_family
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
 from moetrain.models.hf.peft import load_peft
-from moetrain.models.init import compute_dtype, plan_model
 from moetrain.models.moe import Dispatcher
-from moetrain.models.rules import ADAPTER, PartStyle, part_styles
-from moetrain.models.transformer import Transformer, compile_blocks, set_recomputation
+from moetrain.models.rules import ADAPTER, PartStyle
+from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
 from moetrain.parallel.expert.deepep import DeepEP, choose_transport
 from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Transport
 from moetrain.parallel.fsdp.bucket import TiedCopy
@@ -53,7 +51,7 @@ def _parallelize(
 
     Parameters are gathered in ``dtype``, the compute dtype.
     """
-    styles = part_styles(find_family(model.arch).plan(model.arch), model)
+    styles = model.arch.plan().styles(model)
     units = stages.cut(model)
     here = {
         name for name, module in model.named_modules() if any(True for _ in module.parameters())
@@ -176,7 +174,7 @@ def place_model(
         for name, half in load_peft(config.lora.path, arch, config.lora, shapes):
             fsdp.write(name, (), half)
     model.compute_dtype = dtype
-    set_recomputation(model, config.activation)
+    model.set_recomputation(config.activation)
     if offload := config.activation.offload:
         ranges, seq_len = stages.plan.ranges, config.data.seq_len
         offload_activations(model, offload, ranges, seq_len, world.device)

@@ -105,7 +105,7 @@ def share_tokens(part: nn.Module, style: PartStyle, parts: TokenParts) -> None:
 
 def _gather_input(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x_ND, context = args
-    return parts.gather(x_ND).view(-1, context.rotation.cos.shape[1], x_ND.shape[-1]), context
+    return parts.gather(x_ND).view(-1, context.rotation[0].shape[1], x_ND.shape[-1]), context
 
 
 def _scatter_output(parts: TokenParts, part: nn.Module, args: tuple[Any, ...], y: Any) -> Any:

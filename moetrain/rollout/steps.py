@@ -29,10 +29,8 @@ from torch import nn
 from moetrain.kernels.backend import Backend
 from moetrain.kernels.loss.vocabulary_chunk import MASK, gumbel_argmax, mix, sample_tokens
 from moetrain.models.attention import Attention, masked_attention
-from moetrain.models.families import find_family
 from moetrain.models.layers import Context
 from moetrain.models.moe import Router
-from moetrain.models.rules import parameter_rules, part_styles
 from moetrain.models.transformer import Rows, Transformer
 from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
@@ -98,8 +96,8 @@ class ExpertParallel:
             ValueError: the ranks cannot share the experts equally.
         """
         self.group, self.top_k = group, model.arch.num_experts_per_token
-        plan = find_family(model.arch).plan(model.arch)
-        styles, rules = part_styles(plan, model), parameter_rules(plan, model)
+        plan = model.arch.plan()
+        styles, rules = plan.styles(model), plan.rules(model)
         number = model.arch.num_experts
         self._transport = transport or AllToAll(number, group, backend)
         dispatcher = ExpertParallelDispatcher(number, self._transport, backend)

@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import transport_of
 from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.expert.deepep import DeepEP

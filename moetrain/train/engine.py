@@ -26,10 +26,10 @@ from moetrain.config.environment import launched_place
 from moetrain.kernels.ahead import can_compile_ahead, compile_ahead, launches_of
 from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.architecture import Architecture
-from moetrain.models.fake_step import StepLayout, run_fake_step
-from moetrain.models.init import compute_dtype
+from moetrain.models.fake_step import FakeStep
 from moetrain.models.lora import own_draws
 from moetrain.models.moe import RoutingStats, update_router_bias
+from moetrain.models.transformer import compute_dtype
 from moetrain.optim.adamw import guarded_step
 from moetrain.parallel.apply import resharded_blocks, static_transport
 from moetrain.parallel.fsdp.copy_engines import is_wanted
@@ -376,15 +376,14 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
     if launched is not None and launched.on_machine is not None:
         rank, size = launched.local_rank, launched.on_machine
     try:
-        layout = _step_layout(config, arch, world)
-        launches = launches_of(lambda: run_fake_step(config, arch, layout))
+        launches = launches_of(_fake_step(config, arch, world).run)
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
         logger.warning("kernels will be compiled as they are launched: %s", error)
 
 
-def _step_layout(config: Config, arch: Architecture, world: World) -> StepLayout:
-    """Describe where this rank will run its steps, as far as is known before anything is built.
+def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:
+    """Describe a step of this rank, as far as is known before anything is built.
 
     Ranks that share parameters are assumed to reach one another's memory if they are on one
     machine.
@@ -392,7 +391,9 @@ def _step_layout(config: Config, arch: Architecture, world: World) -> StepLayout
     launched, dims = launched_place(), world.dims
     on_machine = None if launched is None else launched.on_machine
     is_near = on_machine is None or dims.sharding_ranks <= on_machine
-    return StepLayout(
+    return FakeStep(
+        config,
+        arch,
         world.device,
         compute_dtype(config, world.device),
         world.meshes.sharding,

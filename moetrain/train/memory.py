@@ -29,8 +29,8 @@ from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models.architecture import FP32, Architecture, Part, Workload
-from moetrain.models.init import plan_model
 from moetrain.models.rules import Rule
+from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import resharded_blocks
 from moetrain.parallel.fsdp.copy_engines import peer_bytes
 from moetrain.parallel.mesh import ParallelDims

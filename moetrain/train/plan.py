@@ -35,7 +35,7 @@ from moetrain.config.checks import Fact
 from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture
-from moetrain.models.init import compute_dtype
+from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import describe_pipeline
 from moetrain.parallel.processes import Machine, planned_machine

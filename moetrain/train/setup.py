@@ -29,8 +29,7 @@ from moetrain.kernels.quant.e4m3 import MULTIPLE
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import export_in
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.models.init import compute_dtype
-from moetrain.models.rules import ROUTER
+from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
@@ -179,7 +178,7 @@ def _check_widths(config: Config, arch: Architecture) -> None:
         return
     for part in arch.parts():
         for name, weight in part.weights.items():
-            is_product = len(weight.shape) > 1 and weight.rule != ROUTER
+            is_product = len(weight.shape) > 1 and weight.rule.gather is None
             if is_product and any(width % MULTIPLE for width in weight.shape[-2:]):
                 problem = f"takes widths that are multiples of {MULTIPLE}, and {part.name}.{name}"
                 raise ConfigError(

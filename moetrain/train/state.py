@@ -16,21 +16,13 @@ import torch
 
 from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture
-from moetrain.models.families import find_family
-from moetrain.models.family import all_pieces
+from moetrain.models.families import FAMILIES
 from moetrain.models.hf.files import TokenizerFiles
 from moetrain.models.hf.peft import save_peft
-from moetrain.models.hf.save import (
-    DEFAULT_SHARD_BYTES,
-    ExportDtype,
-    ExportRank,
-    save_stream,
-    warn_about_router_bias,
-    what_does_not_fit,
-)
+from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
-from moetrain.models.rules import ADAPTER, is_adapter
-from moetrain.models.transformer import build_model
+from moetrain.models.rules import ADAPTER
+from moetrain.models.transformer import Transformer
 from moetrain.optim.adamw import AdamW, load_optimizer_state, optimizer_parts
 from moetrain.parallel.apply import place_model
 from moetrain.parallel.fsdp.shard import fingerprint, load_whole_state
@@ -138,15 +130,15 @@ class ModelState:
             merged: merge adapters into their weights, in fp32, and leave them out themselves;
                 always so with ``hf``.
         """
-        table, merged = find_family(self.arch).hf.weight_map, merged or hf
+        family, merged = FAMILIES[self.arch.family], merged or hf
         for name, entry in self.stages.table.items():
-            if (entry.rule is None and hf) or (merged and is_adapter(name)):
+            if (entry.rule is None and hf) or (merged and name.endswith(ADAPTER)):
                 continue
             whole = self._whole(name)
             if merged and (halves := self._adapter(name)) is not None:
                 whole = halves.merged(whole.float())
             if hf:
-                for piece in all_pieces(table, {name: whole.shape}):
+                for piece in family.pieces({name: whole.shape}):
                     yield piece.hf_name, whole[piece.place]
             else:
                 yield name, whole
@@ -188,21 +180,22 @@ class ModelState:
         *,
         dtype: ExportDtype = "auto",
         tokenizer: TokenizerFiles | None = None,
-        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        max_shard_bytes: int = Export.SHARD_BYTES,
     ) -> None:
         """Write the model, adapters merged, as :func:`moetrain.save_hf` does; all ranks write."""
         with torch.device("meta"):
-            whole = build_model(self.arch)
+            whole = Transformer(self.arch)
         whole.source, world = self.model.source, self.world
         self.fsdp.settle()
+        share = {"rank": world.rank, "ranks": world.size, "wait": world.barrier}
+        how = {"dtype": dtype, "tokenizer": tokenizer, "max_shard_bytes": max_shard_bytes}
+        export = Export(whole, folder, **how, **share)
         here = {name: member.read for name, member in self.fsdp.members.items()}
-        if unfit := world.any(what_does_not_fit(whole, here, dtype)):
-            raise ConfigError("checkpoint.hf_dtype", unfit)
+        if problem := world.any(export.misfit(here)):
+            raise ConfigError("checkpoint.hf_dtype", problem)
         if world.is_main:
             warn_about_router_bias(self.model)
-        share = ExportRank(world.rank, world.size, world.barrier)
-        weights = self.weights(hf=True)
-        save_stream(whole, folder, weights, dtype, tokenizer, max_shard_bytes, share)
+        export.write(self.weights(hf=True))
 
     # ---- in host memory ------------------------------------------------------------------------
 

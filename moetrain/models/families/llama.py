@@ -1,18 +1,11 @@
 """Llama 2 and 3, and what is written down like them: dense, biases by choice."""
 
-from moetrain.models.family import (
-    ATTENTION_BIAS,
-    COMMON_DEFAULTS,
-    DENSE,
-    DenseDecoder,
-    Family,
-    HFFamily,
-)
+from moetrain.models.family import COMMON_DEFAULTS, DENSE, DenseDecoder, Family, register
 
-FAMILY = Family(
-    name="llama",
-    architecture=DenseDecoder,
-    hf=HFFamily(
+register(
+    Family(
+        name="llama",
+        architecture=DenseDecoder,
         hf_class="LlamaForCausalLM",
         defaults={
             **COMMON_DEFAULTS,
@@ -23,6 +16,5 @@ FAMILY = Family(
             "mlp_bias": False,
         },
         weight_map=DENSE,
-        fields={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
-    ),
+    )
 )

@@ -1,18 +1,8 @@
 """Mixtral: grouped-query attention, then routed experts, in every layer."""
 
-from typing import Any
-
 from moetrain.models.architecture import Architecture
 from moetrain.models.attention import GroupedQueryAttention
-from moetrain.models.family import (
-    COMMON_DEFAULTS,
-    DENSE,
-    EXPERTS,
-    Family,
-    HFConfig,
-    HFFamily,
-    moe_block,
-)
+from moetrain.models.family import COMMON_DEFAULTS, DENSE, Family, moe_block, register
 from moetrain.models.moe import RoutedExperts
 
 
@@ -22,18 +12,10 @@ class Mixtral(Architecture):
     kinds = (GroupedQueryAttention, RoutedExperts)
 
 
-def _read_layers(config: HFConfig) -> dict[str, Any]:
-    return {"sliding_windows": (config["sliding_window"],) * config["num_hidden_layers"]}
-
-
-def _write_layers(arch: Architecture) -> dict[str, Any]:
-    return {"sliding_window": arch.window(0)}
-
-
-FAMILY = Family(
-    name="mixtral",
-    architecture=Mixtral,
-    hf=HFFamily(
+register(
+    Family(
+        name="mixtral",
+        architecture=Mixtral,
         hf_class="MixtralForCausalLM",
         defaults={
             **COMMON_DEFAULTS,
@@ -50,14 +32,15 @@ FAMILY = Family(
         },
         weight_map=DENSE + moe_block("block_sparse_moe", gate="w1", up="w3", down="w2"),
         fields={
-            **EXPERTS,
             "num_experts": "num_local_experts",
             "moe_intermediate_size": "intermediate_size",
         },
         fixed={"norm_topk_prob": True},
         nullable={"sliding_window": int},
         aliases={"num_experts": "num_local_experts"},
-        read_layers=_read_layers,
-        write_layers=_write_layers,
-    ),
+        read_layers=lambda config: {
+            "sliding_windows": (config["sliding_window"],) * config["num_hidden_layers"]
+        },
+        write_layers=lambda arch: {"sliding_window": arch.window(0)},
+    )
 )

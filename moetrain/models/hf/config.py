@@ -1,9 +1,7 @@
 """Converts a Hugging Face ``config.json`` to an :class:`Architecture` and back, for every family.
 
-A family's own file has the tables, as an :class:`~moetrain.models.family.HFFamily`: the defaults of
-its ``transformers`` config class (a key that a file omits has that default), which key holds which
-architecture field, the fields that are the same in every model of the family, its per-layer keys.
-Here is what all families share: the walk over those tables, the checks, and rope.
+A family's own file has the tables (:class:`~moetrain.models.family.Family`). Here is what all
+families share: the walk over those tables, the checks, and rope.
 
 Files are written with the keys that published checkpoints have (``rope_theta``, ``rope_scaling``,
 ``torch_dtype``): every version of ``transformers`` reads those.
@@ -15,17 +13,26 @@ describes text instead of the network (token ids, generation settings).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from moetrain.models.architecture import Architecture, RopeScaling
 from moetrain.models.families import FAMILIES
-from moetrain.models.family import Family, HFConfig, HFFamily, config_error
+from moetrain.models.family import Family
+from moetrain.models.hf.files import error
+
+_error = partial(error, "config.json")
+_DERIVED: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+    "num_key_value_heads": lambda config: config["num_attention_heads"],
+    "head_dim": lambda config: config["hidden_size"] // max(1, config["num_attention_heads"]),
+}
+"""Keys of files that may be null, and functions that compute their values then."""
 
 
-def architecture_from_hf(config: HFConfig) -> Architecture:
+def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that the parsed ``config.json`` of a checkpoint describes.
 
     Raises:
@@ -33,64 +40,56 @@ def architecture_from_hf(config: HFConfig) -> Architecture:
             of the wrong type.
     """
     family = _family_of(config.get("model_type"))
-    hf = family.hf
-    given: dict[str, Any] = {**hf.defaults, **_rename(config, hf)}
-    _check_types(given, hf)
-    if given["hidden_act"] != hf.activation:
-        problem = f"hidden_act {given['hidden_act']!r} is not supported, only {hf.activation!r}"
-        raise config_error(problem)
+    given: dict[str, Any] = {**family.defaults, **_rename(config, family)}
+    _check_types(given, family)
+    if given["hidden_act"] != family.activation:
+        problem = f"hidden_act {given['hidden_act']!r} is not supported, only {family.activation!r}"
+        raise _error(problem)
     if given.get("quantization_config") is not None:
-        raise config_error(
-            "the weights are quantized (quantization_config); use an unquantized one"
-        )
-    for key, value in hf.derived.items():
+        raise _error("the weights are quantized (quantization_config); use an unquantized one")
+    for key, value in _DERIVED.items():
         if given[key] is None:
             given[key] = value(given)
     try:
         given["rope_theta"], rope = _read_rope(given)
-        fields = {ours: given[theirs] for ours, theirs in hf.all_fields.items()}
-        fields |= {"family": family.name, "rope": rope, **hf.fixed}
+        fields = {ours: given[theirs] for ours, theirs in family.keys.items()}
+        fields |= {"family": family.name, "rope": rope, **family.fixed}
         family.architecture(**fields)  # sizes are sound before layers are counted by them
-        arch = family.architecture(**fields, **hf.read_layers(given))
+        arch = family.architecture(**fields, **family.read_layers(given))
     except ValidationError as error:
-        raise config_error(_first_problem(error, hf)) from None
+        raise _error(_first_problem(error, family)) from None
     return _canonical(arch)
 
 
-def _rename(config: HFConfig, hf: HFFamily) -> dict[str, Any]:
+def _rename(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Rename each key of ``config`` to the one name that the family's tables use."""
-    for other, key in hf.aliases.items():
+    for other, key in family.aliases.items():
         if key in config and other in config and config[key] != config[other]:
-            raise config_error(f"{other} {config[other]!r} contradicts {key} {config[key]!r}")
-    return {hf.aliases.get(key, key): value for key, value in config.items()}
+            raise _error(f"{other} {config[other]!r} contradicts {key} {config[key]!r}")
+    return {family.aliases.get(key, key): value for key, value in config.items()}
 
 
-def _first_problem(error: ValidationError, hf: HFFamily) -> str:
+def _first_problem(error: ValidationError, family: Family) -> str:
     """Say what pydantic finds wrong, by the file's own name for the field."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        for ours, theirs in hf.all_fields.items():
+        for ours, theirs in family.keys.items():
             message = re.sub(rf"\b{ours}\b", theirs, message)
         return message
     field = str(problem["loc"][0])
-    return f"{hf.all_fields.get(field, field)} is {problem['input']!r:.80}: {message}"
+    return f"{family.keys.get(field, field)} is {problem['input']!r:.80}: {message}"
 
 
-def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
-    """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
-
-    Raises:
-        ValueError: the family's format cannot express ``arch``; it names the fields.
-    """
-    hf = _family_of(arch.family).hf
+def _to_hf(arch: Architecture) -> dict[str, Any]:
+    family = _family_of(arch.family)
     config = {
-        "architectures": [hf.hf_class],
+        "architectures": [family.hf_class],
         "model_type": arch.family,
-        "hidden_act": hf.activation,
-        **{theirs: getattr(arch, ours) for ours, theirs in hf.all_fields.items()},
+        "hidden_act": family.activation,
+        **{theirs: getattr(arch, ours) for ours, theirs in family.keys.items()},
         "rope_scaling": _write_rope(arch.rope),
-        **hf.write_layers(arch),
+        **family.write_layers(arch),
     }
     wanted, got = _canonical(arch).model_dump(), architecture_from_hf(config).model_dump()
     lost = [f"{key} {wanted[key]!r}" for key in wanted if wanted[key] != got[key]]
@@ -99,21 +98,21 @@ def architecture_to_hf(arch: Architecture) -> dict[str, Any]:
     return config
 
 
-def exported_config(arch: Architecture, source: HFConfig | None) -> dict[str, Any]:
-    """Return the ``config.json`` of ``arch``, with everything else that ``source`` says.
+def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the ``config.json`` of ``arch``; inverts :func:`architecture_from_hf`.
 
-    ``source`` is the config that the architecture was read from; it is kept unchanged if it still
-    describes ``arch``.
+    ``source`` is the config that the architecture was read from. Everything else that it says is
+    carried on, and it is kept unchanged if it still describes ``arch``.
 
     Raises:
-        ValueError: as :func:`architecture_to_hf`.
+        ValueError: the family's format cannot express ``arch``; it names the fields.
     """
     if source is None or source.get("model_type") != arch.family:
-        return architecture_to_hf(arch)
+        return _to_hf(arch)
     if architecture_from_hf(source) == _canonical(arch):
         return dict(source)
-    own, hf = architecture_to_hf(arch), _family_of(arch.family).hf
-    spelled = {*own, *hf.defaults, *hf.aliases, *_ROPE_KEYS}
+    own, family = _to_hf(arch), _family_of(arch.family)
+    spelled = {*own, *family.defaults, *family.aliases, *_ROPE_KEYS}
     return {key: value for key, value in source.items() if key not in spelled} | own
 
 
@@ -121,14 +120,14 @@ def _family_of(model_type: object) -> Family:
     """Return the family of ``model_type``; ConfigError if there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
-        raise config_error(f"model_type {model_type!r} is not supported; supported: {supported}")
+        raise _error(f"model_type {model_type!r} is not supported; supported: {supported}")
     return FAMILIES[model_type]
 
 
-def _check_types(given: HFConfig, hf: HFFamily) -> None:
+def _check_types(given: Mapping[str, Any], family: Family) -> None:
     """Raise ConfigError for a key that has a default, and here a value of another type."""
-    nullable = dict.fromkeys(hf.derived, int) | dict(hf.nullable)
-    for key, default in hf.defaults.items():
+    nullable = dict.fromkeys(_DERIVED, int) | dict(family.nullable)
+    for key, default in family.defaults.items():
         value = given[key]
         kind = nullable.get(key, type(default))
         expected = (int, float) if kind is float else kind
@@ -137,7 +136,7 @@ def _check_types(given: HFConfig, hf: HFFamily) -> None:
             continue
         if is_bool_for_number or not isinstance(value, expected):
             like = f"of type {kind.__name__}" if default is None else f"like {default!r}"
-            raise config_error(f"{key} is {value!r:.80}, expected a value {like}")
+            raise _error(f"{key} is {value!r:.80}, expected a value {like}")
 
 
 def _canonical(arch: Architecture) -> Architecture:
@@ -171,23 +170,23 @@ _ROPE_KEYS = {"rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGI
 """The keys of files that describe rope, except for ``rope_theta``."""
 
 
-def _read_rope(config: HFConfig) -> tuple[float, RopeScaling]:
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
     """Read ``rope_theta`` and the scaling, from ``rope_scaling`` or newer ``rope_parameters``."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise config_error(f"rope_scaling is {rope!r}, expected an object")
+        raise _error(f"rope_scaling is {rope!r}, expected an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         known = ", ".join(_ROPE_FIELDS)
-        raise config_error(f"rope type {kind!r} is not supported; supported: {known}")
+        raise _error(f"rope type {kind!r} is not supported; supported: {known}")
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise config_error("rope parameters that differ between layer types are not supported")
+        raise _error("rope parameters that differ between layer types are not supported")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise config_error("partial_rotary_factor other than 1 is not supported")
+        raise _error("partial_rotary_factor other than 1 is not supported")
     values = {key: rope[key] for key in _ROPE_FIELDS[kind] if rope.get(key) is not None}
     missing = [key for key in _ROPE_REQUIRED.get(kind, ()) if key not in values]
     if missing:
-        raise config_error(f"rope type {kind!r} needs {', '.join(missing)}")
+        raise _error(f"rope type {kind!r} needs {', '.join(missing)}")
     if kind in ("yarn", "llama3"):
         original = config.get(_ORIGINAL) or rope.get(_ORIGINAL)
         values["original_max_positions"] = original or config["max_position_embeddings"]

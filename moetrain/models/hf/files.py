@@ -16,7 +16,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -27,9 +28,19 @@ from safetensors import SafetensorError, safe_open
 
 from moetrain.config import ConfigError
 from moetrain.config.files import SAFETENSORS_DTYPES, write_atomically
+from moetrain.models.family import Piece
+
+_logger = logging.getLogger(__name__)
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+EXPORT = "hf"
+"""Name of the folder, in a run's output folder, that the run exports to."""
+_MANIFEST = ".moetrain-export.json"
+"""Lists the files of an export, so that the next one into the folder can remove old ones."""
 
 
-class FileTensor(NamedTuple):
+class _FileTensor(NamedTuple):
     """Where a tensor lies, and what it is."""
 
     file: Path
@@ -37,49 +48,49 @@ class FileTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Stamp(NamedTuple):
-    """The size and time of a file, which tell whether it is still the one that was read."""
-
-    num_bytes: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, file: Path) -> Stamp | None:
-        """Stamp a file; None if it does not exist."""
-        try:
-            stat = file.stat()
-        except OSError:
-            return None
-        return cls(stat.st_size, stat.st_mtime_ns)
-
-
 @dataclass(frozen=True)
 class HFSource:
-    """What a checkpoint holds beside the model's own weights, so that an export carries it on."""
+    """What the files of a checkpoint hold, for a model and for an export that carries it on."""
 
     folder: Path
     config: Mapping[str, Any]
     """The whole ``config.json``."""
     generation: Mapping[str, Any] | None
     """The whole ``generation_config.json``, if there is one."""
-    dtypes: Mapping[str, torch.dtype]
-    """Dtypes of the tensors that the model has, by their names in the files."""
-    extra: Mapping[str, FileTensor]
-    """Tensors that the model does not have; an export carries them on bit for bit."""
-    stamps: Mapping[Path, Stamp | None]
-    """Stamps of the files that hold ``extra``."""
+    stored: Mapping[str, _FileTensor]
+    """Every tensor of the files, in their order."""
     files: tuple[str, ...]
     """Other files that an export carries on, relative to ``folder``; see :func:`small_files`."""
+    own: Mapping[str, Piece] = field(default_factory=dict)
+    """Where each of the model's tensors goes, by its name in the files."""
+    extra: tuple[str, ...] = ()
+    """Tensors that the model does not have; an export carries them on bit for bit."""
+    _stamps: Mapping[Path, tuple[int, int] | None] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> HFSource:
+        """Read the headers in ``folder``; ConfigError if a file is missing or damaged."""
+        with _readable(folder):
+            config, stored = read_json(folder / CONFIG), _stored_tensors(folder)
+            path = folder / GENERATION
+            generation = read_json(path) if path.is_file() else None
+            stamps = {tensor.file: _stamp(tensor.file) for tensor in stored.values()}
+            files = tuple(small_files(folder))
+            return cls(folder, config, generation, stored, files, _stamps=stamps)
+
+    def intact(self) -> set[Path]:
+        """Return the files with weights that still are the ones that were read."""
+        return {f for f, before in self._stamps.items() if before == _stamp(f) is not None}
 
 
-logger = logging.getLogger(__name__)
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return a file's size and time."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-EXPORT = "hf"
-"""Name of the folder, in a run's output folder, that the run exports to."""
-MANIFEST = ".moetrain-export.json"
-"""Lists the files of an export, so that the next one into the folder can remove old ones."""
 
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -121,10 +132,11 @@ class TokenizerFiles:
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id}
         return {f"{key}_token_id": value for key, value in ids.items()}
 
-
-def is_tokenizer_file(name: str) -> bool:
-    """Return whether a file of this name (relative to its checkpoint) belongs to the tokenizer."""
-    return name in _TOKENIZER_FILES or name.endswith(".tiktoken") or name.startswith(_TEMPLATES)
+    @staticmethod
+    def has(name: str) -> bool:
+        """Return whether a file of this name, in its checkpoint, belongs to the tokenizer."""
+        is_named = name in _TOKENIZER_FILES or name.startswith(_TEMPLATES)
+        return is_named or name.endswith(".tiktoken")
 
 
 def small_files(folder: Path) -> list[str]:
@@ -134,19 +146,16 @@ def small_files(folder: Path) -> list[str]:
     files, the two configs that are written anew, weights of any format and their indices, other
     subfolders and files over 256 MiB are left out.
     """
-    found = []
-    for path in sorted([*_visible(folder), *_visible(folder / _TEMPLATES)]):
+    found, paths = [], [*folder.iterdir()]
+    if (folder / _TEMPLATES).is_dir():
+        paths += (folder / _TEMPLATES).iterdir()
+    for path in sorted(path for path in paths if not path.name.startswith(".")):
         name = path.relative_to(folder).as_posix()
         if _WEIGHTS.fullmatch(name) or name in (CONFIG, GENERATION) or not path.is_file():
             continue
         if follow(path, folder).stat().st_size <= _MAX_COPY_BYTES:
             found.append(name)
     return found
-
-
-def _visible(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def _is_within(path: Path, folder: Path) -> bool:
@@ -290,7 +299,7 @@ def _is_complete(folder: Path) -> bool:
 
 # Reading.
 @contextmanager
-def readable(folder: Path) -> Iterator[None]:
+def _readable(folder: Path) -> Iterator[None]:
     """Turn an OSError inside (permissions, a failing disk) into a ConfigError."""
     try:
         yield
@@ -305,7 +314,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is no file, or it is not JSON, or holds something other than an object.
     """
-    with readable(path):
+    with _readable(path):
         if not path.is_file():
             if os.path.lexists(path):
                 raise error(path, "not a file (a folder, a pipe, or a link to nothing)")
@@ -323,13 +332,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def stored_tensors(folder: Path) -> dict[str, FileTensor]:
-    """List every tensor of a checkpoint, from the headers of its files.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or two hold a tensor of one name.
-    """
-    found: dict[str, FileTensor] = {}
+def _stored_tensors(folder: Path) -> dict[str, _FileTensor]:
+    """List every tensor of a checkpoint, from the headers of its files."""
+    found: dict[str, _FileTensor] = {}
     shards, promised = _shards(folder)
     for shard in shards:
         with open_shard(shard) as file:
@@ -340,7 +345,7 @@ def stored_tensors(folder: Path) -> dict[str, FileTensor]:
                 dtype = part.get_dtype()
                 if dtype not in _DTYPES:
                     raise error(shard, f"{name} is of dtype {dtype}, which is not read")
-                found[name] = FileTensor(shard, _DTYPES[dtype], tuple(part.get_shape()))
+                found[name] = _FileTensor(shard, _DTYPES[dtype], tuple(part.get_shape()))
     if absent := [name for name in promised if name not in found]:
         raise error(folder, f"{INDEX} names {listing(absent)}, which no file holds")
     return found
@@ -348,7 +353,7 @@ def stored_tensors(folder: Path) -> dict[str, FileTensor]:
 
 def open_shard(shard: Path) -> safe_open:
     """Open a safetensors file and check its header; ConfigError if it is damaged."""
-    with readable(shard):
+    with _readable(shard):
         shard.open("rb").close()  # safetensors says of every refusal that there is no such file
         try:
             return safe_open(shard, framework="pt")
@@ -357,11 +362,7 @@ def open_shard(shard: Path) -> safe_open:
 
 
 def _shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """List the safetensors files of a checkpoint, and the tensors that the index says they hold.
-
-    Raises:
-        ConfigError: a file is missing, or the index is damaged or names what is not in the folder.
-    """
+    """List the safetensors files of a checkpoint, and the tensors that the index says they hold."""
     if (folder / SINGLE).is_file():
         return [follow(folder / SINGLE, folder)], []
     if not (folder / INDEX).is_file():
@@ -388,33 +389,39 @@ def _is_inside(name: object) -> bool:
 
 
 # Writing.
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object as JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+def write_files(folder: Path, files: Mapping[str, Path | str | Mapping[str, Any]]) -> list[str]:
+    """Write copies, texts and objects as JSON, each whole or not at all.
 
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def copy_file(source: Path, path: Path) -> None:
-    """Copy a file's bytes, whole or not at all, unless both paths are the same file."""
-    path.parent.mkdir(exist_ok=True)
-    if not (path.exists() and path.samefile(source)):
-        write_atomically(path, lambda temporary: shutil.copyfile(source, temporary))
+    Returns the names of files to copy that are gone.
+    """
+    lost = []
+    for name, content in files.items():
+        path = folder / name
+        follow(path.parent, folder)
+        if isinstance(content, Path):
+            try:
+                source = follow(content, content.parents[name.count("/")])
+                path.parent.mkdir(exist_ok=True)
+                if not (path.exists() and path.samefile(source)):
+                    write_atomically(path, partial(shutil.copyfile, source))
+            except (FileNotFoundError, ConfigError):  # a link since it was read
+                lost.append(name)
+            continue
+        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        write_atomically(path, lambda new, text=text: new.write_text(text, encoding="utf-8"))
+    return lost
 
 
 def remove_stale(folder: Path, written: Sequence[str]) -> None:
     """Remove files of an earlier export that this one has not, and list the files of this one."""
-    manifest = folder / MANIFEST
+    manifest = folder / _MANIFEST
     earlier: object = []
     if manifest.is_file():
         try:
             earlier = read_json(manifest).get("files")
         except ConfigError as failure:
-            logger.warning("what an earlier export left there is kept: %s", failure.problem)
-    write_json(manifest, {"files": sorted(written)})
+            _logger.warning("what an earlier export left there is kept: %s", failure.problem)
+    write_files(folder, {_MANIFEST: {"files": sorted(written)}})
     for name in earlier if isinstance(earlier, list) else []:
         if _is_inside(name) and name not in written and _is_within((folder / name).parent, folder):
             (folder / name).unlink(missing_ok=True)

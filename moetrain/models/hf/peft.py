@@ -1,22 +1,16 @@
 """Reads and writes adapters as PEFT's ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Routed experts are written in one of two layouts, as the family's servers load them:
+Routed experts are written in one of two layouts, as the family's servers load them, and read in
+either:
 
     per_expert  ``mlp.experts.3.gate_proj.lora_A.weight`` [r, in], one module an expert; the A that
                 gate and up share is written twice
     fused       ``mlp.experts.lora_A.weight`` [E * r, in] and ``lora_B`` [out, r * E], of which
                 expert e has rows ``e * r`` on of A, and every E-th column of B from e on
 
-Reading accepts either, and is strict: tensors for which the run has no adapters, and adapters for
-which the files have no tensors, are errors. Nothing else would show that an adapter has no effect.
-
-Ranks and scales may differ between modules: the scale goes into B, and where the modules of one
-weight have several ranks or several A, their A are stacked and each B is zero beside its own:
-
-    [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up]
-
-Left out on purpose: everything but plain LoRA beside unchanged weights (biases, DoRA, PiSSA, aLoRA,
-IA3, ...). A setting that is not known here is refused too, unless it is off.
+Reading is strict: tensors and adapters without a counterpart are errors, since nothing else would
+show that an adapter has no effect. Left out on purpose: everything but plain LoRA beside unchanged
+weights (biases, DoRA, PiSSA, ...). An unknown setting is refused too, unless it is off.
 """
 
 from __future__ import annotations
@@ -34,14 +28,14 @@ from safetensors.torch import save_file
 from moetrain.config import ConfigError, LoraSection
 from moetrain.config.files import write_atomically
 from moetrain.models.architecture import Architecture
-from moetrain.models.families import find_family
-from moetrain.models.family import HFFamily, Index, all_pieces
-from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_json
+from moetrain.models.families import FAMILIES
+from moetrain.models.family import Family
+from moetrain.models.hf.files import follow, listing, open_shard, read_json, write_files
 from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 
-SETTINGS, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_SETTINGS, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
@@ -63,19 +57,8 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings of ``adapter_config.json``, and values that leave adapters plain LoRA. Any other
 setting must be off: null or false."""
-_FIXED: Mapping[str, Any] = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "inference_mode": True,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "init_lora_weights": True,
-    "lora_dropout": 0.0,
-    "modules_to_save": None,
-    "use_rslora": False,
-}
 
-
+_Index = tuple[int | slice, ...]
 _Matches = Callable[[str], bool]
 """Decides whether a name is selected."""
 
@@ -84,21 +67,29 @@ class _Site(NamedTuple):
     """A module of PEFT, and the part of an adapter that it holds."""
 
     module: str
-    a: Index
-    b: Index
+    a: _Index
+    b: _Index
     key: str
     """The name that the settings' patterns match."""
     experts: int | None = None
     """How many experts its matrices hold; None: they are of one."""
 
+    @classmethod
+    def of(cls, family: Family, name: str, shape: torch.Size) -> list[_Site]:
+        """List the modules that hold the adapter of the weight ``name``, one expert a module."""
+        pieces = [
+            (p.hf_name.removesuffix(".weight"), p.place) for p in family.pieces({name: shape})
+        ]
+        return [cls(_PREFIX + key, place[:1], place, key) for key, place in pieces]
 
-def _sites(hf: HFFamily, name: str, shape: torch.Size) -> list[_Site]:
-    """List the modules that hold the adapter of the weight ``name``, one expert a module."""
-    sites = []
-    for hf_name, _, place in all_pieces(hf.weight_map, {name: shape}):
-        key = hf_name.removesuffix(".weight")
-        sites.append(_Site(_PREFIX + key, place[:1], place, key))
-    return sites
+    @property
+    def tensors(self) -> list[str]:
+        return [self.module + half for half in _HALVES]
+
+    @property
+    def kind(self) -> str:
+        """The module's last name, which the modules of all experts share."""
+        return self.module.rpartition(".")[2]
 
 
 def _fused_key(name: str) -> str:
@@ -124,8 +115,8 @@ def save_peft(
 
     ``base`` is the path or hub id of the model that they adapt.
     """
-    folder, hf = Path(folder), find_family(arch).hf
-    layout = hf.lora_layout if lora.layout == "auto" else lora.layout
+    folder, family = Path(folder), FAMILIES[arch.family]
+    layout = family.lora_layout if lora.layout == "auto" else lora.layout
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -137,11 +128,19 @@ def save_peft(
             parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
             tensors |= _written(module, a.flatten(0, 1), wide)
             continue
-        for site in _sites(hf, name, shape):
+        for site in _Site.of(family, name, shape):
             tensors |= _written(site.module, a[site.a], b[site.b])
-            modules.add(site.module.rpartition(".")[2])
+            modules.add(site.kind)
     settings = {
-        **_FIXED,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "use_rslora": False,
         "base_model_name_or_path": base,
         "r": lora.rank,
         # Whatever rank the reader makes of it, the product stays what it is: rs is in it.
@@ -152,7 +151,7 @@ def save_peft(
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"}
     write_atomically(folder / _TENSORS, lambda temporary: save_file(tensors, temporary, metadata))
-    write_json(folder / SETTINGS, settings)
+    write_files(folder, {_SETTINGS: settings})
 
 
 def _written(module: str, *halves: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -174,7 +173,7 @@ def load_peft(
         ConfigError: the files hold other adapters or other shapes, or settings that are not
             supported.
     """
-    files = _AdapterFiles(Path(folder).expanduser(), find_family(arch).hf)
+    files = _AdapterFiles(folder, FAMILIES[arch.family])
     sites = {name: files.sites(name, shape) for name, shape in shapes.items()}
     files.check_names(sites, "of no lora.targets", is_partial=False)
     for name, shape in shapes.items():
@@ -194,7 +193,7 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: as :func:`load_peft`, or an adapter is for a module that cannot have one.
     """
-    files = _AdapterFiles(Path(folder).expanduser(), find_family(model.arch).hf)
+    files = _AdapterFiles(folder, FAMILIES[model.arch.family])
     modules = dict(adaptable(model.layers))
     shapes = {
         f"{name}.{leaf}": module.get_parameter(leaf).shape
@@ -229,10 +228,10 @@ def attach_peft(model: Transformer, folder: str | os.PathLike[str]) -> None:
 class _AdapterFiles:
     """The two files of an adapter, opened and checked."""
 
-    def __init__(self, folder: Path, hf: HFFamily) -> None:
-        self.folder, self.hf = folder, hf
-        self.settings = _Settings(folder, read_json(folder / SETTINGS))
-        self.file = open_shard(follow(folder / _TENSORS, folder))
+    def __init__(self, folder: str | os.PathLike[str], family: Family) -> None:
+        self.folder, self.family = Path(folder).expanduser(), family
+        self.settings = _Settings(self.folder, read_json(self.folder / _SETTINGS))
+        self.file = open_shard(follow(self.folder / _TENSORS, self.folder))
 
     def sites(self, name: str, shape: torch.Size) -> list[_Site]:
         """List the modules that the settings target and that make up the weight ``name``."""
@@ -244,7 +243,7 @@ class _AdapterFiles:
                 module = _fused_module(name) if len(targeted) == 2 else outer
                 return [_Site(module, (), (), key, shape[0])]
         sites = []
-        for site in _sites(self.hf, name, shape):
+        for site in _Site.of(self.family, name, shape):
             if self.settings.is_parameter(weight := f"{site.key}.weight"):
                 sites.append(site._replace(key=weight))
             elif self.settings.is_module(site.key):
@@ -267,16 +266,16 @@ class _AdapterFiles:
         stored, wanted, missing = set(self.file.keys()), set(), []
         found: dict[str, list[_Site]] = {}
         for name, own in sites.items():
-            kinds = {_kind(site) for site in own if not stored.isdisjoint(_tensors(site))}
-            found[name] = [site for site in own if _kind(site) in kinds or not is_partial]
-            names = [tensor for site in found[name] for tensor in _tensors(site)]
+            kinds = {site.kind for site in own if not stored.isdisjoint(site.tensors)}
+            found[name] = [site for site in own if site.kind in kinds or not is_partial]
+            names = [tensor for site in found[name] for tensor in site.tensors]
             if not own and not is_partial:
                 names = [name]
             missing += [tensor for tensor in names if tensor not in stored]
             wanted.update(names)
         problems = {
             "not in it": missing,
-            f"not targeted by its {SETTINGS}, or {others}": sorted(stored - wanted),
+            f"not targeted by its {_SETTINGS}, or {others}": sorted(stored - wanted),
         }
         for what, names in problems.items():
             if names:
@@ -285,10 +284,14 @@ class _AdapterFiles:
         return {name: own for name, own in found.items() if own}
 
     def read(self, sites: Sequence[_Site], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32."""
+        """Read A [..., rank, in] and scale * B [..., out, rank] of a weight, in fp32.
+
+        Where its modules have several ranks or several A, these are stacked and each B is zero
+        beside its own: [B_gate 0; 0 B_up] @ [A_gate; A_up] = [B_gate A_gate; B_up A_up].
+        """
         *stack, out_dim, in_dim = shape
-        rows: dict[Index, list[torch.Tensor]] = defaultdict(list)
-        columns: list[tuple[Index, int, torch.Tensor]] = []
+        rows: dict[_Index, list[torch.Tensor]] = defaultdict(list)
+        columns: list[tuple[_Index, int, torch.Tensor]] = []
         for site in sites:
             own_a, own_b = self._read_site(site, shape)
             first = 0
@@ -313,7 +316,7 @@ class _AdapterFiles:
         out_dim, in_dim = torch.empty(shape, device="meta")[site.b].shape[-2:]
         wide = rank * (site.experts or 1)
         shapes = (wide, in_dim), (out_dim, wide)
-        a, b = (self._tensor(*pair) for pair in zip(_tensors(site), shapes, strict=True))
+        a, b = (self._tensor(*pair) for pair in zip(site.tensors, shapes, strict=True))
         b = scale * b
         if site.experts is None:
             return a, b
@@ -326,15 +329,6 @@ class _AdapterFiles:
         if tuple(found) != tuple(shape):
             raise _error(self.folder, f"{name} is {list(found)}, and this model's {list(shape)}")
         return self.file.get_tensor(name).float()
-
-
-def _tensors(site: _Site) -> list[str]:
-    return [site.module + half for half in _HALVES]
-
-
-def _kind(site: _Site) -> str:
-    """Return the module's last name, which the modules of all experts share."""
-    return site.module.rpartition(".")[2]
 
 
 class _Settings:
@@ -353,7 +347,7 @@ class _Settings:
             self._layers = {str(layers)}
         self._targeted = self._names("target_modules")
         self._excluded = self._names("exclude_modules")
-        self._parameters = self._names("target_parameters")
+        self.is_parameter = self._names("target_parameters")
         self._ranks = self._by_pattern("rank_pattern", "r", _is_rank, f"a rank to {_MAX_RANK}")
         self._alphas = self._by_pattern("alpha_pattern", "lora_alpha", _is_finite, "a number")
 
@@ -364,10 +358,6 @@ class _Settings:
         layer = name.removeprefix("model.layers.").partition(".")[0]
         is_named = name in (self.values.get("target_modules") or ())
         return not self._layers or is_named or layer in self._layers
-
-    def is_parameter(self, name: str) -> bool:
-        """Return whether the parameter ``name`` has an adapter."""
-        return self._parameters(name)
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """Return the rank and the scale of the adapter of ``name``."""
@@ -409,7 +399,7 @@ class _Settings:
             raise self._bad(key, f"whose pattern {pattern!r:.80} cannot be read") from None
 
     def _bad(self, key: str, problem: str) -> ConfigError:
-        return _error(self.folder, f"{SETTINGS}: {key} is {self.values.get(key)!r:.80}, {problem}")
+        return _error(self.folder, f"{_SETTINGS}: {key} is {self.values.get(key)!r:.80}, {problem}")
 
 
 def _is_rank(value: object) -> bool:

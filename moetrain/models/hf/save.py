@@ -34,45 +34,170 @@ from moetrain.models.hf.files import (
     INDEX,
     SINGLE,
     HFSource,
-    Stamp,
     TokenizerFiles,
-    copy_file,
     error,
-    follow,
-    is_tokenizer_file,
     listing,
     open_shard,
     remove_stale,
-    write_json,
-    write_text,
+    write_files,
 )
-from moetrain.models.hf.load import check_checkpoint, pieces_of
+from moetrain.models.hf.load import check_checkpoint
 from moetrain.models.transformer import Transformer
 
-DEFAULT_SHARD_BYTES = 5 * 10**9
-"""The default of ``transformers``."""
 ExportDtype = Literal["auto", "bfloat16", "float16", "float32"]
 _METADATA = {"format": "pt"}
 """``transformers`` refuses files that do not say which framework wrote them."""
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
-_SideFile = Path | str | Mapping[str, Any]
-"""A file to copy, a text to write, or an object to write as JSON."""
+_File = Path | str | Mapping[str, Any]
 _EOS = "eos_token_id"
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
-class ExportRank(NamedTuple):
-    """Which files of an export this process writes: every ``ranks``-th, from ``rank`` on."""
-
-    rank: int = 0
-    ranks: int = 1
-    wait: Callable[[], object] = lambda: None
-    """Waits until every process has called it."""
+def warn_about_router_bias(model: Transformer) -> None:
+    """Warn of a selection bias, which steers routing and has no place in the files."""
+    lost = [n for n, b in model.named_buffers() if n.endswith("router.bias") and b.any()]
+    if lost:
+        _logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
 
 
-_ALONE = ExportRank()
+class _Outgoing(NamedTuple):
+    """A tensor to export."""
+
+    name: str
+    dtype: torch.dtype
+    num_bytes: int
+    read: Callable[[], torch.Tensor] | None
+    """Reads the tensor; None: it is the model's own, and arrives with the stream."""
+
+
+class Export:
+    """An export like :func:`save_hf`'s, of weights that arrive one by one.
+
+    Several processes can share the work. Each takes host memory for two files: one that is being
+    written, and one that it collects.
+
+    Attributes:
+        dtypes: the dtype in which each weight is written, by its name in the files.
+    """
+
+    SHARD_BYTES = 5 * 10**9
+    """The largest size of a file, as ``transformers`` has it."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: ExportDtype = "auto",
+        tokenizer: TokenizerFiles | None = None,
+        max_shard_bytes: int = SHARD_BYTES,
+        rank: int = 0,
+        ranks: int = 1,
+        wait: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Plan the export; arguments as :func:`save_hf`.
+
+        Args:
+            model: names the parameters and the source; its values are not read.
+            rank, ranks: this process writes every ``ranks``-th file, from ``rank`` on.
+            wait: waits until every process has called it.
+        """
+        self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
+        self.rank, self.ranks, self.wait = rank, ranks, wait
+        source, parameters = model.source, dict(model.named_parameters())
+        self._pieces, self._own = model.pieces(), []
+        for name, parameter, place in self._pieces:
+            part = parameters[parameter][place]
+            own = part.dtype if dtype == "auto" else getattr(torch, dtype)
+            if dtype == "auto" and source is not None and name in source.own:
+                own = source.stored[name].dtype
+            self._own.append(_Outgoing(name, own, part.numel() * own.itemsize, None))
+        self.dtypes = {tensor.name: tensor.dtype for tensor in self._own}
+        default = None if source is not None and dtype == "auto" else self._own[0].dtype
+        self._files = _side_files(model.arch, source, tokenizer, default)
+
+    def misfit(self, here: Mapping[str, Callable[[], torch.Tensor]]) -> str:
+        """Describe the first of the parameters ``here`` that its dtype cannot hold, or ""."""
+        # One of each parameter's pieces, and dtypes, speaks for all.
+        speakers = {(p, self.dtypes[name]): name for name, p, _ in self._pieces}
+        for (parameter, dtype), name in speakers.items():
+            if parameter in here and (problem := _misfit(name, here[parameter](), dtype)):
+                return problem
+        return ""
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write the checkpoint.
+
+        Args:
+            tensors: every weight with its name in the files, in the order of
+                ``Transformer.pieces``. Every process gets all of them; each is valid until the next
+                is requested.
+        """
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_temporaries(self.folder)
+        self.wait()
+        source = self.model.source
+        with ExitStack() as stack:
+            extra, lost = ([], []) if source is None else _extra_tensors(source, stack)
+            shards = _plan_shards([*self._own, *extra], self.max_shard_bytes)
+            self._write_shards(shards, iter(tensors))
+        self.wait()
+        if self.rank > 0:
+            return
+        files = {**_index(shards), **self._files}
+        lost += write_files(self.folder, files)
+        for path in self.folder.iterdir():
+            if _OUR_FILES.fullmatch(path.name) and path.name not in {*shards, *files}:
+                path.unlink()
+        remove_stale(self.folder, [*shards, *files])
+        _logger.info("Hugging Face checkpoint: %s", self.folder)
+        if lost:
+            problem = f"gone or changed since it was read; {self.folder} has all but "
+            problem += f"{listing(lost)}; put it back and save again"
+            if source is None:
+                raise ConfigError("data.tokenizer", problem)
+            raise error(source.folder, problem)
+
+    def _write_shards(
+        self,
+        shards: Mapping[str, Sequence[_Outgoing]],
+        coming: Iterator[tuple[str, torch.Tensor]],
+    ) -> None:
+        """Write this process's files while the model's own weights go by."""
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(lambda: None)
+            for number, (name, shard) in enumerate(shards.items()):
+                is_mine = number % self.ranks == self.rank
+                values = self._collect(shard, coming, is_mine)
+                if is_mine:
+                    writing.result()
+                    save = partial(save_file, values, metadata=_METADATA)
+                    writing = thread.submit(write_atomically, self.folder / name, save)
+            writing.result()
+
+    def _collect(
+        self,
+        shard: Sequence[_Outgoing],
+        coming: Iterator[tuple[str, torch.Tensor]],
+        is_mine: bool,
+    ) -> dict[str, torch.Tensor]:
+        """Collect the tensors of one file in host memory; none if another process writes it."""
+        values = {}
+        for name, dtype, _, read in shard:
+            if read is not None:
+                values |= {name: read()} if is_mine else {}
+                continue
+            came, tensor = next(coming)
+            assert came == name  # both walk the same table
+            if is_mine:
+                # In memory of its own where the stream will reuse the tensor's.
+                is_borrowed = self.ranks > 1 and tensor.dtype == dtype
+                tensor = tensor.detach().contiguous().to(dtype)
+                values[name] = tensor.to("cpu", copy=is_borrowed)
+        return values
 
 
 def save_hf(
@@ -81,7 +206,7 @@ def save_hf(
     *,
     dtype: ExportDtype = "auto",
     tokenizer: TokenizerFiles | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = Export.SHARD_BYTES,
 ) -> None:
     """Write ``model`` as a checkpoint that ``transformers`` loads unchanged, shard by shard.
 
@@ -105,119 +230,28 @@ def save_hf(
             (what does not need it has been written by then).
         ValueError: the family's format cannot express the model's architecture.
     """
+    export = Export(
+        model, folder, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes
+    )
     parameters = dict(model.named_parameters())
-    pieces = pieces_of(model.arch, parameters)
-    dtypes = _export_dtypes(model, dtype)
-    for name, parameter, place in pieces:
-        _check_fits(name, parameters[parameter][place], dtypes[name])
+    own = [(name, parameters[parameter][place]) for name, parameter, place in model.pieces()]
+    for name, weight in own:
+        if problem := _misfit(name, weight, export.dtypes[name]):
+            raise ConfigError("checkpoint.hf_dtype", problem)
     warn_about_router_bias(model)
-    tensors = ((name, parameters[parameter][place]) for name, parameter, place in pieces)
-    save_stream(model, Path(folder), tensors, dtype, tokenizer, max_shard_bytes)
+    export.write(own)
     if model.source is not None and Path(folder).samefile(model.source.folder):
-        model.source = check_checkpoint(folder, model.arch).source
+        model.source = check_checkpoint(folder, model.arch)
 
 
-def save_stream(
-    model: Transformer,
-    folder: Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    dtype: ExportDtype,
-    tokenizer: TokenizerFiles | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    share: ExportRank = _ALONE,
-) -> None:
-    """Write an export like :func:`save_hf`, from weights that arrive one by one.
-
-    Several processes can share the work. Each takes host memory for two files: one that is being
-    written, and one that it collects.
-
-    Args:
-        model: names the parameters and the source; its values are not read.
-        tensors: every weight with its name in the files, in the order of :func:`pieces_of`. Every
-            process gets all of them; each is valid until the next is requested.
-    """
-    source, own = model.source, _own_tensors(model, dtype)
-    default = None if source is not None and dtype == "auto" else own[0].dtype
-    files = _side_files(model.arch, source, tokenizer, default)
-    if share.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_temporaries(folder)
-    share.wait()
-    with ExitStack() as stack:
-        extra, lost = ([], []) if source is None else _extra_tensors(source, stack)
-        shards = _Shards(folder, [*own, *extra], max_shard_bytes, share)
-        shards.write(tensors)
-    share.wait()
-    if share.rank > 0:
-        return
-    written = shards.write_index()
-    lost += write_side_files(folder, files)
-    for path in folder.iterdir():
-        if _OUR_FILES.fullmatch(path.name) and path.name not in written:
-            path.unlink()
-    remove_stale(folder, [*written, *files])
-    logger.info("Hugging Face checkpoint: %s", folder)
-    if lost:
-        raise _gone(source, folder, lost)
-
-
-def warn_about_router_bias(model: Transformer) -> None:
-    """Warn of a selection bias, which steers routing and has no place in the files."""
-    lost = [n for n, b in model.named_buffers() if n.endswith("router.bias") and b.any()]
-    if lost:
-        logger.warning("Hugging Face files cannot hold %s: left out", listing(lost))
-
-
-class _Outgoing(NamedTuple):
-    """A tensor to export."""
-
-    name: str
-    dtype: torch.dtype
-    num_bytes: int
-    read: Callable[[], torch.Tensor] | None
-    """Reads the tensor; None: it is the model's own, and arrives with the stream."""
-
-
-def _export_dtypes(model: Transformer, dtype: ExportDtype) -> dict[str, torch.dtype]:
-    """Return the dtype in which each weight is exported, by its name in the files."""
-    return {tensor.name: tensor.dtype for tensor in _own_tensors(model, dtype)}
-
-
-def _own_tensors(model: Transformer, dtype: ExportDtype) -> list[_Outgoing]:
-    """List every weight of the model."""
-    dtypes = {} if model.source is None else model.source.dtypes
-    parameters = dict(model.named_parameters())
-    tensors = []
-    for name, parameter, place in pieces_of(model.arch, parameters):
-        part = parameters[parameter][place]
-        own = dtypes.get(name, part.dtype) if dtype == "auto" else getattr(torch, dtype)
-        tensors.append(_Outgoing(name, own, part.numel() * own.itemsize, None))
-    return tensors
-
-
-def _check_fits(name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ConfigError if a number of ``weight`` would overflow in ``dtype``."""
+def _misfit(name: str, weight: torch.Tensor, dtype: torch.dtype) -> str:
+    """Describe a number of ``weight`` that would overflow in ``dtype``, or ""."""
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(weight.dtype).max and weight.numel():
         largest = weight.detach().abs().amax().item()
         if limit < largest < math.inf:
             problem = f"{dtype} cannot hold {name}, whose largest weight is {largest:.3g}"
-            raise ConfigError("checkpoint.hf_dtype", f"{problem}; use bfloat16 or float32")
-
-
-def what_does_not_fit(
-    model: Transformer, here: Mapping[str, Callable[[], torch.Tensor]], dtype: ExportDtype
-) -> str:
-    """Describe the first of the parts ``here`` with a number that an export cannot hold, or ""."""
-    dtypes = _export_dtypes(model, dtype)
-    pieces = pieces_of(model.arch, dict(model.named_parameters()))
-    # One of each parameter's pieces, and dtypes, speaks for all.
-    for (parameter, wanted), name in {(p, dtypes[n]): n for n, p, _ in pieces}.items():
-        if parameter in here:
-            try:
-                _check_fits(name, here[parameter](), wanted)
-            except ConfigError as error:
-                return error.problem
+            return f"{problem}; use bfloat16 or float32"
     return ""
 
 
@@ -226,11 +260,12 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
 
     Files stay open until ``stack`` is left, since saving may replace them.
     """
-    intact = {file for file, stamp in source.stamps.items() if stamp == Stamp.of(file) is not None}
-    files = {file: stack.enter_context(open_shard(file)) for file in intact}
+    holding = {source.stored[name].file for name in source.extra}
+    files = {f: stack.enter_context(open_shard(f)) for f in source.intact() & holding}
     tensors, lost = [], []
-    for name, (file, dtype, shape) in source.extra.items():
-        if file in intact:
+    for name in source.extra:
+        file, dtype, shape = source.stored[name]
+        if file in files:
             read = partial(files[file].get_tensor, name)
             tensors.append(_Outgoing(name, dtype, math.prod(shape) * dtype.itemsize, read))
         else:
@@ -238,93 +273,30 @@ def _extra_tensors(source: HFSource, stack: ExitStack) -> tuple[list[_Outgoing],
     return tensors, lost
 
 
-def _gone(source: HFSource | None, folder: Path, lost: Sequence[str]) -> ConfigError:
-    """Make the error that names what could not be carried on."""
-    problem = f"gone or changed since it was read; {folder} has all but {listing(lost)}"
-    problem += "; put it back and save again"
-    if source is None:
-        return ConfigError("data.tokenizer", problem)
-    return error(source.folder, problem)
-
-
-class _Shards:
-    """Writes this process's share of the files of an export's weights."""
-
-    def __init__(
-        self, folder: Path, tensors: Sequence[_Outgoing], max_bytes: int, share: ExportRank
-    ) -> None:
-        self.folder, self.share = folder, share
-        self.shards = _plan_shards(tensors, max_bytes)
-        self.total_size = sum(tensor.num_bytes for tensor in tensors)
-        count = len(self.shards)
-        self.names = [
-            f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else SINGLE
-            for number in range(1, count + 1)
-        ]
-
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write this process's files while ``tensors``, the model's own, go by."""
-        coming = iter(tensors)
-        with ThreadPoolExecutor(1) as thread:
-            writing = thread.submit(lambda: None)
-            for number, shard in enumerate(self.shards):
-                is_mine = number % self.share.ranks == self.share.rank
-                values = self._collect(shard, coming, is_mine)
-                if is_mine:
-                    writing.result()
-                    path = self.folder / self.names[number]
-                    writing = thread.submit(self._write_file, path, values)
-            writing.result()
-
-    def _collect(
-        self,
-        shard: Sequence[_Outgoing],
-        coming: Iterator[tuple[str, torch.Tensor]],
-        is_mine: bool,
-    ) -> dict[str, torch.Tensor]:
-        """Collect the tensors of one file in host memory; none if another process writes it."""
-        values = {}
-        for name, dtype, _, read in shard:
-            if read is not None:
-                values |= {name: read()} if is_mine else {}
-                continue
-            came, tensor = next(coming)
-            assert came == name  # both walk the same table
-            if is_mine:
-                values[name] = self._copy(tensor.detach(), dtype)
-        return values
-
-    def _copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy a tensor to host memory; its own memory where the stream will reuse the tensor's."""
-        is_borrowed = self.share.ranks > 1 and tensor.dtype == dtype
-        return tensor.contiguous().to(dtype).to("cpu", copy=is_borrowed)
-
-    def _write_file(self, path: Path, values: Mapping[str, torch.Tensor]) -> None:
-        write_atomically(path, lambda temporary: save_file(dict(values), temporary, _METADATA))
-
-    def write_index(self) -> set[str]:
-        """Write the index of all processes' files; return their names."""
-        written = set(self.names)
-        if len(self.names) > 1:
-            pairs = zip(self.names, self.shards, strict=True)
-            weight_map = {tensor.name: file for file, shard in pairs for tensor in shard}
-            index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
-            write_json(self.folder / INDEX, index)
-            written.add(INDEX)
-        return written
-
-
-def _plan_shards(tensors: Iterable[_Outgoing], max_shard_bytes: int) -> list[list[_Outgoing]]:
-    """Divide tensors, in order, into files of at most ``max_shard_bytes``."""
+def _plan_shards(tensors: Iterable[_Outgoing], max_bytes: int) -> dict[str, list[_Outgoing]]:
+    """Divide tensors, in order, into files of at most ``max_bytes``, by their names."""
     shards: list[list[_Outgoing]] = [[]]
     size = 0
     for tensor in tensors:
-        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
+        if shards[-1] and size + tensor.num_bytes > max_bytes:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
         size += tensor.num_bytes
-    return shards
+    count = len(shards)
+    if count == 1:
+        return {SINGLE: shards[0]}
+    names = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+    return dict(zip(names, shards, strict=True))
+
+
+def _index(shards: Mapping[str, Sequence[_Outgoing]]) -> dict[str, _File]:
+    """Make the index of several files, by its name."""
+    if len(shards) == 1:
+        return {}
+    total_size = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+    return {INDEX: {"metadata": {"total_size": total_size}, "weight_map": weight_map}}
 
 
 def _side_files(
@@ -332,7 +304,7 @@ def _side_files(
     source: HFSource | None,
     tokenizer: TokenizerFiles | None,
     dtype: torch.dtype | None,
-) -> dict[str, _SideFile]:
+) -> dict[str, _File]:
     """Make everything but weights, by name in the export.
 
     Args:
@@ -345,13 +317,13 @@ def _side_files(
     config = exported_config(arch, None if source is None else source.config)
     keys = [key for key in ("torch_dtype", "dtype") if key in config]
     if dtype is not None or not keys:
-        dtypes = {} if source is None else source.dtypes
-        name = str(dtype or mode(dtypes.values())).removeprefix("torch.")
+        dtypes = [] if source is None else [source.stored[n].dtype for n in source.own]
+        name = str(dtype or mode(dtypes)).removeprefix("torch.")
         config |= dict.fromkeys(keys or ["torch_dtype"], name)
     generation: dict[str, Any] = dict(source.generation or {}) if source is not None else {}
-    files: dict[str, _SideFile] = {}
+    files: dict[str, _File] = {}
     if source is not None:
-        kept = (f for f in source.files if tokenizer is None or not is_tokenizer_file(f))
+        kept = (f for f in source.files if tokenizer is None or not tokenizer.has(f))
         files |= {name: source.folder / name for name in kept}
     if tokenizer is not None:
         files |= tokenizer.files
@@ -359,23 +331,6 @@ def _side_files(
     if generation:
         files[GENERATION] = generation
     return files | {CONFIG: config}
-
-
-def write_side_files(folder: Path, files: Mapping[str, _SideFile]) -> list[str]:
-    """Write side files to ``folder``; return the names of files to copy that are gone."""
-    lost = []
-    for name, content in files.items():
-        follow((folder / name).parent, folder)
-        if isinstance(content, Path):
-            try:
-                copy_file(follow(content, content.parents[name.count("/")]), folder / name)
-            except (FileNotFoundError, ConfigError):  # a link since it was read
-                lost.append(name)
-        elif isinstance(content, str):
-            write_text(folder / name, content)
-        else:
-            write_json(folder / name, content)
-    return lost
 
 
 def _set_ids(

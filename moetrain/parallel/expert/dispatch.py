@@ -61,7 +61,7 @@ from moetrain.kernels.experts.permutation import (
 )
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
 from moetrain.models.architecture import FP32
-from moetrain.models.moe import Dispatched
+from moetrain.models.moe import Dispatched, Dispatcher
 from moetrain.parallel.collectives import all_to_all_single, resolve_group
 
 
@@ -116,8 +116,8 @@ def count_local_experts(num_experts: int, num_ranks: int) -> int:
     return num_experts // num_ranks
 
 
-class ExpertParallelDispatcher:
-    """A :class:`moetrain.models.Dispatcher` over the ranks that ``transport`` connects.
+class ExpertParallelDispatcher(Dispatcher):
+    """Sends tokens to their experts over the ranks that ``transport`` connects.
 
     Collective like its transport. It makes exactly the rows that the local experts take.
 
@@ -126,9 +126,8 @@ class ExpertParallelDispatcher:
     """
 
     def __init__(self, num_experts: int, transport: Transport, backend: Backend = "auto") -> None:
-        self.num_local_experts = count_local_experts(num_experts, transport.num_ranks)
+        super().__init__(count_local_experts(num_experts, transport.num_ranks), backend)
         self.transport = transport
-        self.backend: Backend = backend
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
@@ -136,7 +135,7 @@ class ExpertParallelDispatcher:
         """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
         arrived = self.transport.dispatch(x_TD, topk_ids_TK, topk_weights_TK)
         local = expert_indices(
-            arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
+            arrived.ids_SK, self.num_experts, self.backend, num_rows=arrived.num_rows
         )
         dropped = None
         if arrived.may_drop:

@@ -17,8 +17,7 @@ from torch import nn
 
 from moetrain.config import ConfigError
 from moetrain.kernels.optim.adamw import BLOCK
-from moetrain.models.init import draw
-from moetrain.models.rules import Rule, is_adapter
+from moetrain.models.rules import ADAPTER, Rule
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
@@ -71,7 +70,7 @@ def shard_model(
                 share = 1 / meshes.dims.tp if rule.style == "partial" else 1.0
                 # Its storage and place in the bucket are still to come.
                 members[name] = Member(owner, key, parameter, parameter, layout, rule, 0, share)
-                is_large = rule.style == "expert" and not is_adapter(name)
+                is_large = rule.style == "expert" and not name.endswith(ADAPTER)
                 alike = name if is_large else layout.group
                 kind = (alike, rule.gather, rule.storage, rule.is_narrow, rule.trainable)
                 groups.setdefault(kind, []).append(members[name])
@@ -152,12 +151,12 @@ def _make_bucket(
 
 @torch.no_grad()
 def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
-    """Draw the values that :func:`moetrain.models.init_weights` gives, of this rank's pieces.
+    """Draw the values that :meth:`Transformer.init_weights` gives, of this rank's pieces.
 
     Without ``all`` adapters alone are drawn, which no checkpoint of a model has.
     """
     for name, member in fsdp.members.items():
-        if not (all or is_adapter(name)):
+        if not (all or name.endswith(ADAPTER)):
             continue
         layout, values = member.layout, member.local
         rows, *columns = layout.box
@@ -165,7 +164,8 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
             values = torch.empty_like(values, dtype=member.rule.storage)
         elif values.device.type != fsdp.device.type:  # whose random numbers are others
             values = torch.empty_like(values, device=fsdp.device)
-        draw(values, name, member.rule, layout.shape, rows.start, std, seed, tuple(columns))
+        place = rows.start, tuple(columns)
+        member.rule.draw(values, name, layout.shape, std, seed, *place)
         if member.float8 is not None:
             member.float8.write(member.start, values.shape, (slice(0, len(values)),), values)
         elif values is not member.local:

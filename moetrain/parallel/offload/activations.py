@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from moetrain.models.architecture import Part
 from moetrain.models.layers import Context
-from moetrain.models.transformer import CallBlock, Transformer
+from moetrain.models.transformer import Transformer
 from moetrain.parallel.offload.arena import HostMemory
 
 PAGE = 2**24
@@ -278,7 +278,7 @@ class ActivationOffload:
 
     def __init__(
         self,
-        call: CallBlock,
+        call: Callable[..., Any],
         numbers: Mapping[nn.Module, int],
         stay: frozenset[int],
         offload: Offload,
@@ -381,7 +381,7 @@ def offload_activations(
     seq_len: int,
     device: torch.device,
 ) -> ActivationOffload:
-    """Let the blocks of ``model`` offload what they save; after :func:`set_recomputation`.
+    """Let the blocks of ``model`` offload what they save; after ``set_recomputation``.
 
     Args:
         ranges: the blocks of every stage.

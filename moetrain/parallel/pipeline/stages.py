@@ -21,9 +21,8 @@ from torch import nn
 
 from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.models.architecture import Architecture, Workload
-from moetrain.models.init import compute_dtype, plan_model
 from moetrain.models.rules import Rule
-from moetrain.models.transformer import Transformer
+from moetrain.models.transformer import Transformer, compute_dtype, plan_model
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.mesh import Meshes, ParallelDims
 from moetrain.parallel.pipeline.schedules import (

@@ -1,0 +1,209 @@
+"""Qwen2, Qwen3 and Qwen3-MoE.
+
+Qwen2 is dense, with biases on queries, keys and values. Qwen3 has q/k norms instead. Both may have
+windows in some layers, written down in the same keys. Qwen3-MoE has Qwen3's attention, then routed
+experts; layers may be kept dense.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moetrain.models.architecture import Architecture, Part
+from moetrain.models.attention import GroupedQueryAttention
+from moetrain.models.family import (
+    COMMON_DEFAULTS,
+    DENSE,
+    DenseDecoder,
+    Family,
+    moe_block,
+    register,
+)
+from moetrain.models.hf.files import error
+from moetrain.models.layers import SwiGLU
+from moetrain.models.moe import RoutedExperts
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_DEFAULTS = {
+    **COMMON_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_NULLABLE = {"sliding_window": int, "layer_types": list}
+
+
+def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read windows from ``layer_types``, else use full attention below ``max_window_layers``."""
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    types = config["layer_types"]
+    if types is None:
+        first = config["max_window_layers"]
+        layers = range(config["num_hidden_layers"])
+        return {"sliding_windows": tuple(window if i >= first else None for i in layers)}
+    unknown = sorted({str(kind) for kind in types} - {_SLIDING, _FULL})
+    if unknown:
+        raise error("config.json", f"layer_types {', '.join(unknown)} are not supported")
+    if _SLIDING in types and window is None:
+        problem = f"layer_types name {_SLIDING}, but no sliding_window is in use"
+        raise error("config.json", problem)
+    return {"sliding_windows": tuple(window if kind == _SLIDING else None for kind in types)}
+
+
+def _write_windows(arch: Architecture) -> dict[str, Any]:
+    windows = [arch.window(i) for i in range(arch.num_layers)]
+    window = next((w for w in windows if w is not None), None)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": [_FULL if w is None else _SLIDING for w in windows],
+    }
+
+
+register(
+    Family(
+        name="qwen2",
+        architecture=DenseDecoder,
+        hf_class="Qwen2ForCausalLM",
+        defaults=_DEFAULTS,
+        weight_map=DENSE,
+        fixed={"qkv_bias": True},
+        nullable=_NULLABLE,
+        read_layers=_read_windows,
+        write_layers=_write_windows,
+    )
+)
+register(
+    Family(
+        name="qwen3",
+        architecture=DenseDecoder,
+        hf_class="Qwen3ForCausalLM",
+        defaults={**_DEFAULTS, "head_dim": 128, "attention_bias": False},
+        weight_map=DENSE,
+        fixed={"qk_norm": True},
+        nullable=_NULLABLE,
+        read_layers=_read_windows,
+        write_layers=_write_windows,
+        presets={
+            "qwen3-0.6b": DenseDecoder(
+                family="qwen3",
+                vocab_size=151_936,
+                hidden_size=1024,
+                num_layers=28,
+                num_heads=16,
+                num_kv_heads=8,
+                head_dim=128,
+                intermediate_size=3072,
+                max_positions=40_960,
+                tie_embeddings=True,
+                rope_theta=1e6,
+                qk_norm=True,
+            )
+        },
+    )
+)
+
+
+class _Qwen3Moe(Architecture):
+    """Grouped-query attention, then routed experts; SwiGLU where ``moe_layers`` says so."""
+
+    kinds = (GroupedQueryAttention, RoutedExperts, SwiGLU)
+
+    def feed_forward(self, layer: int) -> Part:
+        is_routed = self.moe_layers[layer] if self.moe_layers else self.num_experts > 0
+        return (RoutedExperts if is_routed else SwiGLU).of(self)
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read one window for all layers, and which layers are MoE."""
+    layers, step = range(config["num_hidden_layers"]), config["decoder_sparse_step"]
+    dense = config["mlp_only_layers"] or []
+    if step < 1:
+        raise error("config.json", f"decoder_sparse_step is {step}, expected 1 or more")
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    return {
+        "sliding_windows": (window,) * len(layers),
+        "moe_layers": tuple((i + 1) % step == 0 and i not in dense for i in layers),
+    }
+
+
+def _write_layers(arch: Architecture) -> dict[str, Any]:
+    routed = arch.moe_layer_indices
+    return {
+        "use_sliding_window": arch.window(0) is not None,
+        "sliding_window": arch.window(0),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(arch.num_layers) if i not in routed],
+    }
+
+
+register(
+    Family(
+        name="qwen3_moe",
+        architecture=_Qwen3Moe,
+        hf_class="Qwen3MoeForCausalLM",
+        defaults={
+            **COMMON_DEFAULTS,
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+            "mlp_only_layers": None,
+        },
+        weight_map=DENSE + moe_block("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        fixed={"qk_norm": True},
+        nullable={"sliding_window": int, "mlp_only_layers": list},
+        aliases={"num_local_experts": "num_experts"},
+        read_layers=_read_layers,
+        write_layers=_write_layers,
+        presets={
+            "debug": _Qwen3Moe(
+                family="qwen3_moe",
+                vocab_size=264,  # 256 bytes and a few special tokens, a multiple of 8
+                hidden_size=128,
+                num_layers=4,
+                num_heads=4,
+                num_kv_heads=2,
+                head_dim=32,
+                intermediate_size=384,
+                qk_norm=True,
+                num_experts=8,
+                num_experts_per_token=2,
+                moe_intermediate_size=128,
+                router_aux_loss_coef=0.001,
+            ),
+            "qwen3-30b-a3b": _Qwen3Moe(
+                family="qwen3_moe",
+                vocab_size=151_936,
+                hidden_size=2048,
+                num_layers=48,
+                num_heads=32,
+                num_kv_heads=4,
+                head_dim=128,
+                intermediate_size=6144,
+                max_positions=40_960,
+                rope_theta=1e6,
+                qk_norm=True,
+                num_experts=128,
+                num_experts_per_token=8,
+                moe_intermediate_size=768,
+                router_aux_loss_coef=0.001,
+            ),
+        },
+    )
+)
