@@ -98,15 +98,14 @@ class Generator:
             RequestError: one can never be served, or another of its id is being served. None of
                 ``requests`` is served then.
         """
-        for number, request in enumerate(requests):
-            try:
-                self._check(request)
-            except RequestError:
-                for other in requests[:number]:
-                    self.abort(other.id)
-                raise
-            sequences = [self.steps.begin(request, i) for i in range(request.params.n)]
-            self._live[request.id] = sequences
+        begun: dict[str, list[Running]] = {}
+        for request in requests:
+            if request.id in self._live or request.id in begun:
+                raise RequestError(request.id, "a request of this id is being served")
+            self._check(request)
+            begun[request.id] = [self.steps.begin(request, i) for i in range(request.params.n)]
+        self._live |= begun
+        for sequences in begun.values():
             self.scheduler.waiting += sequences
 
     def abort(self, request_id: str) -> list[Completion]:
@@ -182,7 +181,7 @@ class Generator:
         """Return the finished completions of every request; others under way go on meanwhile.
 
         Raises:
-            RequestError: as for :meth:`submit`; none of ``requests`` is served then.
+            RequestError: as for :meth:`submit`.
             RuntimeError: the generator is paused or asleep; none is served then.
         """
         if self.paused or self.is_asleep:
@@ -207,8 +206,6 @@ class Generator:
 
     def _check(self, request: Request) -> None:
         params, arch = request.params, self.model.arch
-        if request.id in self._live:
-            raise RequestError(request.id, "a request of this id is being served")
         if not request.tokens:
             raise RequestError(request.id, "it has no tokens to go on from")
         if not 0 <= min(request.tokens) <= max(request.tokens) < arch.vocab_size:

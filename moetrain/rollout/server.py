@@ -105,9 +105,9 @@ class Serving:
             RuntimeError: :meth:`close` came first.
         """
         left = sum(request.params.n for request in requests)
+        submitted = self._thread.submit(self.generator.submit, *requests)
         listener = _Listener(left)
         self._streams.append(listener)
-        submitted = self._thread.submit(self.generator.submit, *requests)
         try:
             await asyncio.wrap_future(submitted)
             self._listeners |= {request.id: listener for request in requests}
