@@ -1,11 +1,8 @@
 """Start the processes of a run on this machine, and make sure that they end together.
 
 :func:`start_ranks` uses the process layer of torch's elastic launcher and gives ranks the variables
-that torchrun would. The rest of that launcher is not used: it gives a stopped run 30 seconds,
-however large its checkpoint is, and after a failure as long to the other ranks, which hang in a
-collective.
-
-How a run ends:
+that torchrun would. The rest of that launcher gives a stopped run 30 seconds, however large its
+checkpoint is, and after a failure as long to the other ranks, which hang in a collective. Here:
 
     all ranks succeed        0
     SIGTERM, Ctrl-C          is sent to every rank; they write a checkpoint: 143, 130
@@ -13,14 +10,9 @@ How a run ends:
     a rank is killed         a line names the signal; the others are killed: 1
     this process is killed   the ranks, which watch it, die too
 
-After exit code 1 all ranks may be started again (``launch.max_restarts``).
-
 A rank is ``python -m moetrain.cli.launch LAUNCHER COMMAND``, which runs COMMAND. It takes seconds
 to import torch, in which the launcher checks the settings; then it waits for a gate, a file that
-the launcher creates once it has.
-
-Left out on purpose: several machines, and ranks of torchrun and srun, which have launchers of their
-own.
+the launcher creates once it has. Left out on purpose: several machines (torchrun, srun).
 """
 
 from __future__ import annotations

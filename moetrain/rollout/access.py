@@ -41,8 +41,7 @@ _PIECE = 64 << 10
 the size above which asyncio makes a writer wait until a quarter is left."""
 
 _Send = Callable[[Any], Awaitable[None]]
-_App = Callable[[Any, Any, _Send], Awaitable[None]]
-"""An ASGI application: ``app(scope, receive, send)``."""
+_App = Callable[[Any, Any, _Send], Awaitable[None]]  # of ASGI
 _ErrorBody = Callable[[int, str], object]
 
 

@@ -85,9 +85,7 @@ class ExpertParallel:
         backend: Backend,
         transport: Transport | None = None,
     ) -> None:
-        """Keep only this rank's experts of ``model``, which has all of them.
-
-        On the meta device all experts cost no memory: :func:`moetrain.rollout.weights.replica`.
+        """Keep only this rank's experts of ``model``, which has all of them (on meta, say).
 
         Args:
             transport: sends tokens to the ranks of ``group``; None: the all-to-all.

@@ -1,10 +1,5 @@
 """A generator beside a trainer: builds its model, and brings the trainer's weights into it.
 
-    model, experts = replica(engine)
-    generator = Generator(model, tokenizer, experts=experts)
-    update = WeightUpdate(engine, generator)
-    update()  # collective; again whenever the engine has stepped
-
 Every rank serves requests with all weights except other ranks' experts. With efsdp 1 experts are
 cast where they lie. Every other FSDP unit is one all-gather, in the dtype that the trainer computes
 in, over all ranks that shard it, for FSDP or for tensor parallelism. No weight goes through fp32 or
@@ -43,7 +38,7 @@ from moetrain.train.engine import Engine
 
 
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
-    """Build a model for a generator on this rank, without values, and its part of the experts.
+    """Build a generator's model on this rank, without values, and its part of the experts.
 
     Frozen parameters that the engine holds whole, in the right dtype, are the engine's own tensors.
     The rest takes :func:`replica_bytes`, and no more at any time. None: this rank has all experts.
@@ -88,7 +83,7 @@ def replica_bytes(engine: Engine) -> int:
 
 
 def _frozen_here(engine: Engine, name: str) -> torch.Tensor | None:
-    """Return the engine's own parameter ``name`` if it is frozen, in the right dtype, and whole."""
+    """Return the engine's own parameter if it is frozen, of a replica's dtype and shape."""
     member, rule = engine.fsdp.members.get(name), engine.stages.rules[name]
     if member is None or rule.trainable or member.local.dtype != _dtype(engine, rule):
         return None
