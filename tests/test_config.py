@@ -274,10 +274,12 @@ def test_values_of_a_file_keep_their_types(tmp_path):
     toml.write_text(
         '[model]\npreset = "debug"\n[optim]\nlr = 1\n[compile]\nenabled = true\n'
         '[activation]\npolicy = "selective"\nsave = ["linear", "experts"]\n[launch]\n'
+        "[parallel]\npp = 2\npp_split = [3, 1]\n"
     )
     config = load(source=toml)
     assert (config.optim.lr, config.compile.enabled) == (1.0, True)
     assert config.activation.save == ("linear", "experts")
+    assert config.parallel.pp_split == (3, 1)
     assert Config.load(config.to_dict(), environ={}).to_dict() == config.to_dict()
 
 

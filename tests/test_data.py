@@ -1,4 +1,4 @@
-"""Data up to tokens: sources, tokenizers, the token cache, and what a user is told of mistakes."""
+"""Data up to tokens: sources, tokenizers and the token cache."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from data_files import BYTE_VOCAB, config, word_tokenizer, write_files, write_lines
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache, sources
@@ -17,39 +17,6 @@ from moetrain.data.cache import TokenCache
 from moetrain.data.loader import build_data
 from moetrain.data.packing import IGNORE_INDEX, SyntheticDataset
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-
-BYTE_VOCAB = ByteTokenizer.vocab_size
-
-
-def config(tmp_path: Path, **data: object) -> Config:
-    return Config.load(
-        {"model": {"preset": "debug"}, "data": {"cache_dir": str(tmp_path / "cache")} | data}
-    )
-
-
-def write_files(folder: Path, **texts: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (folder / f"{name}.txt").write_text(text)
-    return folder
-
-
-def write_lines(path: Path, *entries: object) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return path
-
-
-def word_tokenizer(folder: Path, *words: str, **settings: object) -> Path:
-    """A whitespace tokenizer over ``words`` as Hugging Face files."""
-    folder.mkdir(exist_ok=True)
-    tokenizer = tokenizers.Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if settings:
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def text_source(path: Path) -> sources.Source:
@@ -511,121 +478,3 @@ def test_nothing_is_said_of_a_pad_of_its_own(tmp_path: Path, caplog: pytest.LogC
     folder = word_tokenizer(tmp_path / "t", "p", "</s>", "a", eos_token="</s>", pad_token="p")
     load_tokenizer(str(folder))
     assert "PAD" not in caplog.text
-
-
-# What a user is told
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"source": "text", "path": "{}/missing"}, r"data\.path: .*missing' does not exist"),
-        ({"source": "text", "path": "{}/empty"}, r"data\.path: .*empty' holds no text files"),
-        ({"source": "jsonl", "path": "{}/text"}, r"data\.path: .*text' holds no \.jsonl files"),
-        (
-            {"source": "text", "path": "{}/blank", "eval_fraction": 0},
-            r"data\.path: .*blank' holds no text",
-        ),
-        (
-            {"source": "text", "path": "{}/text", "eval_fraction": 1e-9, "seq_len": 7},
-            r"data\.seq_len: 7 is too long to make two rows of the 12 tokens of data\.path, one of "
-            r"them held out; lower it, add text, or set data\.eval_fraction 0",
-        ),
-        (
-            {"source": "text", "path": "{}/text", "eval_fraction": 0.999999},
-            r"data\.seq_len: 256 is too long to make two rows of the 12 tokens",
-        ),
-        ({"source": "text", "path": "{}/blank"}, r"data\.path: .*blank' holds no text"),
-        (
-            {"source": "text", "path": "{}/text", "eval_path": "{}/blank", "seq_len": 4},
-            r"data\.eval_path: .*blank' holds no text",
-        ),
-        (
-            {"source": "text", "path": "{}/text", "eval_path": "{}/text", "seq_len": 13},
-            r"data\.seq_len: 13 is more than the 12 tokens of data\.path",
-        ),
-        ({"source": "text", "path": "{}/nul\0"}, r"data\.path: .*holds what is not text"),
-        ({"source": "text", "path": "{}/" + "x" * 300}, r"data\.path: .* cannot be read: .*long"),
-        ({"source": "text", "path": "{}/fifo"}, r"data\.path: .* neither a file nor a folder"),
-        ({"source": "jsonl", "path": "{}/links"}, r"data\.path: .*links' holds no \.jsonl files"),
-        ({"cache_dir": "{}/nul\0"}, r"data\.cache_dir: .*holds what is not text"),
-        ({"cache_dir": "{}/" + "x" * 300}, r"data\.cache_dir: .* cannot be written: .*long"),
-        (
-            {"source": "text", "path": "{}/text", "eval_path": "{}/missing"},
-            r"data\.eval_path: .*missing' does not exist",
-        ),
-        (
-            {"source": "text", "path": "{}/text", "eval_fraction": 0, "seq_len": 99},
-            r"data\.seq_len: 99 is more than the 12 tokens of data\.path; lower it or add text",
-        ),
-        ({"tokenizer": "{}/text"}, r"data\.tokenizer: .*text' holds no tokenizer\.json"),
-        ({"tokenizer": "{}/text/one.txt"}, r"data\.tokenizer: .*one\.txt is not a tokenizer"),
-        ({"tokenizer": "{}/no/such/folder"}, r"data\.tokenizer: .* is no file or folder"),
-        ({"cache_dir": "{}/text/one.txt/x"}, r"data\.cache_dir: .* cannot be written"),
-        (
-            {"source": "jsonl", "path": "{}/a.jsonl", "chat_template": "{}/missing"},
-            r"data\.chat_template: .*missing' does not exist",
-        ),
-    ],
-)
-def test_mistakes_name_the_setting(tmp_path: Path, settings: dict, message: str):
-    (tmp_path / "empty").mkdir()
-    write_files(tmp_path / "text", one="first", two="other")
-    write_files(tmp_path / "blank", one="", two=" \n")
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "gone")
-    write_lines(tmp_path / "a.jsonl", {"text": "x"})
-    settings = {
-        k: v.replace("{}", str(tmp_path)) if isinstance(v, str) else v for k, v in settings.items()
-    }
-    with pytest.raises(ConfigError, match=message):
-        build_data(config(tmp_path, **settings), BYTE_VOCAB)
-
-
-@pytest.mark.parametrize("source", ["stdlib", "synthetic"])
-def test_tokenizer_larger_than_the_model(tmp_path: Path, source: str):
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'byte' has 257 tokens.* of 100"):
-        build_data(config(tmp_path, source=source), 100)
-
-
-@pytest.mark.parametrize(
-    ("words", "settings", "message"),
-    [
-        (["a", "b"], {}, "no known end-of-text token; name one as eos_token"),
-        (["a", "</s>"], {"eos_token": "<stop>"}, "has no token '<stop>'"),
-    ],
-)
-def test_tokenizer_without_eos(tmp_path: Path, words: list[str], settings: dict, message: str):
-    folder = word_tokenizer(tmp_path / "t", *words, **settings)
-    with pytest.raises(ConfigError, match=message):
-        load_tokenizer(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"text": "x"', "not JSON: "),
-        (b"\xff\xfe", "not JSON|not UTF-8"),
-        (b'{"text": "\xff"}', "not UTF-8: invalid start byte at byte 10"),
-        (b"[1]", "not a JSON object"),
-        (b'{"body": "x"}', "no 'text' and no 'messages'; name the field in data.text_field"),
-        (b'{"text": 3}', "'text' is not text"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "not JSON that can be read: .*4300 digits"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"text": "x", "y": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b'{"text": NaN}', "'text' is not text"),
-        (b"\x1f\x8b\x08\x00", "not JSON|not UTF-8"),
-        (b'{"messages": "hi"}', "`messages` is not a list of turns"),
-        (b'{"messages": []}', "`messages` is not a list of turns"),
-        (b'{"messages": ["hi"]}', r"messages\[0\] is not an object"),
-        (b'{"messages": [{"role": "user"}]}', r"messages\[0\]\.content is missing or not text"),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', "`messages` has no assistant turn"),
-    ],
-)
-def test_bad_jsonl_lines_are_named_by_file_and_line(tmp_path: Path, line: bytes, problem: str):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
-    c = config(tmp_path, source="jsonl", path=str(tmp_path), eval_fraction=0)
-    with pytest.raises(ConfigError, match=rf"data\.path: {path}:3: ({problem})"):
-        build_data(c, BYTE_VOCAB)

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from data_files import word_tokenizer
 from test_bad_checkpoints import write_good
-from test_data import word_tokenizer
 
 from moetrain.config import ConfigError
 from moetrain.data.tokenizer import load_tokenizer

@@ -1,14 +1,13 @@
 """The settings of a run: all sections, where their values come from, which contradict each other.
 
-A :class:`Config` is built from four sources, weakest first: the defaults of
-:mod:`moetrain.config.sections`, a recipe or TOML file, environment variables
-(``MOETRAIN_PARALLEL__EP=8``) and the command line (``--parallel.ep 8``). Unknown keys are errors,
-and so are two settings that contradict each other: nothing a user set is overridden in silence.
+A :class:`Config` is built from four sources, weakest first: defaults, a recipe or TOML file,
+environment variables (``MOETRAIN_PARALLEL__EP=8``) and the command line (``--parallel.ep 8``).
+Unknown keys are errors, and so are two settings that contradict each other: nothing a user set is
+overridden in silence.
 
-Left out on purpose: anything that needs a device, a process group or the file system beyond the
-TOML file itself. Those checks live where the thing is built (:mod:`moetrain.train.setup`) and
-raise :class:`ConfigError` too. Settings that a checkpoint decides, unless a user has, are filled in
-there.
+Left out on purpose: anything that needs a device, a process group or files beyond the TOML file.
+Those checks live where the thing is built (:mod:`moetrain.train.setup`) and raise
+:class:`ConfigError` too.
 """
 
 from __future__ import annotations
@@ -49,35 +48,20 @@ class Config(Section):
     """Every setting of a run. Build it with :meth:`load`; it is frozen afterwards."""
 
     model: ModelSection = ModelSection()
-    """The model to train."""
     data: DataSection = DataSection()
-    """The data that it trains on."""
     train: TrainSection = TrainSection()
-    """Length, batches and precision of the run."""
     lora: LoraSection = LoraSection()
-    """Low-rank adapters."""
     optim: OptimSection = OptimSection()
-    """Optimizer and schedule."""
     parallel: ParallelSection = ParallelSection()
-    """Degrees of parallelism."""
     moe: MoeSection = MoeSection()
-    """Routing, balancing and dispatch of experts."""
     kernels: KernelsSection = KernelsSection()
-    """Implementations of kernels."""
     compile: CompileSection = CompileSection()
-    """Compilation by torch.compile."""
     activation: ActivationSection = ActivationSection()
-    """Memory of activations."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """Saving and resuming."""
     rl: RlSection = RlSection()
-    """Reinforcement learning (python -m moetrain.rl)."""
     jobs: JobsSection = JobsSection()
-    """Job service (python -m moetrain.jobs)."""
     log: LogSection = LogSection()
-    """What a run prints and writes."""
     launch: LaunchSection = LaunchSection()
-    """Processes of a run."""
     output_dir: str = "outputs/MODEL-DATA"
     """Folder for metrics, checkpoints, plots and the resolved config; unset: outputs/MODEL-DATA,
     after the names of model and data."""

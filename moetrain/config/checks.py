@@ -1,11 +1,9 @@
 """A table of what each setting needs in order to have an effect, and its check.
 
-A setting that a user gives another value than its default (in a file, the environment or on the
-command line) is an error if it would have no effect. Settings of a shipped recipe go back to their
-defaults instead.
-
-Needs that other settings decide are checked when settings are read. Needs that depend on the model,
-the device or the machine are facts, which become known later: in a dry run, and when a run starts.
+A setting that a user gives another value than its default is an error if it would have no effect;
+one of a shipped recipe goes back to its default. Needs that other settings decide are checked when
+settings are read; those that depend on the model, the device or the machine are facts, which become
+known in a dry run and when a run starts.
 
 Left out on purpose: the number of processes and micro-batches. One file of settings serves one
 process and many, and what it says about sums over ranks holds for a single rank too.
@@ -135,9 +133,8 @@ def unmet(
     """Yield settings whose value is not their default and has no effect, and why.
 
     Args:
-        values, defaults: values of every setting, by dotted name.
-        facts: the facts that are known; each maps to the reason why it does not hold, or None.
-            Needs of other facts are not checked.
+        values, defaults: of every setting, by dotted name.
+        facts: those that are known, with the reason why one does not hold, or None.
     """
     known = {**values, **facts}
     changed = [name for name, value in values.items() if value != defaults[name]]

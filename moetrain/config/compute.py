@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from moetrain.config.sections import Section
 
@@ -19,13 +19,13 @@ Precision = Literal["bf16", "fp8"]
 class ParallelSection(Section):
     """Degrees of parallelism: dp_replicate * dp_shard * tp * pp * cp is the number of processes."""
 
-    dp_replicate: int = Field(default=1, gt=0)
+    dp_replicate: PositiveInt = 1
     """Replicas of the sharded model (HSDP)."""
     dp_shard: int = Field(default=-1, ge=-1)
     """Ranks that shard parameters (FSDP); -1: all ranks that the other degrees leave."""
-    tp: int = Field(default=1, gt=0)
+    tp: PositiveInt = 1
     """Tensor parallel ranks."""
-    pp: int = Field(default=1, gt=0)
+    pp: PositiveInt = 1
     """Pipeline ranks. The model's blocks are cut into stages, and each rank holds some of them."""
     pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """The order in which stages work on micro-batches. gpipe: all forwards first; 1f1b: each
@@ -36,11 +36,11 @@ class ParallelSection(Section):
     pp_split: tuple[int, ...] | None = None
     """Blocks of each stage in order, separated by commas, the head with the last; unset: a split
     that gives the slowest rank the least arithmetic."""
-    ep: int = Field(default=1, gt=0)
+    ep: PositiveInt = 1
     """Expert parallel ranks, a divisor of dp_shard * cp * tp, from whose ranks they are taken. 1:
     every rank gathers all experts of a block, the fastest on four GPUs of one machine (by 4 %).
     More: tokens travel to their experts, which takes less memory."""
-    cp: int = Field(default=1, gt=0)
+    cp: PositiveInt = 1
     """Context parallel ranks. Not available yet: must be 1."""
     reshard_after_forward: bool | int = False
     """Free a block's gathered parameters after its forward, and gather them again one block ahead

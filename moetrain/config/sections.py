@@ -14,7 +14,15 @@ import re
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from moetrain.config.environment import GpuName
 from moetrain.config.sources import ConfigError
@@ -68,8 +76,8 @@ def _from_home(value: str | None) -> str | None:
     return value and os.path.expanduser(value)
 
 
-_LARGEST = 2**20
-"""Limit of a model's sizes, above those of any known model: more must be a slip."""
+_SIZE = Field(default=None, gt=0, le=2**20)
+"""A size of a model, limited above those of any known one: more must be a slip."""
 
 
 class ModelSection(Section):
@@ -79,25 +87,25 @@ class ModelSection(Section):
     """Architecture that starts with random weights: debug, qwen3-0.6b, qwen3-30b-a3b, ..."""
     path: str | None = None
     """Hugging Face checkpoint to start from, a local folder or a hub id, instead of a preset."""
-    vocab_size: int | None = Field(default=None, gt=0, le=_LARGEST)
+    vocab_size: int | None = _SIZE
     """Vocabulary size; unset: the preset's."""
-    hidden_size: int | None = Field(default=None, gt=0, le=_LARGEST)
+    hidden_size: int | None = _SIZE
     """Model width; unset: the preset's."""
     num_layers: int | None = Field(default=None, gt=0, le=10_000)
     """Number of transformer blocks; unset: the preset's."""
-    num_heads: int | None = Field(default=None, gt=0, le=_LARGEST)
+    num_heads: int | None = _SIZE
     """Attention (query) heads; unset: the preset's."""
-    num_kv_heads: int | None = Field(default=None, gt=0, le=_LARGEST)
+    num_kv_heads: int | None = _SIZE
     """Key/value heads; unset: the preset's."""
-    head_dim: int | None = Field(default=None, gt=0, le=_LARGEST)
+    head_dim: int | None = _SIZE
     """Width of one attention head; unset: the preset's."""
-    intermediate_size: int | None = Field(default=None, gt=0, le=_LARGEST)
+    intermediate_size: int | None = _SIZE
     """Width of a dense MLP; unset: the preset's."""
-    num_experts: int | None = Field(default=None, gt=0, le=_LARGEST)
+    num_experts: int | None = _SIZE
     """Experts in a MoE layer; unset: the preset's."""
-    num_experts_per_token: int | None = Field(default=None, gt=0, le=_LARGEST)
+    num_experts_per_token: int | None = _SIZE
     """Experts that each token is sent to; unset: the preset's."""
-    moe_intermediate_size: int | None = Field(default=None, gt=0, le=_LARGEST)
+    moe_intermediate_size: int | None = _SIZE
     """Width of one expert; unset: the preset's."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution that random weights are drawn from."""
@@ -151,11 +159,11 @@ class TrainSection(Section):
     """Optimizer steps. Give this or train.epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, which may be a fraction. Give this or train.steps."""
-    seed: int = Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of the initial weights, of the order of the data and of sampling."""
-    micro_batch_size: int = Field(default=8, gt=0)
+    micro_batch_size: PositiveInt = 8
     """Rows in one forward pass of one device."""
-    global_batch_size: int = Field(default=8, gt=0)
+    global_batch_size: PositiveInt = 8
     """Rows in one optimizer step, over all devices and all accumulated micro-batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The kind of device to train on; auto: cuda if there is a GPU."""
@@ -167,16 +175,16 @@ class TrainSection(Section):
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained, separated by commas (layers.0.*,*.router.*).
     They are stored in the compute dtype, without gradients or moments."""
-    max_bad_steps: int = Field(default=5, gt=0)
+    max_bad_steps: PositiveInt = 5
     """A step whose loss or gradient norm is not finite is skipped. So many in a row end the run."""
-    gc_interval: int = Field(default=50, gt=0)
+    gc_interval: PositiveInt = 50
     """Steps between runs of Python's garbage collector, which never runs in between."""
-    eval_interval: int = Field(default=100, ge=0)
+    eval_interval: NonNegativeInt = 100
     """Steps between evaluations on held-out rows; 0: only at the end."""
-    eval_rows: int = Field(default=256, gt=0)
+    eval_rows: PositiveInt = 256
     """Held-out rows that an evaluation uses, the same ones at each, whatever train.seed and the
     layout are; all, if there are fewer."""
-    sample_tokens: int = Field(default=200, ge=0)
+    sample_tokens: NonNegativeInt = 200
     """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample."""
     sample_prompt: str | None = None
     """Text that the sample continues; unset: the start of a held-out row."""
@@ -297,7 +305,7 @@ class OptimSection(Section):
 class CheckpointSection(Section):
     """Saving, resuming and exporting."""
 
-    interval: int = Field(default=0, ge=0)
+    interval: NonNegativeInt = 0
     """Steps between checkpoints; 0: only by time (checkpoint.minutes), at the end and when the run
     is stopped."""
     minutes: float = Field(default=30, ge=0)
@@ -305,9 +313,9 @@ class CheckpointSection(Section):
     more; 0: never by time."""
     at_end: bool = True
     """Write a checkpoint at the end of the run."""
-    keep: int = Field(default=2, gt=0)
+    keep: PositiveInt = 2
     """Checkpoints that are kept; older ones are removed."""
-    keep_every: int = Field(default=0, ge=0)
+    keep_every: NonNegativeInt = 0
     """Keep checkpoints at multiples of so many steps for good, besides the newest; 0: none."""
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
@@ -339,17 +347,17 @@ class LogSection(Section):
     WARM_STEPS: ClassVar[int] = 1
     """Steps that are traced and thrown away, since the profiler itself loads in them."""
 
-    interval: int = Field(default=10, gt=0)
+    interval: PositiveInt = 10
     """Steps between logged lines."""
     tensorboard: bool = True
     """Write TensorBoard files to output_dir/tensorboard."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
-    profile: int = Field(default=0, ge=0)
+    profile: NonNegativeInt = 0
     """Steps to profile, the only slower ones; 0: none. Each rank writes a trace (for
     ui.perfetto.dev) and on CUDA a history of memory (for pytorch.org/memory_viz) to
     output_dir/profile."""
-    profile_after: int = Field(default=4, gt=0)
+    profile_after: PositiveInt = 4
     """Steps of this process before the profiled ones; one more warms up the profiler."""
     profile_as: Literal["trace", "nvtx"] = "trace"
     """What to write. trace: a trace in Chrome's format; nvtx: NVTX ranges for nsys profile
@@ -375,7 +383,7 @@ class LaunchSection(Section):
     or srun nothing is started: the run takes its place among their processes."""
     join_timeout: float = Field(default=300.0, gt=0)
     """Seconds within which all processes of a run must have joined."""
-    max_restarts: int = Field(default=0, ge=0)
+    max_restarts: NonNegativeInt = 0
     """How often to restart a run from its newest checkpoint after one of its processes failed or
     was killed. Under torchrun give its own option --max-restarts instead."""
     gpus: int | None = Field(default=None, gt=0)
@@ -405,20 +413,20 @@ class JobsSection(Section):
     who can connect; auto: none if jobs.host is a loopback address, else token."""
     token_file: str | None = None
     """File with the bearer token; unset: output_dir/token, which is created if it is missing."""
-    max_jobs: int = Field(default=256, gt=0)
+    max_jobs: PositiveInt = 256
     """Jobs that may exist at once; further ones are refused until some are deleted."""
-    max_queued: int = Field(default=64, gt=0)
+    max_queued: PositiveInt = 64
     """Requests of one job that may wait at once."""
     max_request_mib: int = Field(default=64, gt=0, le=1024)
     """Largest request, in MiB."""
-    max_completions: int = Field(default=1024, gt=0)
+    max_completions: PositiveInt = 1024
     """Completions that one sample request may ask for, over all its prompts."""
-    max_saves: int = Field(default=16, gt=0)
+    max_saves: PositiveInt = 16
     """Named saves of one job."""
-    max_loaded: int = Field(default=8, gt=0)
+    max_loaded: PositiveInt = 8
     """Jobs that stay in host memory between their turns, at 12 bytes for each trained parameter, or
     16 in the middle of a step. Others are read from disk at each turn."""
-    save_interval: int = Field(default=20, gt=0)
+    save_interval: PositiveInt = 20
     """Requests of a job between two of its checkpoints. Those after the last one are computed again
     after a restart, from the job's log."""
 

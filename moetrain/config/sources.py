@@ -13,7 +13,6 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
@@ -50,10 +49,12 @@ class Recipes(Enum):
         self.default, self.of_path, self.of_chats = default, of_path, of_chats
 
 
+_RECIPES = Path(__file__).parents[1] / "recipes"
+
+
 def recipe_names() -> list[str]:
     """Return the names of the recipes shipped with the package."""
-    folder = resources.files("moetrain") / "recipes"
-    return sorted(f.name[: -len(".toml")] for f in folder.iterdir() if f.name.endswith(".toml"))
+    return sorted(path.stem for path in _RECIPES.glob("*.toml"))
 
 
 def _is_recipe(source: object) -> bool:
@@ -266,7 +267,7 @@ class Reader(Generic[_C]):
 
 def _text_of(name: str) -> str:
     if _is_recipe(name):
-        return (resources.files("moetrain") / "recipes" / f"{name}.toml").read_text("utf-8")
+        return (_RECIPES / f"{name}.toml").read_text("utf-8")
     if name.endswith(".toml"):
         return Path(name).read_bytes().decode("utf-8-sig")
     near = difflib.get_close_matches(name.lower(), recipe_names(), n=1)

@@ -76,7 +76,6 @@ class StreamDataset:
         return self._num_rows
 
     def row(self, index: int) -> Row:
-        """Return row ``index``; see :class:`Dataset`."""
         cache, size = self._cache, self._seq_len
         start = (self._first + index) * size
         stop = start + size
@@ -112,7 +111,6 @@ class SyntheticDataset:
         return self._num_rows
 
     def row(self, index: int) -> Row:
-        """Return row ``index``; see :class:`Dataset`."""
         generator = np.random.default_rng([self._seed, self._first + index])
         tokens_S = generator.integers(self._vocab_size, size=self._seq_len)
         targets_S = np.append(tokens_S[1:], IGNORE_INDEX)
@@ -166,7 +164,6 @@ class WholeDataset:
         return len(self._ends)
 
     def row(self, index: int) -> Row:
-        """Return row ``index``; see :class:`Dataset`."""
         cache, size = self._cache, self._seq_len
         tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
         positions_S, lengths, at = np.empty(size, np.int64), [], 0

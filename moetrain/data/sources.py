@@ -229,12 +229,11 @@ def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[P
 
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        raise ConfigError(
-            field, f"{path!r} does not exist; name a file or folder of this machine"
-        ) from None
     except OSError as error:
-        raise ConfigError(field, f"{path!r} cannot be read: {error}") from None
+        absent = isinstance(error, FileNotFoundError)
+        problem = "does not exist; name a file or folder of this machine"
+        problem = problem if absent else f"cannot be read: {error}"
+        raise ConfigError(field, f"{path!r} {problem}") from None
     root = Path(path)
     if stat.S_ISREG(mode):
         _check_is_text(field, path, root)
@@ -286,8 +285,7 @@ def _text_parts(path: Path) -> Iterator[TextPart]:
         raw = file.read(_PART_BYTES)
         if b"\0" in raw:
             _logger.warning("%s is not text; skipped", path)
-            return
-        if not raw.strip():
+        if b"\0" in raw or not raw.strip():
             return
         while raw:
             raw += file.readline(_PART_BYTES)

@@ -27,6 +27,7 @@ from moetrain.config import ConfigError
 from moetrain.models.hf.files import TokenizerFiles, follow, read_json, small_files
 
 _logger = logging.getLogger("moetrain")
+_wrong = partial(ConfigError, "data.tokenizer")
 
 # The files of a hub id that are read here or that a tokenizer's export copies.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.*", "special_tokens_map.json")
@@ -58,9 +59,9 @@ class Tokenizer(Protocol):
     and prompts begin with them; the template of a conversation writes its own."""
     fingerprint: str
     """Hash of all that decides the ids of a text or a conversation, except for the template."""
-    chat_template: str | None
+    chat_template: str | None = None
     """Its own Jinja template for conversations, if it has one."""
-    tool_template: str | None
+    tool_template: str | None = None
     """The template for conversations with tools, if that is another one."""
     special_tokens: dict[str, str]
     """Variables of the template: ``bos_token``, ``eos_token``, ..., where they exist."""
@@ -121,8 +122,6 @@ class ByteTokenizer(Tokenizer):
     fingerprint = "byte"
 
     def __init__(self) -> None:
-        self.chat_template: str | None = None
-        self.tool_template: str | None = None
         self.special_tokens: dict[str, str] = {}
         self.special_ids: dict[str, int | None] = {}
 
@@ -134,7 +133,6 @@ class ByteTokenizer(Tokenizer):
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids``; see :class:`Tokenizer`."""
         return bytes(i for i in ids if i < self.eos_id).decode(errors="replace")
 
     def _files(self) -> dict[str, Path | str]:
@@ -187,7 +185,7 @@ class _HFTokenizer(Tokenizer):
             self._tokenizer.no_truncation()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise ConfigError("data.tokenizer", f"{file} has no tokens")
+            raise _wrong(f"{file} has no tokens")
         self._file = file
         self.vocab_size = max(vocabulary.values()) + 1
         self.byte_ids = frozenset(i for t, i in vocabulary.items() if t.startswith("<0x"))
@@ -218,8 +216,7 @@ class _HFTokenizer(Tokenizer):
     def _id_of(self, key: str) -> int:
         found = self.special_ids[key]
         if found is None:
-            problem = f"has no token {self.special_tokens[key]!r}, its {key}"
-            raise ConfigError("data.tokenizer", f"{self._file} {problem}")
+            raise _wrong(f"{self._file} has no token {self.special_tokens[key]!r}, its {key}")
         return found
 
     def _other_roles(self, pad: str) -> list[str]:
@@ -259,7 +256,6 @@ class _HFTokenizer(Tokenizer):
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids``; see :class:`Tokenizer`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _files(self) -> dict[str, Path | str]:
@@ -294,11 +290,11 @@ def load_tokenizer(name: str) -> Tokenizer:
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_FILES)))
         except (OSError, ValueError) as error:
             reason = (str(error) or repr(error)).splitlines()[0]
-            raise ConfigError(
-                "data.tokenizer", f"{name!r} is no file or folder, nor a hub id in reach: {reason}"
+            raise _wrong(
+                f"{name!r} is no file or folder, nor a hub id in reach: {reason}"
             ) from None
     if not os.path.lexists(path / "tokenizer.json"):
-        raise ConfigError("data.tokenizer", f"{name!r} holds no tokenizer.json")
+        raise _wrong(f"{name!r} holds no tokenizer.json")
     return _HFTokenizer(path / "tokenizer.json")
 
 
@@ -311,7 +307,7 @@ def _library_errors(doing: str) -> Iterator[None]:
         # A failed assertion in its Rust is no Exception, and its class has no importable name.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ConfigError("data.tokenizer", f"{doing}: {error}") from None
+        raise _wrong(f"{doing}: {error}") from None
 
 
 def _byte_offsets(text: str) -> np.ndarray:
@@ -325,11 +321,11 @@ def _byte_offsets(text: str) -> np.ndarray:
 def _read(path: Path, folder: Path | None = None) -> bytes:
     """Read ``path``, which must not link to outside of ``folder`` (None: its own folder)."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError("data.tokenizer", f"{path} is not a file")
+        raise _wrong(f"{path} is not a file")
     try:
         return follow(path, folder or path.parent, "data.tokenizer").read_bytes()
     except OSError as error:
-        raise ConfigError("data.tokenizer", f"{path} cannot be read: {error.strerror}") from None
+        raise _wrong(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -339,7 +335,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except ConfigError as error:
-        raise ConfigError("data.tokenizer", error.problem) from None
+        raise _wrong(error.problem) from None
 
 
 def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
@@ -351,7 +347,7 @@ def _special_tokens(config: dict[str, Any], folder: Path) -> dict[str, str]:
         if isinstance(text, str):
             tokens[key] = text
         elif value is not None:
-            raise ConfigError("data.tokenizer", f"{folder}/{_CONFIG}: {key} {value!r} is no token")
+            raise _wrong(f"{folder}/{_CONFIG}: {key} {value!r} is no token")
     return tokens
 
 
@@ -360,10 +356,9 @@ def _guess_eos(vocabulary: Mapping[str, int], file: Path) -> str:
         if name in vocabulary:
             _logger.info("data.tokenizer: nothing names the EOS token of %s; using %r", file, name)
             return name
-    raise ConfigError(
-        "data.tokenizer",
+    raise _wrong(
         f"{file} has no known end-of-text token; name one as eos_token in a "
-        "tokenizer_config.json beside it",
+        "tokenizer_config.json beside it"
     )
 
 
@@ -374,7 +369,7 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
         try:
             return _read(file, folder).decode()
         except UnicodeDecodeError as error:
-            raise ConfigError("data.tokenizer", f"{file} is not UTF-8: {error.reason}") from None
+            raise _wrong(f"{file} is not UTF-8: {error.reason}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {e.get("name"): e.get("template", 0) for e in template if isinstance(e, dict)}
@@ -382,9 +377,8 @@ def _chat_template(folder: Path, file_name: str, config: dict[str, Any], name: s
     elif name != "default":
         return None
     if template is not None and not isinstance(template, str):
-        raise ConfigError(
-            "data.tokenizer",
+        raise _wrong(
             f"{folder}/{_CONFIG}: chat_template is neither a text nor a list of "
-            '{"name": ..., "template": ...} with one named default',
+            '{"name": ..., "template": ...} with one named default'
         )
     return template

@@ -1,0 +1,193 @@
+"""Conversations with tools, documents and marks: rendered as transformers renders them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_data_chat import CONVERSATION, bpe_tokenizer
+
+from moetrain.config import Config, ConfigError
+from moetrain.data.chat import CHATML, BadLineError, ChatTemplate, template_variables
+from moetrain.data.loader import build_data
+from moetrain.data.packing import IGNORE_INDEX
+from moetrain.data.tokenizer import load_tokenizer
+from moetrain.rollout.text import chat_ids
+
+# What transformers' apply_chat_template takes beside the messages.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Says <how> it is & 'will be' in é",
+            "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "time", "nested": [[{"a": [None, 1.5]}]]}},
+]
+CALLING = [
+    {"role": "system", "content": "Be brief.", "name": None},
+    {"role": "user", "content": "Hi thére"},
+    {
+        "role": "assistant",
+        "content": None,
+        "thinking": "hm",
+        "tool_calls": [{"function": {"name": "weather", "arguments": {"where": "é"}}}],
+    },
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "Rain."},
+]
+TOOL_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}
+{{- 'tools:' }}
+{%- for tool in tools %}{{- tool | tojson(ensure_ascii=True) ~ (tool | tojson) }}{%- endfor %}
+{%- elif tools is not none %}{{- 'no tools' }}{%- endif %}
+{%- for d in documents or [] %}{{- d | tojson(indent=2, sort_keys=true) }}{%- endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + (m.keys() | sort | join(',')) }}
+{%- if style is defined %}{{- style }}{%- endif %}
+{%- if m.role == 'assistant' %}
+{%- generation %}{{- m.reasoning_content | default('') }}{{- m.content | default('') }}
+{%- for call in m.tool_calls or [] %}{{- call | tojson(separators=(',', ':')) }}{%- endfor %}
+{{- '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+UNMARKED = TOOL_TEMPLATE.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+UNMARKED = UNMARKED.replace(" + (m.keys() | sort | join(','))", "")
+RECORDS = {
+    "tools": {"tools": TOOLS},
+    "no tools": {"tools": []},
+    "null": {"tools": None},
+    "text of JSON": {"tools": json.dumps(TOOLS)},
+    "documents": {"tools": TOOLS, "documents": [{"title": "t", "text": "x"}]},
+    "variables": {"chat_template_kwargs": {"style": "!", "bos_token": "<|endoftext|>"}},
+    "other columns": {"id": 3, "style": "?"},
+}
+
+
+def tool_tokenizer(folder: Path, template: str, **settings: object):
+    """Ours and that of transformers."""
+    transformers = pytest.importorskip("transformers")
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", **settings}
+    bpe_tokenizer(folder, chat_template=template, **special)
+    return load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def theirs(tokenizer, record: dict, messages: list, **settings: object):
+    tools = record.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    variables = record.get("chat_template_kwargs") or {}
+    documents = record.get("documents")
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, documents=documents, **variables, **settings
+    )
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
+def test_records_give_transformers_tokens(record: dict, template: str, tmp_path: Path):
+    tokenizer, their = tool_tokenizer(tmp_path / "bpe", template)
+    want = theirs(their, record, CALLING, return_assistant_tokens_mask=True)
+    ids = want["input_ids"][:-1]  # a newline after the last turn, which is none of ours
+    assert their.decode(want["input_ids"][-1:]) == "\n"
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": CALLING, **record}) + "\n")
+    settings = {"source": "jsonl", "path": str(path), "eval_fraction": 0, "seq_len": len(ids)}
+    settings |= {"cache_dir": str(tmp_path / "cache"), "tokenizer": str(tmp_path / "bpe")}
+    row = build_data(Config.load({"model": {"preset": "debug"}, "data": settings}), 1000).train.row(
+        0
+    )
+    assert row.tokens_S.tolist() == ids
+    if template == TOOL_TEMPLATE:
+        mask = want["assistant_masks"][1:-1]
+        got = [target != IGNORE_INDEX for target in row.targets_S.tolist()]
+        assert got == [*map(bool, mask), False]
+    prompt = theirs(their, record, CALLING[:2], add_generation_prompt=True)["input_ids"]
+    assert list(chat_ids(tokenizer, CALLING[:2], record)) == prompt
+
+
+@pytest.mark.parametrize("where", ["named list", "file"])
+def test_a_template_of_its_own_for_tools(where: str, tmp_path: Path):
+    folder = tmp_path / "bpe"
+    tool_use = "{{ tools | tojson }}" + CHATML
+    template: object = CHATML
+    if where == "named list":
+        template = [{"name": "default", "template": CHATML}]
+        template.append({"name": "tool_use", "template": tool_use})
+    pytest.importorskip("transformers")
+    bpe_tokenizer(folder, chat_template=template, eos_token="<|im_end|>")
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    their = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+    for tools in (None, [], TOOLS):
+        record = {"tools": tools}
+        want = theirs(their, record, CONVERSATION[:2], add_generation_prompt=True)["input_ids"]
+        assert list(chat_ids(tokenizer, CONVERSATION[:2], record)) == want
+        text = theirs(their, record, CONVERSATION, tokenize=False).rstrip()
+        variables = template_variables(record)
+        assert ChatTemplate.of(tokenizer).documents(CONVERSATION, variables)[0][0] == text
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"tools": "weather"}, "`tools` is text that is not JSON"),
+        ({"tools": ""}, "`tools` is text that is not JSON"),
+        ({"tools": "[" * 99_999}, "`tools` is text that is not JSON"),
+        ({"tools": {"name": "x"}}, "`tools` is not a list of objects"),
+        ({"tools": 0}, "`tools` is not a list of objects"),
+        ({"tools": [json.dumps(TOOLS[0])]}, r"tools\[0\] is not an object"),
+        ({"tools": [TOOLS]}, r"tools\[0\] is not an object"),
+        ({"documents": [1]}, r"documents\[0\] is not an object"),
+        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` is not an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "has 'messages', which cannot be set"),
+        ({"chat_template_kwargs": {"tokenize": 0}}, "has 'tokenize', which cannot be set"),
+    ],
+)
+def test_records_that_are_odd(record: dict, message: str, tmp_path: Path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATION} | record) + "\n")
+    settings = {"source": "jsonl", "path": str(path), "eval_fraction": 0, "seq_len": 64}
+    settings |= {"cache_dir": str(tmp_path / "cache")}
+    config = Config.load({"model": {"preset": "debug"}, "data": settings})
+    with pytest.raises(ConfigError, match=rf"data\.path: .*chat\.jsonl:1: .*{message}"):
+        build_data(config, 1000)
+
+
+def spans_of(template: str, messages: list) -> list[str]:
+    ((text, spans),) = ChatTemplate(template, {}).documents(messages)
+    return [text[a:b] for a, b in spans]
+
+
+def test_marks_in_macros_and_marks_within_marks():
+    """Where transformers loses count: the text of a macro is not yet in the rendering."""
+    turn = "{% macro turn(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}"
+    loop = "{% for m in messages %}{% if m.role == 'assistant' %}{{ turn(m) }}"
+    assert spans_of(
+        turn + loop + "{% else %}{{ m.content }}{% endif %}{% endfor %}", CONVERSATION
+    ) == [
+        "Héllo, you.",
+        "So long",
+    ]
+    nested = (
+        "{% for m in messages %}{% generation %}a{% generation %}{{ m.role }}{% endgeneration %}"
+    )
+    assert spans_of(nested + "b{% endgeneration %}.{% endfor %}", CONVERSATION[3:]) == [
+        "auserb",
+        "aassistantb",
+    ]
+
+
+def test_a_template_that_marks_nothing_is_named():
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}"
+    )
+    with pytest.raises(BadLineError, match="marks no text with") as caught:
+        ChatTemplate(template, {}).documents(CONVERSATION)
+    assert caught.value.field == "data.chat_template"
