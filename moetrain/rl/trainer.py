@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import Config, ConfigError
+from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim.schedule import learning_rate
@@ -42,7 +42,6 @@ from moetrain.train.engine import Engine
 from moetrain.train.metrics import plot_curves, routing_health
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
-from moetrain.train.setup import Session
 
 logger = logging.getLogger("moetrain")
 
@@ -70,12 +69,10 @@ class _Rollout(NamedTuple):
         return [t.sample(value) for t, value in pairs if value is not None]
 
 
-class RlTrainer(Run[Learned]):
+class RlTrainer(Run):
     """One run of reinforcement learning: ``RlTrainer(config).fit()``."""
 
-    def start(self, config: Config, arch: Architecture) -> Session:
-        """Join the processes, and check that they have room for a generator too."""
-        return Session(config, arch, sleep=config.rl.sleep)
+    generates = True
 
     def build(self, arch: Architecture) -> None:
         """Open the tasks, and build the engine and a generator beside it."""
@@ -128,11 +125,18 @@ class RlTrainer(Run[Learned]):
         rl = self.config.rl
         return f"{rl.env}: {self.setup.num_groups} prompts x {rl.group_size} trajectories a step"
 
-    def run(self) -> None:
-        self.time = TimeSplit(self.device)  # time between building and running does not count
-        super().run()
+    # ---- the loop ------------------------------------------------------------------------------
 
-    # ---- one step ------------------------------------------------------------------------------
+    def fit(self) -> None:
+        """Train to ``train.steps``; raises as :meth:`running` says."""
+        self.time = TimeSplit(self.device)  # time between building and running does not count
+        with self.running():
+            while self.goes_on:
+                learned = self.train_step()
+                self.count_step(learned.skipped)
+                if self.is_logged:
+                    self.log_step(learned)
+                self.after_step()
 
     def train_step(self) -> Learned:
         """Train on demonstrations, or generate and train."""

@@ -1,8 +1,9 @@
-"""The frame of a run, whatever it trains: start, resuming, the loop over steps, saving, stopping.
+"""What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
 :class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
-A subclass says what a step is; when to evaluate, log, save and stop is decided here. Within a step
-nothing here waits for the device: skipped steps are counted on it and read one step late.
+A subclass has the loop over steps, inside :meth:`Run.running`; when to log, evaluate, save and stop
+is decided here. Within a step nothing here waits for the device: skipped steps are counted on it
+and read one step late.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -160,26 +161,22 @@ def garbage_collector_off() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Stepped(Protocol):
-    """The result of a step, as far as a run has to know it."""
+class Run(ABC):
+    """One training run.
 
-    @property
-    def skipped(self) -> torch.Tensor:
-        """0-d bool on the device, the same on every rank: the step was not finite."""
-        ...
+    A subclass's loop takes steps while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`,
+    calls :meth:`count_step`, logs the step if :attr:`is_logged`, and calls :meth:`after_step`. A
+    step may raise :class:`GivenUp`, if everything is then as it was before it.
+    """
 
-
-S = TypeVar("S", bound=_Stepped)
-
-
-class Run(ABC, Generic[S]):
-    """One training run. ``fit()`` is all there is to call."""
-
+    generates: ClassVar[bool] = False
+    """Whether the devices need room for generation, by ``rl.sleep``."""
     engine: Engine
     total_steps: int
 
     def __init__(self, config: Config) -> None:
-        self.session = self.start(*prepare(config))
+        sleep = config.rl.sleep if self.generates else None
+        self.session = Session(*prepare(config), sleep)
         self.config, self.world = self.session.config, self.session.world
         config, arch = self.config, self.session.arch
         self.device = self.world.device
@@ -213,10 +210,6 @@ class Run(ABC, Generic[S]):
 
     # ---- what a kind of run says ---------------------------------------------------------------
 
-    def start(self, config: Config, arch: Architecture) -> Session:
-        """Join the processes, and check that they can run this."""
-        return Session(config, arch)
-
     @abstractmethod
     def build(self, arch: Architecture) -> None:
         """Build :attr:`engine` and the data it trains on, and set :attr:`total_steps`."""
@@ -230,18 +223,6 @@ class Run(ABC, Generic[S]):
     @abstractmethod
     def trained_on(self) -> str:
         """The data or tasks that are trained on, in words for people."""
-
-    @abstractmethod
-    def train_step(self) -> S:
-        """Run one step and add to :attr:`step` and :attr:`tokens`.
-
-        Raises:
-            GivenUp: a stop signal ended the step early; everything is as it was before it.
-        """
-
-    @abstractmethod
-    def log_step(self, result: S) -> None:
-        """Log the step just done."""
 
     @abstractmethod
     def evaluate(self) -> None:
@@ -268,87 +249,94 @@ class Run(ABC, Generic[S]):
 
     # ---- the run -------------------------------------------------------------------------------
 
-    def fit(self) -> None:
-        """Train to ``train.steps``, or for ``train.epochs``.
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Open the run's folder and log for the loop over steps, and save at its end.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
                 failed, and ``auto`` does not resume it), or a checkpoint cannot be written.
             SystemExit: SIGTERM (143) or Ctrl-C (130) came, and a checkpoint was written.
         """
-        with self.claim():
-            self.run()
-
-    def run(self) -> None:
-        """Do the work of :meth:`fit`, in a folder that this run has claimed."""
         config = self.config
-        if self.world.is_main:
-            set_aside(self.folder, self.continues, self.step)
-            self.log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
-        else:
-            self.log = SilentLog()
-        try:
+        with self.claim():
             if self.world.is_main:
-                self.announce()
-            with stop_signals() as stop, garbage_collector_off(), self.profile() as profile:
-                self.stop = stop
-                if self.step == 0 and config.train.eval_interval:
-                    self.evaluate()  # where the held-out curve starts
-                self.clock.start()
-                self.saved_time = time.monotonic()
-                while self.step < self.total_steps and not self.watch.asked_to_stop:
-                    try:
-                        result = self.train_step()
-                    except GivenUp:
-                        break
-                    asked = self.sum_requests(stop, save=self.is_time_to_save())
-                    self.watch.update(result.skipped, asked)
-                    profile.step_done(self.step)
-                    if self.due(config.log.interval) or self.step in (1, self.total_steps):
-                        self.log_step(result)
-                    if self.due(config.train.eval_interval):
-                        self.evaluate()
-                    # What was asked for before the last checkpoint has come with that.
-                    by_time = self.watch.asked_to_save and self.saved_at < self.step - 1
-                    if self.due(config.checkpoint.interval) or by_time:
-                        self.save_if_good()
-                    self.report_saved(self.snapshots.finished())
-                    if self.due(config.train.gc_interval):
-                        gc.collect()
-                self.watch.check_end()
-                if config.checkpoint.at_end:
-                    self.save()  # before all that takes time, and while a stop signal can wait
-                self.report_saved(self.snapshots.wait())
-                if self.sum_requests(stop).item() > 0:
-                    self.save()
-                    number = stop[0] if stop else signal.SIGTERM  # another rank's
-                    self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
-                    self.world.leave()
-                    raise SystemExit(128 + number)
-            self.log.end_progress()
-            self.finish()
-            self.world.leave()
-        except _BadSteps as failure:
-            raise RunFailed(f"{failure}; {self.save_failed()}") from None
-        finally:
-            self.log.close()
+                set_aside(self.folder, self.continues, self.step)
+                log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
+            else:
+                log = SilentLog()
+            self.log = log
+            try:
+                if self.world.is_main:
+                    self.announce()
+                profile = Profile(config.log, self.folder, self.world.rank, self.clock, log.say)
+                with stop_signals() as self.stop, garbage_collector_off(), profile as self.profile:
+                    if self.step == 0 and config.train.eval_interval:
+                        self.evaluate()  # where the held-out curve starts
+                    self.clock.start()
+                    self.saved_time = time.monotonic()
+                    with suppress(GivenUp):
+                        yield
+                    self.end_steps()
+                self.log.end_progress()
+                self.finish()
+                self.world.leave()
+            except _BadSteps as failure:
+                raise RunFailed(f"{failure}; {self.save_failed()}") from None
+            finally:
+                self.log.close()
 
-    def profile(self) -> Profile:
-        """Return the profiler of the steps that ``log.profile`` asks for."""
-        return Profile(self.config.log, self.folder, self.world.rank, self.clock, self.log.say)
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is another step to take."""
+        return self.step < self.total_steps and not self.watch.asked_to_stop
 
-    def sum_requests(self, signals: list[int], *, save: bool = False) -> torch.Tensor:
-        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank says ``save`` (0-d).
-
-        All ranks thus decide alike, by the main rank's clock.
-        """
-        mine = len(signals) + _SAVE * (save and self.world.is_main)
-        return self.world.sum_all(torch.full((), mine, device=self.device))
-
-    def is_time_to_save(self) -> bool:
-        """Return whether ``checkpoint.minutes`` have passed since the last save."""
+    def count_step(self, skipped: torch.Tensor) -> None:
+        """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
+        # By the main rank's clock, since all must decide alike.
         seconds = 60 * self.config.checkpoint.minutes
-        return 0 < seconds <= time.monotonic() - self.saved_time
+        is_time = 0 < seconds <= time.monotonic() - self.saved_time
+        self.watch.update(skipped, self.sum_requests(save=is_time))
+        self.profile.step_done(self.step)
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the step just taken is to be logged."""
+        return self.due(self.config.log.interval) or self.step in (1, self.total_steps)
+
+    def after_step(self) -> None:
+        """Evaluate and save, if it is time to."""
+        config = self.config
+        if self.due(config.train.eval_interval):
+            self.evaluate()
+        # What was asked for before the last checkpoint has come with that.
+        by_time = self.watch.asked_to_save and self.saved_at < self.step - 1
+        if self.due(config.checkpoint.interval) or by_time:
+            if self.watch.in_row():  # a bad one would push out a good one
+                self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
+            else:
+                self.begin_save()
+        self.report_saved(self.snapshots.finished())
+        if self.due(config.train.gc_interval):
+            gc.collect()
+
+    def end_steps(self) -> None:
+        """Save what the steps have made, and leave if a stop signal has come to any rank."""
+        self.watch.check_end()
+        if self.config.checkpoint.at_end:
+            self.save()  # before all that takes time, and while a stop signal can wait
+        self.report_saved(self.snapshots.wait())
+        if self.sum_requests().item() > 0:
+            self.save()
+            number = self.stop[0] if self.stop else signal.SIGTERM  # another rank's
+            self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
+            self.world.leave()
+            raise SystemExit(128 + number)
+
+    def sum_requests(self, *, save: bool = False) -> torch.Tensor:
+        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank says ``save`` (0-d)."""
+        mine = len(self.stop) + _SAVE * (save and self.world.is_main)
+        return self.world.sum_all(torch.full((), mine, device=self.device))
 
     def due(self, interval: int) -> bool:
         """Return whether something done every ``interval`` steps (0: never) is due now."""
@@ -413,13 +401,6 @@ class Run(ABC, Generic[S]):
         """Say that a checkpoint is complete, if one is."""
         if saved is not None:
             self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
-
-    def save_if_good(self) -> None:
-        """Begin a checkpoint unless the step was skipped: a bad one would push out a good one."""
-        if self.watch.in_row():
-            self.log.say(f"step {self.step} was skipped, not finite: no checkpoint of it")
-        else:
-            self.begin_save()
 
     def save_failed(self) -> str:
         """Save the state of a failed run under another name; returns what to tell the user."""

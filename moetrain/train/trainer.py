@@ -1,7 +1,7 @@
 """Pretraining and fine-tuning: a loop over an engine, its data, its evaluation and its reports.
 
 :class:`Trainer` builds everything from a :class:`~moetrain.config.Config`, resumes if there is
-something to resume from, and trains. The frame that every kind of run shares is in
+something to resume from, and trains. What every kind of run has around its steps is in
 :mod:`moetrain.train.run`; model and optimizer are in :class:`~moetrain.train.engine.Engine`.
 """
 
@@ -30,7 +30,7 @@ _SAMPLER = "moetrain.rollout.sample"
 generation is a layer above training, which needs nothing else of it."""
 
 
-class StepResult(NamedTuple):
+class _StepResult(NamedTuple):
     """The numbers of one optimizer step, still on the device (0-d unless said otherwise)."""
 
     loss: torch.Tensor
@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
     """Statistics of this rank's micro-batches, summed; None: the model has no experts."""
 
 
-class Trainer(Run[StepResult]):
+class Trainer(Run):
     """One run of pretraining or fine-tuning. ``Trainer(config).fit()`` is all there is to call."""
 
     def build(self, arch: Architecture) -> None:
@@ -74,9 +74,19 @@ class Trainer(Run[StepResult]):
     def trained_on(self) -> str:
         return f"{len(self.data.train):,} rows of {self.config.data.seq_len} tokens"
 
-    # ---- one step ------------------------------------------------------------------------------
+    # ---- the loop ------------------------------------------------------------------------------
 
-    def train_step(self) -> StepResult:
+    def fit(self) -> None:
+        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`running` says."""
+        with self.running():
+            while self.goes_on:
+                result = self.train_step()
+                self.count_step(result.skipped)
+                if self.is_logged:
+                    self.log_step(result)
+                self.after_step()
+
+    def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
         start = self.loader.sample_index
         try:
@@ -90,7 +100,7 @@ class Trainer(Run[StepResult]):
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
         self.clock.count(tokens // self.world.size)
-        return StepResult(totals.terms["cross_entropy"], *outcome, totals.routing)
+        return _StepResult(totals.terms["cross_entropy"], *outcome, totals.routing)
 
     def give_up_if_stopped(self) -> None:
         """Raise GivenUp between two micro-batches once a stop signal has come.
@@ -126,7 +136,7 @@ class Trainer(Run[StepResult]):
         self.log.log(self.step, {"eval_loss": loss})
         self.clock.start()
 
-    def log_step(self, result: StepResult) -> None:
+    def log_step(self, result: _StepResult) -> None:
         """Log the step just done; this waits for the device."""
         self.clock.stop()
         row: dict[str, float | None] = {
