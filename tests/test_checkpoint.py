@@ -25,14 +25,15 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train import run_folder
 from moetrain.train.metrics import read_metrics
-from moetrain.train.run_folder import check_room, claimed, find_checkpoint
+from moetrain.train.run_folder import RunFolder
 from moetrain.train.trainer import Trainer
 
 
 def newest(folder):
     """What the next run's ``auto`` finds: its step and value; None: nothing."""
-    with claimed(folder):
-        found = find_checkpoint("auto", folder)
+    run = RunFolder(folder)
+    with run.claimed():
+        found = run.find("auto")
     if found is None:
         return None
     opened = open_checkpoint(found)
@@ -199,7 +200,7 @@ def test_auto_passes_over_a_damaged_checkpoint_and_says_so(name, tmp_path, caplo
     assert "damaged checkpoint is passed over" in caplog.text
     assert str(damaged) in caplog.text
     with pytest.raises(ConfigError, match=r"checkpoint\.resume: ") as caught:
-        find_checkpoint(str(damaged), tmp_path)
+        RunFolder(tmp_path).find(str(damaged))
     assert str(damaged) in caught.value.problem
     assert len(caught.value.problem.splitlines()) == 1
     # It is neither counted nor removed by later saves.
@@ -324,7 +325,7 @@ def test_failed_runs_are_no_checkpoints_to_go_on_from(tmp_path):
     save(root, 3)  # counted by themselves
     assert names(root) == ["failed-step-00000003", "step-00000002", "step-00000003"]
     marked = str(root / "failed-step-00000003")
-    assert find_checkpoint(marked, tmp_path) == Path(marked)
+    assert RunFolder(tmp_path).find(marked) == Path(marked)
 
 
 # ---- two runs -----------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ def test_a_second_run_is_refused_and_told_of_the_first(tiny_words, tmp_path, cap
 def test_a_trainer_holds_its_folder_while_it_builds_and_fits_alone(tiny, tmp_path):
     first, second = Trainer(tiny()), Trainer(tiny())  # one after the other, as in a notebook
     step, code = first.train_step, "import sys; from moetrain.train.run_folder import *;"
-    code += "claimed(Path(sys.argv[1])).__enter__()"
+    code += "RunFolder(Path(sys.argv[1])).claimed().__enter__()"
     refused = []
 
     def try_another():
@@ -440,5 +441,5 @@ def test_a_checkpoint_that_goes_while_room_is_looked_for(tiny, monkeypatch):
         return before(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "lstat", remove_first)
-    check_room(Path(config.output_dir), config, resolve_architecture(config.model))
+    RunFolder(Path(config.output_dir)).check_room(config, resolve_architecture(config.model))
     assert not (root / "step-00000001").exists()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from moetrain.cli.checkpoint import main
 from moetrain.config import Config
 from moetrain.models.hf.files import resolve
-from moetrain.train.run_folder import find_checkpoint
+from moetrain.train.run_folder import RunFolder
 from moetrain.train.trainer import Trainer
 
 
@@ -60,7 +60,7 @@ def test_inspect_and_verify(saved, capsys):
 def test_a_run_stands_for_its_newest_checkpoint(saved, tmp_path, capsys):
     newest = saved / "checkpoints" / "step-00000002"
     for path in (saved, saved / "checkpoints", newest):
-        assert find_checkpoint(str(path), tmp_path / "other") == newest
+        assert RunFolder(tmp_path / "other").find(str(path)) == newest
         assert main(["inspect", str(path)]) == 0
     assert main(["import-hf", str(saved / "hf"), str(tmp_path / "began")]) == 0
     capsys.readouterr()

@@ -21,7 +21,7 @@ from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
 from moetrain.config import ConfigError
 from moetrain.parallel.layout import TensorSlice
-from moetrain.train.run_folder import find_checkpoint
+from moetrain.train.run_folder import RunFolder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float64]
 
@@ -152,7 +152,7 @@ def test_the_first_format_is_refused_in_one_line(tmp_path):
     assert len(str(caught.value).splitlines()) == 1
     save(root, 2)
     with pytest.raises(ConfigError, match="format 1"):  # nor is it passed over for an older one
-        find_checkpoint("auto", tmp_path)
+        RunFolder(tmp_path).find("auto")
 
 
 def test_another_version_is_one_line_that_names_the_way_out(tmp_path):

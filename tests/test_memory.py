@@ -14,7 +14,7 @@ from moetrain.config.environment import GIB, GPUS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train.memory import check_memory, estimate_memory
+from moetrain.train.memory import estimate_memory
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
@@ -140,15 +140,15 @@ def test_gradients_in_bf16_take_half(world, accumulated, words):
 def test_what_cannot_fit_is_refused_with_the_remedy():
     gpu = 140 * GIB
     config, small = estimate("qwen3-30b-a3b", 1, 2, 1, "model.num_layers=6")
-    check_memory(small, config, gpu)
+    small.check(config, gpu)
     config, whole = estimate("qwen3-30b-a3b", 1, 2, 1, "")  # 30 B parameters: 340 GiB of state
     with pytest.raises(ConfigError, match=r"model\.preset: .* moments 2\d\d\..* 140\.0 GiB.*more"):
-        check_memory(whole, config, gpu)
+        whole.check(config, gpu)
     config, long = estimate("qwen3-30b-a3b", 1, 48, 1, "model.num_layers=6 compile.enabled=no")
     with pytest.raises(
         ConfigError, match=r"train\.micro_batch_size: 48 takes .*activation\.policy"
     ):
-        check_memory(long, config, gpu)
+        long.check(config, gpu)
 
 
 def test_this_machine_has_memory():

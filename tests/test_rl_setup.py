@@ -18,7 +18,7 @@ from moetrain.rl.envs.jsonl import Jsonl
 from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
-from moetrain.train.memory import GIB, check_memory, estimate_memory, least_sleep
+from moetrain.train.memory import GIB, estimate_memory, least_sleep
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path
@@ -210,8 +210,8 @@ def test_moments_that_are_away_make_room_for_generation():
     assert there.activations == 0  # it is generation that takes most
     capacity = 80 * GIB
     with pytest.raises(ConfigError, match=r"^rl\.cache_tokens: 1000000 takes about .* Lower it"):
-        check_memory(there, thirty_billion(*words)[0], capacity)
-    check_memory(estimate_memory(*sizes, "all"), sizes[0], 140 * GIB)
+        there.check(thirty_billion(*words)[0], capacity)
+    estimate_memory(*sizes, "all").check(sizes[0], 140 * GIB)
 
 
 def test_a_dry_run_says_what_generation_takes(capsys):

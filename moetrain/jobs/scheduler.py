@@ -44,7 +44,7 @@ from moetrain.jobs.store import (
     write_durably,
 )
 from moetrain.models.architecture import Architecture
-from moetrain.train.run_folder import check_output_folder, claimed
+from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
 logger = logging.getLogger("moetrain")
@@ -68,11 +68,12 @@ class Service:
             ConfigError: as for a run, or the folder's jobs are of another model.
         """
         self.folder = Path(config.output_dir)
-        check_output_folder(self.folder)
+        folder = RunFolder(self.folder)
+        folder.check_usable()
         config, arch = resolve_run(config)
         self._stack = ExitStack()
         with ExitStack() as stack:
-            stack.enter_context(claimed(self.folder))
+            stack.enter_context(folder.claimed())
             self.session = JobSession(config, arch)
             self.config = self.session.config
             self._check_same_base(arch)

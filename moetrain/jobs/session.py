@@ -54,7 +54,7 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Completion, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
-from moetrain.train.run_folder import CHECKPOINTS, check_shared
+from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
 from moetrain.train.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
 
@@ -88,7 +88,7 @@ class JobSession:
         start = Session(config, arch, sleep="never")
         self.world, self.config = start.world, start.config
         config = self.config
-        check_shared(Path(config.output_dir), self.world)
+        RunFolder(Path(config.output_dir)).check_shared(self.world)
         self.is_told = False
         """Whether every rank runs the method that is running now."""
         self.is_given_up: Callable[[], bool] = lambda: False
@@ -149,7 +149,7 @@ class JobSession:
             self.engine.take_back(held.pending)
             self.progress, self.saved = held.progress, held.saved
         else:
-            found = find_snapshot("auto", Path(folder), self.engine.arch, self.world)
+            found = find_snapshot("auto", RunFolder(Path(folder)), self.engine.arch, self.world)
             self.progress = Progress()
             if found is None:
                 self._begin(seed)
@@ -263,7 +263,7 @@ class JobSession:
         Raises:
             RunFailed: it cannot be written.
         """
-        self._write(self.folder / CHECKPOINTS)
+        self._write(RunFolder(self.folder).checkpoints)
         self.saved = self.progress.seen
 
     def _write(self, root: Path) -> None:
@@ -276,7 +276,7 @@ class JobSession:
     @property
     def oldest_saved(self) -> int:
         """Number of requests that every checkpoint of the current job has seen."""
-        kept = list_checkpoints(self.folder / CHECKPOINTS)
+        kept = list_checkpoints(RunFolder(self.folder).checkpoints)
         return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     # ---- requests ------------------------------------------------------------------------------

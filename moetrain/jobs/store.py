@@ -33,7 +33,7 @@ from moetrain.checkpoint.format import holds_seal, list_checkpoints, sealed, ste
 from moetrain.config.files import fsync, remove_temporaries, write_atomically
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, BadRequest, Full
-from moetrain.train.run_folder import CHECKPOINTS
+from moetrain.train.run_folder import RunFolder
 
 KEPT_ANSWERS = 100
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
@@ -253,8 +253,8 @@ class Job:
             if len(known) != 3 or known["status"] not in get_args(Status):
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
             self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
-            (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            steps = map(step_of, list_checkpoints(self.folder / CHECKPOINTS))
+            RunFolder(self.folder).checkpoints.mkdir(parents=True, exist_ok=True)
+            steps = map(step_of, list_checkpoints(RunFolder(self.folder).checkpoints))
             seen = max(filter(None, steps), default=0)
             self.log.look(seen)
         except OSError as error:

@@ -19,7 +19,7 @@ parallel rank, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -39,6 +39,10 @@ from moetrain.parallel.pipeline.stages import activations_in_flight, plan_stages
 
 MARGIN = 0.1
 """Measured relative error of the estimate: a run is refused only if it cannot fit despite it."""
+_HOSTED_BYTES = 16
+"""Bytes of a parameter that is updated on the host: weight, gradient and both moments, in fp32."""
+
+_Layer = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,37 @@ class MemoryEstimate:
         """Bytes at the peak."""
         return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
+    def surely_fits(self, capacity: float) -> bool:
+        """Return whether ``capacity`` bytes are enough, whatever the estimate's error."""
+        return self.total * (1 + MARGIN) <= capacity
+
+    def may_fit(self, capacity: float) -> bool:
+        """Return whether ``capacity`` bytes may be enough."""
+        return self.total * (1 - MARGIN) <= capacity
+
+    def check(self, config: Config, capacity: float) -> None:
+        """Refuse a run that cannot fit into ``capacity`` bytes.
+
+        Raises:
+            ConfigError: it names the batch if a smaller one could help, else the model.
+        """
+        if self.may_fit(capacity):
+            return
+        problem = f"takes about {self.describe()}; this device has {capacity / GIB:.1f} GiB"
+        if self.cache > capacity or replace(self, cache=0.0).may_fit(capacity):
+            field = "max_sequences" if config.rl.cache_tokens is None else "cache_tokens"
+            raise ConfigError(f"rl.{field}", f"{getattr(config.rl, field)} {problem}. Lower it")
+        state = self.weights + self.moments
+        if state > capacity or config.train.micro_batch_size == 1:
+            field = "model.path" if config.model.path is not None else "model.preset"
+            name = config.model.path or config.model.preset
+            raise ConfigError(field, f"{name!r} {problem}. Use more devices or a smaller model")
+        raise ConfigError(
+            "train.micro_batch_size",
+            f"{config.train.micro_batch_size} {problem}. Lower it, or recompute activations "
+            "(activation.policy full)",
+        )
+
     def describe(self) -> str:
         """Write ``65.1 GiB a device: weights 16.2, gradients 16.2, ...``."""
         parts = ", ".join(
@@ -98,73 +133,8 @@ def estimate_memory(
         dtype: the compute dtype.
         sleep: memory of generation that is freed during updates; None: nothing generates.
     """
-    ranks = estimate_ranks(config, arch, dims, dtype, sleep)
+    ranks = [sizes.peak(sleep) for sizes in sizes_of_ranks(config, arch, dims, dtype)]
     return max(ranks, key=lambda estimate: estimate.total)
-
-
-def estimate_ranks(
-    config: Config,
-    arch: Architecture,
-    dims: ParallelDims,
-    dtype: torch.dtype,
-    sleep: SleepName | None = None,
-) -> list[MemoryEstimate]:
-    """Estimate the peak of every pipeline rank, as :func:`estimate_memory`."""
-    found = []
-    for sizes in sizes_of_ranks(config, arch, dims, dtype):
-        there = {"peers": sizes.peers}
-        if sleep is not None:
-            there |= {"generator": sizes.generator * (sleep != "all")}
-            there |= {"cache": sizes.cache() * (sleep == "never")}
-        working = (_start_of_backward(sizes), _end_of_backward(sizes))
-        moments = [replace(moment, **there) for moment in working]
-        if sleep is not None:
-            peers = sizes.peers * (not config.rl.offload)
-            moments.append(replace(_generating(sizes), peers=peers))
-        found.append(max(moments, key=lambda estimate: estimate.total))
-    return found
-
-
-def sizes_of_ranks(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
-) -> Iterator[Sizes]:
-    """Yield the sizes of every pipeline rank, from the arguments of :func:`estimate_memory`."""
-    tokens = config.train.micro_batch_size * config.data.seq_len
-    share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
-    plan = plan_stages(config, arch)
-    model, rules = plan_model(config, arch, dtype)
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    for rank, in_flight in enumerate(activations_in_flight(config, dims)):
-        layers = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
-        stages = len(plan.stages_of(rank))
-        passes = in_flight / stages
-        is_first, is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
-        tied = arch.tie_embeddings
-        mine = [n for n in numels if rank in plan.holders(n, is_tied=tied)]
-        stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
-        trained = sum(numels[name] for name in mine if rules[name].trainable)
-        place = (layers, passes, is_first, is_last)
-        kept = (stored, trained, stages, trained / sum(numels[name] for name in mine))
-        generator = _generator_bytes(numels, rules, set(mine), dims, dtype)
-        peers = peer_bytes(config, numels, rules, mine, dims, dtype)
-        yield Sizes(config, arch, dims, share, *place, *kept, generator, peers)
-
-
-def _generator_bytes(
-    numels: Mapping[str, int],
-    rules: Mapping[str, Rule],
-    here: Container[str],
-    dims: ParallelDims,
-    dtype: torch.dtype,
-) -> float:
-    """Count the weights that generation copies, as training has others or only those ``here``."""
-    total = 0
-    for name, rule in rules.items():
-        used, is_expert = rule.gather or dtype, rule.style == "expert"
-        is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
-        if rule.trainable or is_cut or rule.storage != used or rule.is_narrow or name not in here:
-            total += numels[name] // (dims.ep if is_expert else 1) * used.itemsize
-    return total
 
 
 def least_sleep(
@@ -175,173 +145,230 @@ def least_sleep(
         return config.rl.sleep
     ways: tuple[SleepName, ...] = ("never", "cache")
     for sleep in ways:
-        if estimate_memory(config, arch, dims, dtype, sleep).total * (1 + MARGIN) <= capacity:
+        if estimate_memory(config, arch, dims, dtype, sleep).surely_fits(capacity):
             return sleep
     return "all"
 
 
-def check_memory(estimate: MemoryEstimate, config: Config, capacity: float) -> None:
-    """Refuse a run that cannot fit into ``capacity`` bytes.
+def sizes_of_ranks(
+    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
+) -> list[RankSizes]:
+    """Return the sizes of every pipeline rank, from the arguments of :func:`estimate_memory`."""
+    model, rules = plan_model(config, arch, dtype)
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return [
+        RankSizes(config, arch, dims, dtype, rank, in_flight, numels, rules)
+        for rank, in_flight in enumerate(activations_in_flight(config, dims))
+    ]
 
-    Raises:
-        ConfigError: it names the batch if a smaller one could help, else the model.
+
+class RankSizes:
+    """The sizes of one pipeline rank, from which its estimates are made.
+
+    Counts of parameters are whole over FSDP ranks, and split over tensor or expert ones.
     """
-    if estimate.total * (1 - MARGIN) <= capacity:
-        return
-    problem = f"takes about {estimate.describe()}; this device has {capacity / GIB:.1f} GiB"
-    others = estimate.total - estimate.cache
-    if estimate.cache > capacity or others * (1 - MARGIN) <= capacity:
-        field = "max_sequences" if config.rl.cache_tokens is None else "cache_tokens"
-        raise ConfigError(f"rl.{field}", f"{getattr(config.rl, field)} {problem}. Lower it")
-    state = estimate.weights + estimate.moments
-    if state > capacity or config.train.micro_batch_size == 1:
-        field = "model.path" if config.model.path is not None else "model.preset"
-        name = config.model.path or config.model.preset
-        raise ConfigError(field, f"{name!r} {problem}. Use more devices or a smaller model")
-    raise ConfigError(
-        "train.micro_batch_size",
-        f"{config.train.micro_batch_size} {problem}. Lower it, or recompute activations "
-        "(activation.policy full)",
-    )
 
+    def __init__(
+        self,
+        config: Config,
+        arch: Architecture,
+        dims: ParallelDims,
+        dtype: torch.dtype,
+        rank: int,
+        in_flight: int,
+        numels: Mapping[str, int],
+        rules: Mapping[str, Rule],
+    ) -> None:
+        """Add up what lies on pipeline rank ``rank``.
 
-Layer = tuple[Part, ...]
+        Args:
+            in_flight: micro-batches whose activations one of its stages holds at once, over all
+                stages.
+            numels, rules: of every parameter of the model, by name.
+        """
+        self.config, self.arch, self.dims, self.width = config, arch, dims, dtype.itemsize
+        tokens = config.train.micro_batch_size * config.data.seq_len
+        self.share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
+        plan = plan_stages(config, arch)
+        self.layers: Counter[_Layer] = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
+        """How many of this rank's blocks have the same parts."""
+        self.num_stages = len(plan.stages_of(rank))
+        self.passes = in_flight / self.num_stages
+        """Micro-batches whose activations these blocks hold at once."""
+        is_first, self.is_last = (plan.rank_of_stage[end] == rank for end in (0, -1))
+        both = is_first + self.is_last
+        self.matrices = min(both, 1) if arch.tie_embeddings else both
+        """Vocabulary matrices here: embedding and head, or one if they are tied."""
+        self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
 
+        mine = [n for n in numels if rank in plan.holders(n, is_tied=arch.tie_embeddings)]
+        here = set(mine)
+        self.stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
+        """Bytes of its parameters over all ranks of a replica."""
+        self.trained = sum(numels[name] for name in mine if rules[name].trainable)
+        self.share_trained = self.trained / sum(numels[name] for name in mine)
+        """Share of its parameters that is trained, taken to be the same in every part."""
+        self.share_updated = 1 - config.optim.offload_fraction
+        """Share of these that the device updates, with gradients and moments; of the rest it has
+        the compute values alone."""
+        self.generator = sum(
+            _copied_bytes(numels[name], rule, dims, dtype, is_here=name in here)
+            for name, rule in rules.items()
+        )
+        """Bytes of weights that generation has for itself, over all stages."""
+        self.peers = peer_bytes(config, numels, rules, mine, dims, dtype)
+        """Bytes of buffers that other ranks copy from and to."""
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one pipeline rank, from which its estimate is made."""
-
-    config: Config
-    arch: Architecture
-    dims: ParallelDims
-    share: Workload
-    layers: Counter[Layer]
-    """How many of this rank's blocks have the same parts."""
-    passes: float
-    """Micro-batches whose activations these blocks hold at once."""
-    is_first: bool
-    """Whether this rank has the embedding."""
-    is_last: bool
-    """Whether this rank has the head."""
-    stored: float
-    """Bytes of its parameters over all ranks of a replica."""
-    trained: float
-    """How many of its parameters are trained."""
-    num_stages: int
-    """Stages of this pipeline rank."""
-    share_trained: float
-    """Share of its parameters that is trained, taken to be the same in every part."""
-    generator: float
-    """Bytes of weights that generation has for itself, over all stages."""
-    peers: float
-    """Bytes of buffers that other ranks copy from and to."""
-
-    @property
-    def is_alone(self) -> bool:
+        self.is_alone = dims.world_size == 1
         """Whether there is one process: it frees unsharded values after their last use, and
         allocates gradients at their first."""
-        return self.dims.world_size == 1
+        self.is_accumulating = config.train.micro_batches(dims.data_ranks) > 1
+        self.uses_masters = self.is_alone and self.width == FP32
+        """Whether one process computes in the dtype of its weights."""
+        self.unlike_kept = self.share_trained * self.share_updated if self.is_alone else 1.0
+        """Share of the parameters whose compute value is not the tensor that this rank keeps."""
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether a step has several micro-batches."""
-        return self.config.train.micro_batches(self.dims.data_ranks) > 1
+    def peak(self, sleep: SleepName | None) -> MemoryEstimate:
+        """Estimate the moment that takes most; ``sleep`` as in :func:`estimate_memory`."""
+        moments = [self._start_of_backward(), self._end_of_backward()]
+        if sleep is not None:
+            generator, cache = self.generator * (sleep != "all"), self._cache() * (sleep == "never")
+            moments = [replace(moment, generator=generator, cache=cache) for moment in moments]
+            moments.append(self._generating())
+        return max(moments, key=lambda estimate: estimate.total)
 
-    @property
-    def width(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return self.share.width
+    def on_host(self) -> dict[str, float]:
+        """Return the bytes of host memory of one process, by the setting that asks for them."""
+        config = self.config
+        hosted = config.optim.offload_fraction * self.trained / self.dims.sharding_ranks
+        wanted = {
+            "optim.offload_fraction": _HOSTED_BYTES * hosted,
+            "activation.offload": self._host(),
+            "rl.offload": config.rl.offload * self._moments(),
+        }
+        return {name: size for name, size in wanted.items() if size}
 
-    def all_layers(self, of_one: Callable[[Layer], float]) -> float:
+    # ---- three moments -------------------------------------------------------------------------
+
+    def _start_of_backward(self) -> MemoryEstimate:
+        """Estimate the loss or the last block's backward, with all activations."""
+        head = self.share_updated * self.share_trained * self.vocabulary_numbers
+        reduced = head if self.is_alone and not self.is_accumulating else self._updated()
+        backward = max(map(self._backward_set, self.layers))
+        # The loss's forward makes the gradients of head and hidden states.
+        hidden = self.share.tokens * self.arch.hidden_size
+        gradients = self.share_trained * self.vocabulary_numbers + hidden
+        logits = self.share.tokens * self.arch.vocab_size / self.dims.tp
+        chunk = self.is_last * self.width * min(logits, CHUNK_ELEMENTS)
+        return MemoryEstimate(
+            weights=self._weights(),
+            gradients=self._gradients(reduced),
+            moments=self._moments(),
+            gathered=self._unsharded_blocks() + self._unsharded_vocabulary(),
+            activations=self._activations(),
+            logits=self.is_last * self.width * gradients + max(0.0, chunk - backward),
+            working_set=backward,
+            peers=self.peers,
+            host=self._host(),
+        )
+
+    def _end_of_backward(self) -> MemoryEstimate:
+        """Estimate the first block's backward, with all other gradients but the embedding's."""
+        first, still_to_come = next(iter(self.layers)), 0.0
+        tied = self.arch.tie_embeddings
+        if self.is_alone and not self.is_accumulating:
+            vocabulary = 0.0 if tied else self.vocabulary_numbers
+            numbers = self._numbers(first) + vocabulary
+            still_to_come = self.share_updated * self.share_trained * numbers
+        gathered = self._unsharded_blocks() + self._unsharded_vocabulary()
+        if self.is_alone:  # its own, and the embedding
+            gathered = self._unsharded(first) + self._unsharded_vocabulary() / (1 if tied else 2)
+        return MemoryEstimate(
+            weights=self._weights(),
+            gradients=self._gradients(self._updated() - still_to_come),
+            moments=self._moments(),
+            gathered=gathered,
+            activations=self._saved(first),
+            logits=0.0,
+            working_set=self._backward_set(first),
+            peers=self.peers,
+            host=self._host(),
+        )
+
+    def _generating(self) -> MemoryEstimate:
+        """Estimate generation between updates; buckets stay unless they are offloaded."""
+        is_offloaded = self.config.rl.offload
+        is_freed = self.is_alone or is_offloaded
+        return MemoryEstimate(
+            weights=self._weights(),
+            gradients=0.0 if is_freed else self._gradients(self._updated()),
+            moments=0.0 if is_offloaded else self._moments(),
+            gathered=0.0 if is_freed else self._unsharded_blocks(),
+            activations=0.0,
+            logits=0.0,
+            working_set=0.0,
+            peers=self.peers * (not is_offloaded),
+            generator=self.generator,
+            cache=self._cache(),
+        )
+
+    # ---- weights, gradients and moments --------------------------------------------------------
+
+    def _of_all(self, of_one: Callable[[_Layer], float]) -> float:
         return sum(count * of_one(layer) for layer, count in self.layers.items())
 
-    # Counts of parameters are of one rank: whole over FSDP ranks, split over tensor or expert ones.
-    def numbers(self, layer: Layer) -> float:
+    def _numbers(self, layer: _Layer) -> float:
         """Count the parameters of one block."""
         return sum(part.numbers(self.share) for part in layer)
 
-    def vocabulary_numbers(self) -> float:
-        """Count the parameters of the embedding, or of the head."""
-        return self.arch.vocab_size * self.arch.hidden_size / self.dims.tp
-
-    def local_weights(self) -> float:
-        """Bytes of the weights that this rank keeps, its share of all."""
+    def _weights(self) -> float:
         hosted = self.config.optim.offload_fraction * self.trained * (FP32 - self.width)
         return (self.stored - hosted) / self.dims.sharding_ranks
 
-    def local_updated(self) -> float:
+    def _updated(self) -> float:
         """Count the parameters that this rank's device updates."""
         return self.share_updated * self.trained / self.dims.sharding_ranks
 
-    @property
-    def share_updated(self) -> float:
-        """Share of the trained parameters that the device updates, with gradients and moments; of
-        the rest (``optim.offload_fraction``) it has the compute values alone."""
-        return 1 - self.config.optim.offload_fraction
+    def _moments(self) -> float:
+        return 2 * self._updated() * getattr(torch, self.config.optim.state_dtype).itemsize
 
-    def local_moments(self) -> float:
-        """Bytes of AdamW's two moments."""
-        return 2 * self.local_updated() * getattr(torch, self.config.optim.state_dtype).itemsize
-
-    def gradients(self, numbers: float) -> float:
-        """Bytes of ``numbers`` gradients that are kept, and of those that have yet to travel."""
-        itemsize = getattr(torch, self.config.optim.gradient_dtype).itemsize
-        return itemsize * numbers + self.unreduced()
-
-    @property
-    def matrices(self) -> int:
-        """Number of vocabulary matrices here: embedding and head, or one if they are tied."""
-        both = self.is_first + self.is_last
-        return min(both, 1) if self.arch.tie_embeddings else both
-
-    def unsharded(self, layer: Layer) -> float:
-        """Bytes of one block's parameters in the form it computes with, beside the kept weights."""
-        is_narrow = self.config.lora.base_dtype == "float8"
-        used = 1.0 if is_narrow else 0.0 if self.uses_masters else self.unlike_kept
-        return used * self.width * self.numbers(layer)
-
-    @property
-    def uses_masters(self) -> bool:
-        """Whether one process computes in the dtype of its weights."""
-        return self.is_alone and self.width == FP32
-
-    @property
-    def unlike_kept(self) -> float:
-        """Share of the parameters whose compute value is not the tensor that this rank keeps."""
-        return self.share_trained * self.share_updated if self.is_alone else 1.0
-
-    def unsharded_blocks(self) -> float:
-        """Bytes of blocks' unsharded parameters when all forwards are done."""
-        blocks = self.layers.total()
-        turns = resharded_blocks(self.config, self.dims.world_size, blocks)
-        kept = self.all_layers(self.unsharded) * (blocks - turns) / blocks
-        return kept + min(2, turns) * max(map(self.unsharded, self.layers))  # it and a neighbour
-
-    def unsharded_vocabulary(self) -> float:
-        """Bytes of the unsharded embedding, and of the head unless it is tied."""
-        copies = 0 if self.uses_masters else self.matrices
-        return copies * self.unlike_kept * self.width * self.vocabulary_numbers()
-
-    def unreduced(self) -> float:
-        """Bytes of fp32 gradients that have yet to travel."""
+    def _gradients(self, numbers: float) -> float:
+        """Count bytes of ``numbers`` gradients, and of the fp32 ones that have yet to travel."""
+        kept = getattr(torch, self.config.optim.gradient_dtype).itemsize * numbers
         adds_unsharded = self.is_accumulating and self.config.parallel.reduce_at == "last"
         if self.is_alone or not adds_unsharded:
-            return 0.0
-        vocabulary = self.matrices * self.vocabulary_numbers()
-        return FP32 * self.share_trained * (self.all_layers(self.numbers) + vocabulary)
+            return kept
+        vocabulary = self.matrices * self.vocabulary_numbers
+        return kept + FP32 * self.share_trained * (self._of_all(self._numbers) + vocabulary)
 
-    # Generation's, on one rank.
-    def cache(self) -> float:
-        """Bytes of one rank's keys and values."""
+    def _unsharded(self, layer: _Layer) -> float:
+        """Count bytes of a block's parameters as it computes with them, beside the kept weights."""
+        is_narrow = self.config.lora.base_dtype == "float8"
+        used = 1.0 if is_narrow else 0.0 if self.uses_masters else self.unlike_kept
+        return used * self.width * self._numbers(layer)
+
+    def _unsharded_blocks(self) -> float:
+        """Count bytes of blocks' unsharded parameters when all forwards are done."""
+        blocks = self.layers.total()
+        turns = resharded_blocks(self.config, self.dims.world_size, blocks)
+        kept = self._of_all(self._unsharded) * (blocks - turns) / blocks
+        return kept + min(2, turns) * max(map(self._unsharded, self.layers))  # it and a neighbour
+
+    def _unsharded_vocabulary(self) -> float:
+        copies = 0 if self.uses_masters else self.matrices
+        return copies * self.unlike_kept * self.width * self.vocabulary_numbers
+
+    def _cache(self) -> float:
+        """Count bytes of one rank's keys and values."""
         rl = self.config.rl
         tokens = rl.cache_tokens or rl.max_sequences * self.config.data.seq_len
         each = sum(part.cached_numbers() for layer in self.arch.layers() for part in layer)
         return self.width * tokens * each
 
-    # Activations, as bytes of one block.
-    def activations(self, layer: Layer) -> float:
-        """Bytes that one block keeps without recomputation (``activation.policy none``).
+    # ---- activations, of one block unless said otherwise ---------------------------------------
+
+    def _unrecomputed(self, layer: _Layer) -> float:
+        """Count what is kept without recomputation (``activation.policy none``).
 
         Beside its input, a compiled norm keeps its result, which the product after it keeps too; an
         eager norm also keeps its input in fp32 and the normalised value.
@@ -351,115 +378,55 @@ class Sizes:
         kept = sum(part.activations(self.share) for part in layer)
         return self.share.own_tokens * self.arch.hidden_size * inputs + kept
 
-    def saved(self, layer: Layer) -> float:
-        """Bytes that one block keeps for its backward, by ``activation.policy``."""
+    def _saved(self, layer: _Layer) -> float:
+        """Count what is kept for the backward, by ``activation.policy``."""
         policy, names = self.config.activation.policy, self.config.activation.save
         if policy == "none":
-            return self.activations(layer)
+            return self._unrecomputed(layer)
         block_input = self.share.own_tokens * self.arch.hidden_size * self.width
         if policy == "full":
             return block_input
         kept = [part.saved(self.share) for part in layer]
         return block_input + sum(k.get(name, 0.0) for k in kept for name in names)
 
-    def away(self, layer: Layer) -> float:
-        """Bytes of those that wait on the host (``activation.offload``)."""
-        saved, offload = self.saved(layer), self.config.activation.offload
+    def _away(self, layer: _Layer) -> float:
+        """Count what of it waits on the host (``activation.offload``)."""
+        saved, offload = self._saved(layer), self.config.activation.offload
         if offload != "auto":
             return offload * saved
         return min(saved, link_bytes(layer, self.config.data.seq_len, self.share.own_tokens))
 
-    def host(self) -> float:
-        """Bytes on the host, of all blocks except those that keep theirs on the device."""
-        most = max(map(self.away, self.layers))
-        return max(0.0, self.passes * self.all_layers(self.away) - self.staying * most)
+    def _host(self) -> float:
+        """Count bytes of all blocks on the host."""
+        # The last block of each pass over a stage keeps its own, and the one on its way back.
+        staying = self.passes * self.num_stages + 1
+        most = max(map(self._away, self.layers))
+        return max(0.0, self.passes * self._of_all(self._away) - staying * most)
 
-    @property
-    def staying(self) -> float:
-        """Blocks that do: the last of each pass over a stage, and the one on its way back."""
-        return self.passes * self.num_stages + 1
-
-    def all_activations(self) -> float:
-        """Bytes kept by all blocks, the final norm and the hidden states, which are never
-        compiled."""
+    def _activations(self) -> float:
+        """Count bytes of all blocks, the final norm and the hidden states on the device."""
+        # The last two are never compiled.
         tail = self.is_last * self.arch.hidden_size * (FP32 + 2 * self.width)
-        kept = self.passes * (self.all_layers(self.saved) + self.share.own_tokens * tail)
-        return kept - self.host()
+        kept = self.passes * (self._of_all(self._saved) + self.share.own_tokens * tail)
+        return kept - self._host()
 
-    def backward_set(self, layer: Layer) -> float:
-        """Bytes of one block's backward beside what was saved.
+    def _backward_set(self, layer: _Layer) -> float:
+        """Count what the backward needs beside what was saved.
 
-        They are recomputed activations, gradients of whatever is wider than the residual stream,
-        and gradients of the parameters in the compute dtype (fp32 if the weights are).
+        It is recomputed activations, gradients of whatever is wider than the residual stream, and
+        gradients of the parameters in the compute dtype (fp32 if the weights are).
         """
-        recomputed = self.activations(layer) - self.saved(layer)
-        gradients = self.share_trained * self.width * self.numbers(layer)
+        recomputed = self._unrecomputed(layer) - self._saved(layer)
+        gradients = self.share_trained * self.width * self._numbers(layer)
         return recomputed + gradients + sum(part.working_set(self.share) for part in layer)
 
-    def loss_gradients(self) -> float:
-        """Bytes of the gradients of head and hidden states, which the loss's forward makes."""
-        hidden = self.share.tokens * self.arch.hidden_size
-        head = self.share_trained * self.vocabulary_numbers()
-        return self.is_last * self.width * (head + hidden)
 
-    def logits_chunk(self) -> float:
-        """Bytes of the logits that exist at once."""
-        numbers = self.share.tokens * self.arch.vocab_size / self.dims.tp
-        return self.is_last * self.width * min(numbers, CHUNK_ELEMENTS)
-
-
-def _start_of_backward(s: Sizes) -> MemoryEstimate:
-    """Estimate the start of the backward, in the loss or in the last block, with all
-    activations."""
-    head = s.share_updated * s.share_trained * s.vocabulary_numbers()
-    reduced = head if s.is_alone and not s.is_accumulating else s.local_updated()
-    backward = max(map(s.backward_set, s.layers))
-    return MemoryEstimate(
-        weights=s.local_weights(),
-        gradients=s.gradients(reduced),
-        moments=s.local_moments(),
-        gathered=s.unsharded_blocks() + s.unsharded_vocabulary(),
-        activations=s.all_activations(),
-        logits=s.loss_gradients() + max(0.0, s.logits_chunk() - backward),
-        working_set=backward,
-        host=s.host(),
-    )
-
-
-def _generating(s: Sizes) -> MemoryEstimate:
-    """Estimate generation, between updates; buckets of gradients stay unless they are offloaded."""
-    is_offloaded = s.config.rl.offload
-    gathered = 0.0 if s.is_alone or is_offloaded else s.unsharded_blocks()
-    return MemoryEstimate(
-        weights=s.local_weights(),
-        gradients=0.0 if s.is_alone or is_offloaded else s.gradients(s.local_updated()),
-        moments=0.0 if is_offloaded else s.local_moments(),
-        gathered=gathered,
-        activations=0.0,
-        logits=0.0,
-        working_set=0.0,
-        generator=s.generator,
-        cache=s.cache(),
-    )
-
-
-def _end_of_backward(s: Sizes) -> MemoryEstimate:
-    """Estimate the first block's backward, with the gradients of all others but the embedding."""
-    first, still_to_come = next(iter(s.layers)), 0.0
-    if s.is_alone and not s.is_accumulating:
-        vocabulary = 0.0 if s.arch.tie_embeddings else s.vocabulary_numbers()
-        still_to_come = s.share_updated * s.share_trained * (s.numbers(first) + vocabulary)
-    gathered = s.unsharded_blocks() + s.unsharded_vocabulary()
-    if s.is_alone:  # its own, and the embedding
-        matrices = 1 if s.arch.tie_embeddings else 2
-        gathered = s.unsharded(first) + s.unsharded_vocabulary() / matrices
-    return MemoryEstimate(
-        weights=s.local_weights(),
-        gradients=s.gradients(s.local_updated() - still_to_come),
-        moments=s.local_moments(),
-        gathered=gathered,
-        activations=s.saved(first),
-        logits=0.0,
-        working_set=s.backward_set(first),
-        host=s.host(),
-    )
+def _copied_bytes(
+    numel: int, rule: Rule, dims: ParallelDims, dtype: torch.dtype, *, is_here: bool
+) -> float:
+    """Count what generation copies of a weight, where training has another or none ``is_here``."""
+    used, is_expert = rule.gather or dtype, rule.style == "expert"
+    is_cut = (dims.efsdp if is_expert else dims.sharding_ranks) > 1
+    if rule.trainable or is_cut or rule.storage != used or rule.is_narrow or not is_here:
+        return numel // (dims.ep if is_expert else 1) * used.itemsize
+    return 0

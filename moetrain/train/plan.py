@@ -36,18 +36,10 @@ from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import describe_pipeline
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
-from moetrain.train.memory import (
-    MARGIN,
-    MemoryEstimate,
-    check_memory,
-    estimate_ranks,
-    least_sleep,
-    sizes_of_ranks,
-)
+from moetrain.train.memory import MARGIN, MemoryEstimate, least_sleep, sizes_of_ranks
 
 logger = logging.getLogger("moetrain")
 
@@ -55,14 +47,12 @@ _MOST_GPUS = 4096
 """The largest number of GPUs that is tried."""
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Values of ``optim.offload_fraction`` that are tried."""
-_HOSTED_BYTES = 16
-"""Bytes of a parameter that is updated on the host: weight, gradient and both moments, in fp32."""
 _NO_LIMIT = 2**60
 """A control group's limit from here on is none: the first version of them says so that way."""
 
 _Change = Mapping[str, Any]
 """Settings with other values, by dotted name."""
-Takes = Mapping[str, float]
+_Takes = Mapping[str, float]
 """Bytes of one process, by the setting that asks for them."""
 
 
@@ -107,11 +97,11 @@ class _MemoryPlan(NamedTuple):
         sizes = self.config, self.arch, dims, compute_dtype(self.config, machine.device)
         if self.generates:
             sleep: SleepName | None = least_sleep(*sizes, machine.capacity)
-        return estimate_ranks(*sizes, sleep)
+        return [rank.peak(sleep) for rank in sizes_of_ranks(*sizes)]
 
-    def peak(self) -> float:
-        """Return the bytes of the device that takes most."""
-        return max(estimate.total for estimate in self.ranks())
+    def peak(self) -> MemoryEstimate:
+        """Return the estimate of the device that takes most."""
+        return max(self.ranks(), key=lambda estimate: estimate.total)
 
     def changed(self, change: _Change) -> _MemoryPlan | None:
         """Return the plan with ``change``; None if such settings contradict each other."""
@@ -128,9 +118,9 @@ class _MemoryPlan(NamedTuple):
         """Return the first of ``changes`` with which all surely fits, in words, or None."""
         for change in changes:
             plan = self.changed(change)
-            if plan and (peak := plan.peak()) * (1 + MARGIN) <= plan.machine.capacity:
+            if plan and (peak := plan.peak()).surely_fits(plan.machine.capacity):
                 words = " ".join(f"--{name} {_shown(value)}" for name, value in change.items())
-                return f"{words} ({peak / GIB:.1f} GiB)"
+                return f"{words} ({peak.total / GIB:.1f} GiB)"
         return None
 
 
@@ -145,23 +135,23 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     ranks, machine = plan.ranks(), plan.machine
     found = max(ranks, key=lambda estimate: estimate.total)
     if generates:  # its cache is as large as rl.cache_tokens says: no other setting helps
-        check_memory(found, config, machine.capacity)
+        found.check(config, machine.capacity)
     lines = [f"memory on {machine.describe()}, estimated: {found.describe()}"]
     dims = plan_world(plan.config, arch, machine.processes)
     if dims.pp > 1:
         by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
         lines.append(f"{describe_pipeline(plan.config, arch, dims)}, GiB {by_rank}")
-    return "\n".join([*lines, _verdict(plan, found.total)])
+    return "\n".join([*lines, _verdict(plan, found)])
 
 
-def _verdict(plan: _MemoryPlan, peak: float) -> str:
-    """Say whether ``peak`` bytes fit, to the estimate's error, and else which settings would."""
+def _verdict(plan: _MemoryPlan, peak: MemoryEstimate) -> str:
+    """Say whether ``peak`` fits, to the estimate's error, and else which settings would."""
     machine = plan.machine
-    sizes = f"{peak / GIB:.1f} of {machine.capacity / GIB:.1f} GiB"
-    if peak * (1 + MARGIN) <= machine.capacity:
+    sizes = f"{peak.total / GIB:.1f} of {machine.capacity / GIB:.1f} GiB"
+    if peak.surely_fits(machine.capacity):
         return f"fits: {sizes}"
-    may = peak * (1 - MARGIN) <= machine.capacity
-    verdict = f"{'may not fit' if may else 'does not fit'}: {sizes}, give or take {MARGIN:.0%}"
+    may = "may not" if peak.may_fit(machine.capacity) else "does not"
+    verdict = f"{may} fit: {sizes}, give or take {MARGIN:.0%}"
     ways = [plan.first_that_fits(_changes(plan))]
     if machine.device.type == "cuda":
         ways.append(plan.first_that_fits(_more_gpus(plan)))
@@ -245,22 +235,6 @@ class _Room(NamedTuple):
         return self.available if math.isinf(self.allowed) else self.allowed
 
 
-def _host_takes(
-    config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
-) -> list[Takes]:
-    """Return what a process of each pipeline rank takes, without settings that ask for nothing."""
-    found = []
-    for sizes in sizes_of_ranks(config, arch, dims, dtype):
-        hosted = config.optim.offload_fraction * sizes.trained / dims.sharding_ranks
-        wanted = {
-            "optim.offload_fraction": _HOSTED_BYTES * hosted,
-            "activation.offload": sizes.host(),
-            "rl.offload": config.rl.offload * sizes.local_moments(),
-        }
-        found.append({name: size for name, size in wanted.items() if size})
-    return found
-
-
 def plan_host(config: Config, arch: Architecture) -> str:
     """Describe what a run would take of host memory and what this machine has; empty: nothing.
 
@@ -269,8 +243,8 @@ def plan_host(config: Config, arch: Architecture) -> str:
     """
     machine = planned_machine(config)
     dims = plan_world(config, arch, machine.processes)
-    of_stages = _host_takes(config, arch, dims, compute_dtype(config, machine.device))
-    takes = _sum(one for one in of_stages for _ in range(dims.world_size // dims.pp))
+    ranks = sizes_of_ranks(config, arch, dims, compute_dtype(config, machine.device))
+    takes = _sum([rank.on_host() for rank in ranks] * (dims.world_size // dims.pp))
     if not takes:
         return ""
     return (
@@ -285,7 +259,8 @@ def check_host(config: Config, arch: Architecture, world: World) -> None:
     Raises:
         ConfigError: it names the setting that takes most, and how much memory there is.
     """
-    of_stages = _host_takes(config, arch, world.dims, compute_dtype(config, world.device))
+    ranks = sizes_of_ranks(config, arch, world.dims, compute_dtype(config, world.device))
+    of_stages = [rank.on_host() for rank in ranks]
     if not any(of_stages):
         return
     mine = of_stages[world.rank // (world.size // world.dims.pp)]
@@ -299,14 +274,14 @@ def check_host(config: Config, arch: Architecture, world: World) -> None:
 
 
 def _what_is_wrong(
-    config: Config, reports: Iterable[tuple[str, Takes, Sequence[float]]]
+    config: Config, reports: Iterable[tuple[str, _Takes, Sequence[float]]]
 ) -> tuple[str, str] | None:
     """Return a setting and its problem, or None if all machines have enough; may warn.
 
     Args:
         reports: for each process its machine's name, what it takes, and a :class:`_Room`.
     """
-    by_host: dict[str, list[tuple[Takes, _Room]]] = {}
+    by_host: dict[str, list[tuple[_Takes, _Room]]] = {}
     for name, takes, room in reports:
         by_host.setdefault(name, []).append((takes, _Room(*room)))
     for name, found in by_host.items():
@@ -329,7 +304,7 @@ def _what_is_wrong(
     return None
 
 
-def _sum(takes: Iterable[Takes]) -> Takes:
+def _sum(takes: Iterable[_Takes]) -> _Takes:
     """Add up what several processes take."""
     total: Counter[str] = Counter()
     for one in takes:
@@ -337,7 +312,7 @@ def _sum(takes: Iterable[Takes]) -> Takes:
     return dict(total)
 
 
-def _described(takes: Takes) -> str:
+def _described(takes: _Takes) -> str:
     """Write ``14.0 GiB: optim.offload_fraction 12.0, activation.offload 2.0``."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in takes.items())
     return f"{sum(takes.values()) / GIB:.1f} GiB: {parts}"

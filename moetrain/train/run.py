@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moetrain.checkpoint.format import checkpoint_name
+from moetrain.checkpoint.format import checkpoint_name, list_checkpoints
 from moetrain.checkpoint.read import Checkpoint
 from moetrain.checkpoint.save import Saved
 from moetrain.config import Config, ConfigError
@@ -34,14 +34,7 @@ from moetrain.parallel.layout import TensorSlice
 from moetrain.train.engine import Engine, LateNumbers
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
 from moetrain.train.profiling import Profile
-from moetrain.train.run_folder import (
-    CHECKPOINTS,
-    check_shared,
-    claimed,
-    resume_now,
-    set_aside,
-    where_it_failed,
-)
+from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, prepare
 from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
 
@@ -181,6 +174,7 @@ class Run(ABC):
         config, arch = self.config, self.session.arch
         self.device = self.world.device
         self.folder = Path(config.output_dir)
+        self.run_folder = RunFolder(self.folder)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
         self.saved_time = time.monotonic()
         self.stop: list[int] = []
@@ -194,7 +188,7 @@ class Run(ABC):
         self.clock = Throughput(flops, self.device)
         with self.claim():
             # Before anything slow.
-            check_shared(self.folder, self.world)
+            self.run_folder.check_shared(self.world)
             found = self.find(None)
             self.build(arch)
             config.log.check(self.total_steps)
@@ -206,7 +200,7 @@ class Run(ABC):
 
     def claim(self) -> AbstractContextManager[None]:
         """Keep every other run out of this run's folder while inside."""
-        return claimed(self.folder) if self.world.is_main else nullcontext()
+        return self.run_folder.claimed() if self.world.is_main else nullcontext()
 
     # ---- what a kind of run says ---------------------------------------------------------------
 
@@ -261,7 +255,7 @@ class Run(ABC):
         config = self.config
         with self.claim():
             if self.world.is_main:
-                set_aside(self.folder, self.continues, self.step)
+                self.run_folder.set_aside(self.continues, self.step)
                 log = MetricsLog(self.folder, config.log, self.total_steps, self.step)
             else:
                 log = SilentLog()
@@ -380,7 +374,7 @@ class Run(ABC):
 
     def begin_save(self, *, failed: bool = False) -> Path:
         """Begin a checkpoint; with ``checkpoint.asynchronous`` training goes on meanwhile."""
-        path = self.folder / CHECKPOINTS / checkpoint_name(self.step, failed=failed)
+        path = self.run_folder.checkpoints / checkpoint_name(self.step, failed=failed)
         if self.saved_at == self.step and not failed:
             return path
         self.clock.stop()
@@ -405,17 +399,24 @@ class Run(ABC):
     def save_failed(self) -> str:
         """Save the state of a failed run under another name; returns what to tell the user."""
         try:
-            return where_it_failed(self.save(failed=True))
+            saved = self.save(failed=True)
         except RunFailed as failure:
             return str(failure)
+        good = list_checkpoints(saved.parent)[-1:]
+        return (
+            f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume "
+            f"with that path takes; auto goes on from {good[0].name if good else 'the start'}"
+        )
 
     def find(self, before: int | None) -> Checkpoint | None:
         """Find the checkpoint to resume, of an earlier step than ``before``. Collective."""
         place, resume = launched_place(), self.config.checkpoint.resume
         if place is not None and self.world.is_main:
-            resume = resume_now(resume, self.folder, place.restarts)
+            resume = self.run_folder.resume_now(resume, place.restarts)
         self.resume_from = self.world.broadcast(resume)
-        return find_snapshot(self.resume_from, self.folder, self.session.arch, self.world, before)
+        return find_snapshot(
+            self.resume_from, self.run_folder, self.session.arch, self.world, before
+        )
 
     def resume(self, found: Checkpoint) -> None:
         """Load the state of ``found``; with ``auto``, if it is damaged, of the newest before it."""

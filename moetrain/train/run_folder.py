@@ -4,7 +4,7 @@ The checkpoints of a folder are one branch of training, the higher step the newe
 the newest intact one. Whatever would break that (steps after the resumed one, or another run's
 checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-The main rank alone calls these functions, except :func:`check_shared`, which is collective.
+The main rank alone calls these methods, except :meth:`RunFolder.check_shared`, which is collective.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from moetrain.parallel.world import World
 
 logger = logging.getLogger("moetrain")
 
-CHECKPOINTS = "checkpoints"
 _BEGUN = ".begun"
 """Marker file: what lies in the folder belongs to the run that was last started there."""
 _LOCK = ".lock"
@@ -59,44 +58,225 @@ _FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt", "re
 _FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions", "profile")
 
 
-def check_output_folder(folder: Path) -> None:
-    """Check that a run can write to ``folder``, without creating anything.
+class RunFolder:
+    """The output folder of a run."""
 
-    Raises:
-        ConfigError: the folder or a path that a run needs in it is blocked by another file, has too
-            long a name, or cannot be written to.
-    """
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
 
-    def error(problem: str) -> ConfigError:
-        return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
+    def check_usable(self) -> None:
+        """Check that a run can write here, without creating anything.
 
-    try:
-        there = Path(os.path.abspath(folder))
-        while not os.path.lexists(there):
-            there = there.parent
-        if not there.exists():
-            raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
-        if not there.is_dir():
-            raise error(f"cannot be made: {shortened(str(there))} is not a folder")
-        missing = Path(os.path.abspath(folder)).relative_to(there).parts
-        longest_name = os.pathconf(there, "PC_NAME_MAX")
-        if any(len(os.fsencode(part)) > longest_name for part in missing):
-            raise error(f"has a name of more than {longest_name} bytes")
-        longest_path = os.pathconf(there, "PC_PATH_MAX")
-        if len(os.fsencode(os.path.abspath(folder))) + _LONGEST_BELOW >= longest_path:
-            raise error(f"leaves too little of {longest_path} bytes for the names of its files")
-        with tempfile.TemporaryFile(dir=there):
-            pass
-        for name in _FILES_OF_A_RUN:
-            if (folder / name).is_dir():
-                raise error(f"cannot be used: its {name} is a folder")
-        if not _is_of_a_run(folder / "config.json"):
-            raise error("cannot be used: its config.json is no run's, and would be replaced")
-        for name in _FOLDERS_OF_A_RUN:
-            if os.path.lexists(folder / name) and not (folder / name).is_dir():
-                raise error(f"cannot be used: its {name} is not a folder")
-    except OSError as failure:
-        raise error(f"cannot be written to: {failure.strerror}") from None
+        Raises:
+            ConfigError: the folder or a path in it is blocked by another file, has too long a name,
+                or cannot be written to.
+        """
+
+        folder = self.path
+
+        def error(problem: str) -> ConfigError:
+            return ConfigError("output_dir", f"{shortened(str(folder))} {problem}; choose another")
+
+        try:
+            there = Path(os.path.abspath(folder))
+            while not os.path.lexists(there):
+                there = there.parent
+            if not there.exists():
+                raise error(f"cannot be made: {shortened(str(there))} is a link to nothing")
+            if not there.is_dir():
+                raise error(f"cannot be made: {shortened(str(there))} is not a folder")
+            missing = Path(os.path.abspath(folder)).relative_to(there).parts
+            longest_name = os.pathconf(there, "PC_NAME_MAX")
+            if any(len(os.fsencode(part)) > longest_name for part in missing):
+                raise error(f"has a name of more than {longest_name} bytes")
+            longest_path = os.pathconf(there, "PC_PATH_MAX")
+            if len(os.fsencode(os.path.abspath(folder))) + _LONGEST_BELOW >= longest_path:
+                raise error(f"leaves too little of {longest_path} bytes for the names of its files")
+            with tempfile.TemporaryFile(dir=there):
+                pass
+            for name in _FILES_OF_A_RUN:
+                if (folder / name).is_dir():
+                    raise error(f"cannot be used: its {name} is a folder")
+            if not _is_of_a_run(folder / "config.json"):
+                raise error("cannot be used: its config.json is no run's, and would be replaced")
+            for name in _FOLDERS_OF_A_RUN:
+                if os.path.lexists(folder / name) and not (folder / name).is_dir():
+                    raise error(f"cannot be used: its {name} is not a folder")
+        except OSError as failure:
+            raise error(f"cannot be written to: {failure.strerror}") from None
+
+    def check_room(self, config: Config, arch: Architecture) -> None:
+        """Check that the disk has room for what the run will write.
+
+        Raises:
+            ConfigError: it names the free bytes, the bytes needed, and what needs them.
+        """
+        checkpoint, steps = config.checkpoint, config.train.steps
+        saves = int(checkpoint.at_end)
+        if checkpoint.interval:
+            saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
+        if checkpoint.minutes:  # how many there will be is not known
+            saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
+        milestones = 0
+        if checkpoint.keep_every and steps is not None:
+            milestones = steps // checkpoint.keep_every
+        # The oldest goes when the newest is complete.
+        copies = min(saves, checkpoint.keep + 1 + milestones)
+        one = arch.num_params() * _CHECKPOINT_BYTES
+        export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
+        # New checkpoints take the place of these.
+        going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(self.checkpoints)
+        folder = self.path
+        while not folder.exists():
+            folder = Path(os.path.abspath(folder)).parent
+        total, _, free = shutil.disk_usage(folder)
+        need = copies * one + export
+        if not total or free + going >= need:  # remote ones may not know their size
+            return
+        what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
+        what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
+        raise ConfigError(
+            "output_dir",
+            f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
+            f"{_gib(need)}: {' and '.join(what)}; choose another, or write less "
+            "(checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end)",
+        )
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Let this process alone write here while inside; the folder is made if it is missing.
+
+        Leftovers of killed saves are removed first. The claim is a lock, which the kernel releases
+        however the process ends. A folder made for a run whose settings or data turn out to be
+        wrong is removed again.
+
+        Raises:
+            ConfigError: another run writes to it, or it cannot be written to.
+        """
+        folder = self.path
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except (OSError, ValueError) as error:  # a name with a NUL is the latter
+            raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
+        try:
+            if _lock(descriptor, folder):
+                remove_leftovers(self.checkpoints)
+            try:
+                yield
+            except ConfigError:
+                _unmake(made)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def check_shared(self, world: World) -> None:
+        """Check that every rank can write to this very folder, which the main rank has made.
+
+        Each rank writes a small file, which the main rank must be able to read; all are removed
+        again. Collective: all ranks return, or all raise the same error.
+
+        Raises:
+            ConfigError: a rank cannot write there, or the main rank does not see its file, as on
+                machines that each have their own disk.
+        """
+        if world.rendezvous is None:
+            return
+        token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
+        mine = self.path / _MARK.format(world.rank)
+        reports = world.rendezvous.gather(
+            json.dumps([socket.gethostname(), _write_mark(mine, token)])
+        )
+        problem = _not_shared(self.path, token, [json.loads(report) for report in reports])
+        problem = world.broadcast(problem)
+        with suppress(OSError):
+            mine.unlink()
+        world.barrier()  # the folder may go again, and must be empty then
+        if problem:
+            raise ConfigError("output_dir", problem)
+
+    def find(self, resume: str, before: int | None = None) -> Path | None:
+        """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
+
+        ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those
+        of step ``before`` and later are known to be damaged.
+
+        Raises:
+            ConfigError: a named folder is not an intact checkpoint, none here is, or the
+                newest that is not damaged has another version of the format.
+        """
+        if resume == "never":
+            return None
+        if resume != "auto":
+            return open_checkpoint(newest_in(Path(resume))).folder
+        damaged: list[str] = []
+        for newest in reversed(list_checkpoints(self.checkpoints)):
+            if before is not None and (step_of(newest) or 0) >= before:
+                damaged.append(f"{newest.name}, as said before")
+                continue
+            try:
+                open_checkpoint(newest)
+            except DamagedCheckpoint as error:
+                damaged.append(error.problem)
+                continue
+            for problem in damaged if before is None else ():
+                logger.warning("a damaged checkpoint is passed over: %s", problem)
+            return newest
+        if damaged:
+            raise ConfigError(
+                "checkpoint.resume",
+                f"every checkpoint in {str(self.checkpoints)!r} is damaged ({'; '.join(damaged)}); "
+                "name another one, or start afresh with never",
+            )
+        return None
+
+    def resume_now(self, resume: str, restarts: int) -> str:
+        """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
+
+        It is ``auto`` once the first run has come to :meth:`set_aside` and has saved something;
+        before that, the run begins where it first did.
+        """
+        mark = self.path / _BEGUN
+        if restarts and mark.exists():
+            return "auto" if list_checkpoints(self.checkpoints) else resume
+        mark.unlink(missing_ok=True)
+        return resume
+
+    def set_aside(self, resumed: Path | None, step: int) -> None:
+        """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
+
+        A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
+        checkpoints and metrics. Any other moves the checkpoints after ``step``, with a copy of the
+        metrics, whose later lines it will drop.
+        """
+        folder, root = self.path, self.checkpoints
+        checkpoints = list_checkpoints(root)
+        if resumed is not None and resumed.resolve().parent == root.resolve():
+            later = [path for path in checkpoints if (step_of(path) or 0) > step]
+            if later:
+                old = self._next_earlier()
+                (old / root.name).mkdir()
+                if (folder / "metrics.jsonl").exists():
+                    shutil.copy2(folder / "metrics.jsonl", old)
+                for path in later:
+                    path.rename(old / root.name / path.name)
+                logger.info("checkpoints after step %d were moved to %s", step, old)
+        elif checkpoints:
+            old = self._next_earlier()
+            for name in (root.name, "metrics.jsonl", "tensorboard", "profile"):
+                if (folder / name).exists():
+                    (folder / name).rename(old / name)
+            logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
+        (folder / _BEGUN).touch()
+
+    def _next_earlier(self) -> Path:
+        number = 1
+        while (old := self.path / f"earlier-{number}").exists():
+            number += 1
+        old.mkdir()
+        return old
 
 
 def _is_of_a_run(file: Path) -> bool:
@@ -108,69 +288,6 @@ def _is_of_a_run(file: Path) -> bool:
     except (ValueError, RecursionError):  # a run was killed while it wrote this
         return True
     return isinstance(settings, dict) and "output_dir" in settings
-
-
-def check_own_files_are_no_data(config: Config) -> None:
-    """Check that training data, evaluation data and output folder lie apart.
-
-    Raises:
-        ConfigError: the next run would read this one's files as data, or no row is held out.
-    """
-    data = config.data
-    given = {"path": data.path, "eval_path": data.eval_path}
-    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
-    if len(folders) == 2 and folders["path"] == folders["eval_path"]:
-        raise ConfigError(
-            "data.eval_path",
-            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
-            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
-        )
-    output = Path(os.path.realpath(config.output_dir))
-    for name, folder in folders.items():
-        if os.path.isdir(folder) and output.is_relative_to(folder):
-            if any(part.startswith(".") for part in output.relative_to(folder).parts):
-                continue  # where data is not looked for
-            raise ConfigError(
-                "output_dir",
-                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
-                "would read what this one writes as data; choose one outside",
-            )
-
-
-def check_room(folder: Path, config: Config, arch: Architecture) -> None:
-    """Check that the disk of ``folder`` has room for what the run will write.
-
-    Raises:
-        ConfigError: it names the free bytes, the bytes needed, and what needs them.
-    """
-    checkpoint, steps = config.checkpoint, config.train.steps
-    saves = int(checkpoint.at_end)
-    if checkpoint.interval:
-        saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
-    if checkpoint.minutes:  # how many there will be is not known
-        saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
-    milestones = 0
-    if checkpoint.keep_every and steps is not None:
-        milestones = steps // checkpoint.keep_every
-    # The oldest goes when the newest is complete.
-    copies = min(saves, checkpoint.keep + 1 + milestones)
-    one = arch.num_params() * _CHECKPOINT_BYTES
-    export = arch.num_params() * _EXPORT_BYTES * checkpoint.save_hf
-    # New checkpoints take the place of these.
-    going = 0 if checkpoint.resume == "never" else _bytes_of_checkpoints(folder / "checkpoints")
-    while not folder.exists():
-        folder = Path(os.path.abspath(folder)).parent
-    total, _, free = shutil.disk_usage(folder)
-    if not total or free + going >= copies * one + export:  # remote ones may not know their size
-        return
-    what = [f"{copies} checkpoint{'s' * (copies > 1)} of {_gib(one)}"] * (copies > 0)
-    what += [f"checkpoint.save_hf's {_gib(export)}"] * (export > 0)
-    raise ConfigError(
-        "output_dir",
-        f"{config.output_dir!r} has room for {_gib(free)}, and the run will write "
-        f"{_gib(copies * one + export)}: {' and '.join(what)}; choose another, or "
-        "write less (checkpoint.keep, checkpoint.interval, checkpoint.minutes, checkpoint.at_end)",
-    )
 
 
 def _bytes_of_checkpoints(root: Path) -> int:
@@ -185,35 +302,6 @@ def _bytes_of_checkpoints(root: Path) -> int:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB"
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Let this process alone write to ``folder`` while inside; the folder is made if it is missing.
-
-    Leftovers of killed saves are removed first. The claim is a lock that the kernel releases when
-    the process ends, in whatever way. A folder made for a run whose settings or data turn out to be
-    wrong is removed again.
-
-    Raises:
-        ConfigError: another run writes to it, or it cannot be written to.
-    """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except (OSError, ValueError) as error:  # a name with a NUL is the latter
-        raise ConfigError("output_dir", f"{str(folder)!r} cannot be written: {error}") from None
-    try:
-        if _lock(descriptor, folder):
-            remove_leftovers(folder / CHECKPOINTS)
-        try:
-            yield
-        except ConfigError:
-            _unmake(made)
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _unmake(made: list[Path]) -> None:
@@ -248,30 +336,6 @@ def _lock(descriptor: int, folder: Path) -> bool:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
-
-
-def check_shared(folder: Path, world: World) -> None:
-    """Check that every rank can write to the same ``folder``, which the main rank has made.
-
-    Each rank writes a small file, which the main rank must be able to read; all are removed again.
-    Collective: all ranks return, or all raise the same error.
-
-    Raises:
-        ConfigError: a rank cannot write there, or the main rank does not see its file, as on
-            machines that each have their own disk.
-    """
-    if world.rendezvous is None:
-        return
-    token = world.broadcast(secrets.token_hex(8))  # comes when there is a folder
-    mine = folder / _MARK.format(world.rank)
-    reports = world.rendezvous.gather(json.dumps([socket.gethostname(), _write_mark(mine, token)]))
-    problem = _not_shared(folder, token, [json.loads(report) for report in reports])
-    problem = world.broadcast(problem)
-    with suppress(OSError):
-        mine.unlink()
-    world.barrier()  # the folder may go again, and must be empty then
-    if problem:
-        raise ConfigError("output_dir", problem)
 
 
 def _write_mark(file: Path, token: str) -> str:
@@ -314,98 +378,3 @@ def _holds(file: Path, token: str) -> bool:
         return file.read_text() == token
     except (OSError, ValueError):  # it is not there yet, or only half
         return False
-
-
-def find_checkpoint(resume: str, folder: Path, before: int | None = None) -> Path | None:
-    """Return the checkpoint that ``checkpoint.resume`` asks for, or None to start anew.
-
-    ``auto`` skips damaged checkpoints, with a warning, and takes the newest intact one. Those of
-    step ``before`` and later are known to be damaged.
-
-    Raises:
-        ConfigError: a named folder is not an intact checkpoint, none of ``folder``'s is, or the
-            newest that is not damaged has another version of the format.
-    """
-    root = folder / CHECKPOINTS
-    if resume == "never":
-        return None
-    if resume != "auto":
-        return open_checkpoint(newest_in(Path(resume))).folder
-    damaged: list[str] = []
-    for newest in reversed(list_checkpoints(root)):
-        if before is not None and (step_of(newest) or 0) >= before:
-            damaged.append(f"{newest.name}, as said before")
-            continue
-        try:
-            open_checkpoint(newest)
-        except DamagedCheckpoint as error:
-            damaged.append(error.problem)
-            continue
-        for problem in damaged if before is None else ():
-            logger.warning("a damaged checkpoint is passed over: %s", problem)
-        return newest
-    if damaged:
-        raise ConfigError(
-            "checkpoint.resume",
-            f"every checkpoint in {str(root)!r} is damaged ({'; '.join(damaged)}); name another "
-            "one, or start afresh with never",
-        )
-    return None
-
-
-def resume_now(resume: str, folder: Path, restarts: int) -> str:
-    """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
-
-    It is ``auto`` once the first run has come to :func:`set_aside` and has saved something; before
-    that, the run begins where it first did.
-    """
-    mark = folder / _BEGUN
-    if restarts and mark.exists():
-        return "auto" if list_checkpoints(folder / CHECKPOINTS) else resume
-    mark.unlink(missing_ok=True)
-    return resume
-
-
-def where_it_failed(saved: Path) -> str:
-    """Tell the user about ``saved``, the checkpoint of a failed run."""
-    good = list_checkpoints(saved.parent)[-1:]
-    return (
-        f"its weights, which may have blown up, are in {saved}, which only checkpoint.resume with "
-        f"that path takes; auto goes on from {good[0].name if good else 'the start'}"
-    )
-
-
-def set_aside(folder: Path, resumed: Path | None, step: int) -> None:
-    """Move aside what a run from checkpoint ``resumed`` at ``step`` does not continue.
-
-    A run that starts anew (None), or from a checkpoint elsewhere, moves an earlier run's
-    checkpoints and metrics. Any other moves the checkpoints after ``step``, with a copy of the
-    metrics, whose later lines it will drop.
-    """
-    root = folder / CHECKPOINTS
-    checkpoints = list_checkpoints(root)
-    if resumed is not None and resumed.resolve().parent == root.resolve():
-        later = [path for path in checkpoints if (step_of(path) or 0) > step]
-        if later:
-            old = _next_earlier(folder)
-            (old / CHECKPOINTS).mkdir()
-            if (folder / "metrics.jsonl").exists():
-                shutil.copy2(folder / "metrics.jsonl", old)
-            for path in later:
-                path.rename(old / CHECKPOINTS / path.name)
-            logger.info("checkpoints after step %d were moved to %s", step, old)
-    elif checkpoints:
-        old = _next_earlier(folder)
-        for name in (CHECKPOINTS, "metrics.jsonl", "tensorboard", "profile"):
-            if (folder / name).exists():
-                (folder / name).rename(old / name)
-        logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
-    (folder / _BEGUN).touch()
-
-
-def _next_earlier(folder: Path) -> Path:
-    number = 1
-    while (old := folder / f"earlier-{number}").exists():
-        number += 1
-    old.mkdir()
-    return old

@@ -23,6 +23,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.checks import Fact
 from moetrain.config.environment import c_compiler, launched_place
 from moetrain.config.rl import SleepName
+from moetrain.config.sources import shortened
 from moetrain.kernels.attention import cudnn as cudnn_attention
 from moetrain.kernels.backend import INTERPRETED
 from moetrain.kernels.quant.e4m3 import MULTIPLE
@@ -33,9 +34,9 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
-from moetrain.train.memory import check_memory, estimate_memory, least_sleep
+from moetrain.train.memory import estimate_memory, least_sleep
 from moetrain.train.plan import check_effects, check_host
-from moetrain.train.run_folder import check_output_folder, check_own_files_are_no_data, check_room
+from moetrain.train.run_folder import RunFolder
 
 logger = logging.getLogger("moetrain")
 
@@ -84,7 +85,7 @@ class Session:
             sleep = cast("SleepName", self.world.broadcast(mine))
         self.sleep = sleep
         self.memory = estimate_memory(*sizes, sleep)
-        check_memory(self.memory, config, capacity)
+        self.memory.check(config, capacity)
         check_host(config, arch, self.world)
         if config.train.deterministic:
             _make_deterministic()
@@ -118,10 +119,10 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
     """
     place = launched_place()
     writes = place is None or place.rank == 0
-    folder = Path(config.output_dir)
+    folder = RunFolder(Path(config.output_dir))
     if writes:
-        check_output_folder(folder)
-        check_own_files_are_no_data(config)
+        folder.check_usable()
+        _check_data_lies_apart(config)
         resume = config.checkpoint.resume
         if resume not in ("auto", "never") and not os.path.isdir(resume):
             raise ConfigError(
@@ -130,8 +131,35 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
             )
     config, arch = resolve_run(config)
     if writes:
-        check_room(folder, config, arch)
+        folder.check_room(config, arch)
     return config, arch
+
+
+def _check_data_lies_apart(config: Config) -> None:
+    """Check that training data, evaluation data and output folder lie apart.
+
+    Raises:
+        ConfigError: the next run would read this one's files as data, or no row is held out.
+    """
+    data = config.data
+    given = {"path": data.path, "eval_path": data.eval_path}
+    folders = {name: os.path.realpath(path) for name, path in given.items() if path is not None}
+    if len(folders) == 2 and folders["path"] == folders["eval_path"]:
+        raise ConfigError(
+            "data.eval_path",
+            f"{data.eval_path!r} is data.path itself: what is trained on tells nothing when it is "
+            "evaluated; name other data, or leave it out, and data.eval_fraction is held out",
+        )
+    output = Path(os.path.realpath(config.output_dir))
+    for name, folder in folders.items():
+        if os.path.isdir(folder) and output.is_relative_to(folder):
+            if any(part.startswith(".") for part in output.relative_to(folder).parts):
+                continue  # where data is not looked for
+            raise ConfigError(
+                "output_dir",
+                f"{shortened(config.output_dir)} lies in data.{name} {given[name]!r}: the next run "
+                "would read what this one writes as data; choose one outside",
+            )
 
 
 def resolve_run(config: Config) -> tuple[Config, Architecture]:

@@ -25,7 +25,7 @@ from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
-from moetrain.train.run_folder import find_checkpoint
+from moetrain.train.run_folder import RunFolder
 
 logger = logging.getLogger("moetrain")
 
@@ -120,7 +120,7 @@ def state_bytes(engine: Engine) -> int:
 
 
 def find_snapshot(
-    resume: str, folder: Path, arch: Architecture, world: World, before: int | None = None
+    resume: str, folder: RunFolder, arch: Architecture, world: World, before: int | None = None
 ) -> Checkpoint | None:
     """Open the checkpoint that ``resume`` asks for, chosen by the main rank. Collective.
 
@@ -131,9 +131,9 @@ def find_snapshot(
         None if the run starts anew.
 
     Raises:
-        ConfigError: as ``find_checkpoint``, or the checkpoint is of another model.
+        ConfigError: as :meth:`RunFolder.find`, or the checkpoint is of another model.
     """
-    path = find_checkpoint(resume, folder, before) if world.is_main else None
+    path = folder.find(resume, before) if world.is_main else None
     shared = world.broadcast("" if path is None else str(path))
     if not shared:
         return None
