@@ -39,8 +39,7 @@ import torch
 import torch.distributed as dist
 from bench_train import commit, device_name
 
-from moetrain.checkpoint.format import CHUNK
-from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint.read import CHUNK, open_checkpoint
 from moetrain.checkpoint.save import FILE_BYTES, WRITERS
 from moetrain.config import Config
 from moetrain.config.environment import launched_place

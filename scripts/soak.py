@@ -39,8 +39,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moetrain.checkpoint.format import DamagedCheckpoint, list_checkpoints
-from moetrain.checkpoint.read import Checkpoint, open_checkpoint
+from moetrain.checkpoint.read import (
+    Checkpoint,
+    DamagedCheckpoint,
+    list_checkpoints,
+    open_checkpoint,
+)
 from moetrain.train.metrics import read_metrics
 
 INTERVAL = 2

@@ -17,9 +17,8 @@ import torch
 from checkpoints import GROUPS, rewrite, save, state_of, tensors_of
 from command_lines import settled
 
-from moetrain.checkpoint import format as checkpoint_format
-from moetrain.checkpoint.format import list_checkpoints
-from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint import save as checkpoint_save
+from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
 from moetrain.models.hf.load import resolve_architecture
@@ -76,9 +75,7 @@ def kill_after(monkeypatch):
 
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
         guard(os, name)
-    guard(
-        checkpoint_format, "_write_all", lambda file, data: os.write(file, data[: len(data) // 2])
-    )
+    guard(checkpoint_save, "_write_all", lambda file, data: os.write(file, data[: len(data) // 2]))
 
     def set_left(number):
         calls["left"] = number

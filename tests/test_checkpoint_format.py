@@ -13,11 +13,9 @@ from checkpoints import save, save_tensors, state_of, tensors_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moetrain.checkpoint import format as checkpoint_format
 from moetrain.checkpoint import read as checkpoint_read
 from moetrain.checkpoint import save as checkpoint_save
-from moetrain.checkpoint.format import DamagedCheckpoint
-from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint.read import DamagedCheckpoint, open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
 from moetrain.config import ConfigError
 from moetrain.parallel.layout import TensorSlice
@@ -59,7 +57,7 @@ def small_chunks(monkeypatch):
 
 
 def set_chunks(monkeypatch, size):
-    for module in (checkpoint_format, checkpoint_read):
+    for module in (checkpoint_read, checkpoint_save):
         monkeypatch.setattr(module, "CHUNK", size)
     monkeypatch.setattr(checkpoint_save, "FILE_BYTES", 300)
 
@@ -158,8 +156,8 @@ def test_the_first_format_is_refused_in_one_line(tmp_path):
 def test_another_version_is_one_line_that_names_the_way_out(tmp_path):
     folder = save(tmp_path, 1)
     data = (folder / "manifest.json").read_bytes().replace(b'"format": 2', b'"format": 3')
-    body = data[: -checkpoint_format._SEAL_BYTES]
-    seal = f', "crc32": "{checkpoint_format.crc_of(body)}"}}\n'
+    body = data[: -checkpoint_read._SEAL_BYTES]
+    seal = f', "crc32": "{checkpoint_read.crc_of(body)}"}}\n'
     (folder / "manifest.json").write_bytes(body + seal.encode())
     with pytest.raises(ConfigError, match=r"format 3.*reads 2 alone.*export") as caught:
         open_checkpoint(folder)

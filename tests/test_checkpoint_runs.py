@@ -23,7 +23,7 @@ from distributed import fork_server, spawn
 from test_rl_run import config_of as rl_config
 
 from moetrain.checkpoint import save as checkpoint_save
-from moetrain.checkpoint.format import list_checkpoints
+from moetrain.checkpoint.read import list_checkpoints
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.config.environment import LaunchedPlace

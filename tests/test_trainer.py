@@ -18,8 +18,7 @@ import torch
 from command_lines import settled
 from rich.console import Console
 
-from moetrain.checkpoint.format import list_checkpoints
-from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection
 from moetrain.config.sources import RunFailed

@@ -1,47 +1,228 @@
-"""Reading checkpoints: each rank reads what it needs, whatever layout wrote it.
+"""The files of a checkpoint, and reading them on any layout.
 
-:class:`StoredTensor` is a tensor in files that is indexed like one in memory: ``stored[box]`` reads
-the pieces that overlap ``box``, in chunks of :data:`~moetrain.checkpoint.format.CHUNK` and several
-threads, and checks every chunk. It takes host memory for what it returns, and where a box cuts a
-piece's columns, for whole rows of the piece.
+Each rank writes pieces of tensors into safetensors files of its own. ``manifest.json`` says for
+every tensor in which files its pieces lie, and holds a CRC-32 of every 4 MiB of them, of every
+file's header and of itself. So a reader takes only the bytes that it needs, and knows that they are
+what was written. The manifest is one line::
+
+    {"format": 2,
+     "files": {"model-00000-00.safetensors": [size, length of header, its CRC], "state.json": ...},
+     "groups": {"model": {"norm.weight": {"dtype": "F32", "shape": [16],
+                                          "pieces": [[file, offset, starts, stops, CRCs]]}}},
+     "crc32": "89abcdef"}
+
+Beside a complete ``step-N``, a folder of checkpoints may hold these names:
+
+    failed-step-N       what a failed run left, which is read only where it is named
+    .step-N.replaced    step N, for the instant in which another save of that step takes its place
+    .step-N.<other>     a checkpoint that is being written or removed, or that a killed process left
+
+The checksums find accidents, not intent: whoever can write the files can write the manifest. Left
+out on purpose: models and ranks, and which checkpoint a run resumes
+(:mod:`moetrain.train.run_folder`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from moetrain.checkpoint.format import (
-    CHUNK,
-    CRC_DIGITS,
-    MANIFEST,
-    STATE,
-    Contents,
-    FilePiece,
-    ManifestEntry,
-    check_version,
-    crc_of,
-    open_file,
-    read_manifest,
-    step_of,
-    unreadable,
-)
 from moetrain.config import ConfigError
+from moetrain.config.files import SAFETENSORS_DTYPES
 from moetrain.config.sources import shortened
 
+FORMAT = 2
+"""Version of the files. Version 1, which is no longer read, had whole tensors and no manifest."""
+MANIFEST, STATE = "manifest.json", "state.json"
+CHUNK = 4 << 20
+"""Bytes under one checksum: few to read in vain where a piece is cut, and many for a disk."""
+_CRC_DIGITS = 8
+_SEAL = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n')
+_SEAL_BYTES = len(', "crc32": "89abcdef"}\n')
+_NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 _READERS = 8
 """Threads of a rank that read and check: they fill a disk's queue, and a core checks 2 GiB/s."""
 _FIELDS = {"step": int, "tokens": int, "sample_index": int, "architecture": dict, "config": dict}
 """Fields that ``state.json`` must have, and their types; the numbers are not negative."""
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint's files are not what was written; an earlier checkpoint may be intact."""
+
+
+def unreadable(path: Path, why: object) -> DamagedCheckpoint:
+    """Make the error for a file that cannot be read or cannot be trusted."""
+    return DamagedCheckpoint("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
+
+
+def sealed(text: str) -> bytes:
+    """Add to ``text``, a JSON object that is not empty, its checksum as the last key."""
+    body = text.encode()[:-1]
+    return body + f', "crc32": "{crc_of(body)}"}}\n'.encode()
+
+
+def holds_seal(data: bytes) -> bool | None:
+    """Return whether ``data`` is what :func:`sealed` returned, or None if it has no checksum."""
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    return None if seal is None else crc_of(memoryview(data)[:-_SEAL_BYTES]) == seal[1].decode()
+
+
+def crc_of(data: bytes | memoryview) -> str:
+    """Return the CRC-32 in hexadecimal."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def _plain(name: str) -> str:
+    """Return ``name`` if it is a plain file name, which leads to no other folder."""
+    if not name or name.startswith(".") or os.path.basename(name) != name:
+        raise ValueError(f"{name!r:.100} is no file of a checkpoint")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_plain)]
+_DTYPES = {name: getattr(torch, dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class FilePiece(NamedTuple):
+    """A piece ``whole[starts:stops]`` of a tensor lies row-major in ``file`` from ``offset`` on."""
+
+    file: _Name
+    offset: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    crcs: str
+    """Checksums of the piece's chunks of :data:`CHUNK` bytes, 8 hexadecimal digits each."""
+
+    @property
+    def numel(self) -> int:
+        """How many numbers the piece has."""
+        return torch.Size(b - a for a, b in zip(self.starts, self.stops, strict=True)).numel()
+
+
+@dataclass(frozen=True)
+class ManifestEntry:
+    """One tensor of a group."""
+
+    dtype: Annotated[
+        torch.dtype, PlainValidator(_DTYPES.__getitem__), PlainSerializer(DTYPE_NAMES.__getitem__)
+    ]
+    shape: tuple[int, ...]
+    pieces: tuple[FilePiece, ...]
+
+    def covers(self) -> bool:
+        """Return whether the pieces, which never overlap, make up the whole tensor."""
+        return sum(piece.numel for piece in self.pieces) == torch.Size(self.shape).numel()
+
+
+class FileSum(NamedTuple):
+    """What the manifest says of a file as such."""
+
+    size: int
+    head: int
+    """How many bytes at the beginning ``crc`` is the checksum of."""
+    crc: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies in some files of a checkpoint: one rank's report, or the whole manifest."""
+
+    files: dict[_Name, FileSum]
+    groups: dict[str, dict[str, ManifestEntry]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that the manifest holds."""
+        return _CONTENTS.dump_python(self, mode="json")
+
+    @classmethod
+    def from_json(cls, value: Any) -> Contents:
+        """Invert :meth:`to_json`; raises KeyError, TypeError or ValueError for anything else."""
+        try:
+            return _CONTENTS.validate_python(value)
+        except ValidationError as error:  # which has several lines
+            raise ValueError(error.errors()[0]["msg"]) from None
+
+    @classmethod
+    def together(cls, parts: Sequence[Contents]) -> Contents:
+        """Join all ranks' reports. A piece that several ranks have is taken from the first.
+
+        Raises:
+            ValueError: the pieces of a tensor are not the whole, or ranks disagree about its dtype
+                or shape.
+        """
+        whole = cls({}, {})
+        for part in parts:
+            whole.files.update(part.files)
+            for group, entries in part.groups.items():
+                known = whole.groups.setdefault(group, {})
+                for name, entry in entries.items():
+                    known[name] = _joined(name, known[name], entry) if name in known else entry
+        for group, entries in whole.groups.items():
+            lacking = [name for name, entry in entries.items() if not entry.covers()]
+            if lacking:
+                raise ValueError(f"nobody has all of {lacking[:3]} of group {group!r}")
+        return whole
+
+
+_CONTENTS = TypeAdapter(Contents)
+
+
+def _joined(name: str, one: ManifestEntry, two: ManifestEntry) -> ManifestEntry:
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        raise ValueError(f"ranks have {name!r} in different dtypes or shapes")
+    boxes = {(piece.starts, piece.stops) for piece in one.pieces}
+    new = (piece for piece in two.pieces if (piece.starts, piece.stops) not in boxes)
+    return ManifestEntry(one.dtype, one.shape, (*one.pieces, *new))
+
+
+# ---- names of folders ----------------------------------------------------------------------------
+
+
+def checkpoint_name(step: int, *, failed: bool = False) -> str:
+    """Return the name of a step's folder, such as ``step-00000100``."""
+    return f"{'failed-' if failed else ''}step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in a folder's name; None if :func:`list_checkpoints` would not list it."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1] or match[2])
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """List the complete checkpoints under ``root``, oldest first, without those of failed runs."""
+    if not root.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(root.iterdir()):  # hidden names first: a replaced step gives way
+        if (step := step_of(path)) is not None:
+            found[step] = path
+    return [found[step] for step in sorted(found)]
+
+
+def newest_in(path: Path) -> Path:
+    """Return the newest checkpoint in ``path``, a run's output folder or a folder of checkpoints.
+
+    If it holds none, ``path`` itself is returned, which should then be a checkpoint.
+    """
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    return found[-1] if found else path
+
+
+# ---- reading ------------------------------------------------------------------------------------
 
 
 @cache
@@ -51,7 +232,11 @@ def _readers() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint; reading raises DamagedCheckpoint for bytes that have changed."""
+    """One tensor of a checkpoint, indexed like one in memory: ``stored[box]`` is read and checked.
+
+    It takes host memory for what it returns, and where a box cuts a piece's columns, for whole rows
+    of the piece. Reading raises DamagedCheckpoint for bytes that have changed.
+    """
 
     folder: Path
     entry: ManifestEntry
@@ -137,9 +322,10 @@ class StoredTensor:
             if not got:
                 raise unreadable(self.folder / piece.file, "it is cut short")
             done += got
-        if crc_of(view) != piece.crcs[index * CRC_DIGITS : (index + 1) * CRC_DIGITS]:
-            where = f"{piece.offset + index * CHUNK} to {piece.offset + index * CHUNK + len(view)}"
-            problem = f"bytes {where} are not what was written (a checksum differs)"
+        if crc_of(view) != piece.crcs[index * _CRC_DIGITS :][:_CRC_DIGITS]:
+            start = piece.offset + index * CHUNK
+            where = f"bytes {start} to {start + len(view)}"
+            problem = f"{where} are not what was written (a checksum differs)"
             raise unreadable(self.folder / piece.file, problem)
 
     def check(self, rank: int = 0, ranks: int = 1) -> None:
@@ -166,22 +352,14 @@ class Checkpoint:
         return list(self.contents.groups)
 
     def group(self, name: str) -> dict[str, StoredTensor]:
-        """Return the tensors of a group, unread.
-
-        Raises:
-            DamagedCheckpoint: there is no such group.
-        """
+        """Return the tensors of a group, unread; DamagedCheckpoint: there is no such group."""
         if name not in self.contents.groups:
             raise unreadable(self.folder, f"it has no group {name!r}, but {self.groups}")
         entries = self.contents.groups[name]
         return {key: StoredTensor(self.folder, entry) for key, entry in entries.items()}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Read the tensors of a group, whole, to the CPU.
-
-        Raises:
-            DamagedCheckpoint: a file is missing or damaged.
-        """
+        """Read the tensors of a group, whole, to the CPU; raises DamagedCheckpoint."""
         return {key: stored[()] for key, stored in self.group(name).items()}
 
     def stored(self) -> Iterator[tuple[str, str, StoredTensor]]:
@@ -194,16 +372,14 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint, and check all that can be checked without reading its tensors.
 
-    The manifest and ``state.json`` must be what was written, the state must have every field, and
-    every file must have its size and its header.
-
     Raises:
         ConfigError: it is not a checkpoint, or has another version of the format.
-        DamagedCheckpoint: it is damaged; the message names the file.
+        DamagedCheckpoint: the manifest or ``state.json`` is not what was written, or a file has not
+            its size and header; the message names the file.
     """
     if not folder.is_dir() or not os.path.lexists(folder / MANIFEST):
         raise _without_manifest(folder)
-    contents, state = read_manifest(folder)
+    contents, state = _read_manifest(folder)
     path = folder / STATE
     if not isinstance(state, dict):
         raise unreadable(path, f"it holds a {type(state).__name__}, not an object")
@@ -243,12 +419,12 @@ def _without_manifest(folder: Path) -> ConfigError:
 def _refuse_first_format(folder: Path) -> None:
     """Raise ConfigError if ``state.json`` is of format 1: it names no format and is intact."""
     try:
-        with open_file(folder / STATE) as file:
+        with _open_file(folder / STATE) as file:
             state = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return  # damaged, whatever wrote it
     if isinstance(state, dict):
-        check_version(state.get("format", 1), folder)
+        _check_version(state.get("format", 1), folder)
 
 
 def is_intact(folder: Path) -> bool:
@@ -258,3 +434,54 @@ def is_intact(folder: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _open_file(path: Path) -> BinaryIO:
+    """Open ``path`` to read it; raises OSError for anything but a file (a pipe would block)."""
+    if not path.is_file():
+        what = "a folder, a pipe, or a link to nothing" if os.path.lexists(path) else "no file"
+        raise OSError(f"it is {what}")
+    return path.open("rb")
+
+
+def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
+    """Read the manifest and the state of ``folder``, and check the size and header of each file."""
+    path = folder / MANIFEST
+    try:
+        with _open_file(path) as file:
+            data = file.read()
+        if not holds_seal(data):
+            raise unreadable(path, "it is not what was written (its checksum differs)")
+        value = json.loads(data)
+        _check_version(value["format"], folder)
+        contents = Contents.from_json(value)
+        for name, known in contents.files.items():
+            path = folder / name
+            _check_beginning(path, known)
+        path = folder / STATE
+        with _open_file(path) as file:
+            return contents, json.loads(file.read())
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise unreadable(path, error) from None
+
+
+def _check_version(version: object, folder: Path) -> None:
+    """Raise ConfigError for a checkpoint that has another version of the format."""
+    if version != FORMAT:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{str(folder)!r} has checkpoint format {version!r:.20}, and this version reads "
+            f"{FORMAT} alone; continue with the version that wrote it, or export its weights "
+            "there (checkpoint.save_hf yes) and begin from the export as model.path",
+        )
+
+
+def _check_beginning(path: Path, known: FileSum) -> None:
+    with _open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != known.size:
+            raise unreadable(path, f"it has {size} bytes, not {known.size}: cut short, or changed")
+        if crc_of(file.read(known.head)) != known.crc:
+            raise unreadable(path, "its beginning is not what was written (a checksum differs)")

@@ -13,10 +13,15 @@ to host memory while the next step already runs, so that the saver can write the
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
+import os
+import re
 import shutil
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +29,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.checkpoint.format import (
+from moetrain.checkpoint.read import (
+    CHUNK,
+    DTYPE_NAMES,
+    FORMAT,
+    MANIFEST,
+    STATE,
     Contents,
-    begin,
+    FilePiece,
+    FileSum,
+    ManifestEntry,
     checkpoint_name,
-    commit,
+    crc_of,
+    is_intact,
     list_checkpoints,
-    remove,
+    sealed,
     step_of,
-    write_manifest,
-    write_tensors,
 )
-from moetrain.checkpoint.read import is_intact
+from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
@@ -48,7 +59,11 @@ several to be written at once, and few enough for file systems that are slow wit
 WRITERS = 4
 """Files that a rank writes at once: a checksum takes as long as a write to the page cache."""
 
-Groups = Mapping[str, Mapping[str, TensorSlice]]
+_LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
+
+_Groups = Mapping[str, Mapping[str, TensorSlice]]
+
+logger = logging.getLogger("moetrain")
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ class Saver:
     def start(
         self,
         plan: SavePlan,
-        groups: Groups,
+        groups: _Groups,
         state: Mapping[str, Any],
         ready: Callable[[], object] = lambda: None,
     ) -> None:
@@ -151,7 +166,7 @@ class Saver:
     # ---- in the thread -------------------------------------------------------------------------
 
     def _save(
-        self, plan: SavePlan, groups: Groups, state: Mapping[str, Any], ready: Callable[[], object]
+        self, plan: SavePlan, groups: _Groups, state: Mapping[str, Any], ready: Callable[[], object]
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
@@ -165,7 +180,7 @@ class Saver:
                 shutil.rmtree(new, ignore_errors=True)
         if self.is_main:
             for path in plan.outdated():
-                remove(path)
+                _remove(path)
         num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
 
@@ -182,7 +197,7 @@ class Saver:
             raise RunFailed(f"cannot write the checkpoint {plan.path}: {answer['error']}; {left}")
         return answer["value"]
 
-    def _write_parts(self, folder: Path, mine: Groups, ready: Callable[[], object]) -> str:
+    def _write_parts(self, folder: Path, mine: _Groups, ready: Callable[[], object]) -> str:
         """Write this rank's files; return their :class:`Contents` as JSON."""
         ready()
         rank = 0 if self._rendezvous is None else self._rendezvous.rank
@@ -305,3 +320,155 @@ class Staging:
         copied, self._copied = self._copied, None
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
+
+
+# ---- files and folders ---------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> Contents:
+    """Write parts of a group to a new safetensors file, and force it to the disk.
+
+    It takes host memory for one :data:`CHUNK`, wherever the tensors are.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # Wide dtypes first, so that every tensor is aligned.
+    names = sorted(parts, key=lambda name: -parts[name].tensor.element_size())
+    header, offsets, end = _header({name: parts[name].tensor for name in names})
+    entries = {}
+    with path.open("xb", buffering=0) as file:
+        _write_all(file.fileno(), header)
+        for name in names:
+            tensor, shape, box, *_ = parts[name]
+            crcs = []
+            for chunk in _host_chunks(tensor.detach()):
+                crcs.append(crc_of(chunk))
+                _write_all(file.fileno(), chunk)
+            starts, stops = tuple(s.start for s in box), tuple(s.stop for s in box)
+            piece = FilePiece(path.name, offsets[name], starts, stops, "".join(crcs))
+            entries[name] = ManifestEntry(tensor.dtype, tuple(shape), (piece,))
+        os.fsync(file.fileno())
+    return Contents({path.name: FileSum(end, len(header), crc_of(header))}, {group: entries})
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """Return a safetensors file's header, the offset of each tensor, and the file's size."""
+    described: dict[str, Any] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.nbytes
+        described[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    offsets = {name: len(header) + known["data_offsets"][0] for name, known in described.items()}
+    return header, offsets, len(header) + start
+
+
+def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of ``tensor``, row-major, a :data:`CHUNK` at a time, valid until the next."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    bounce = torch.empty(0)
+    if flat.is_cuda:
+        bounce = torch.empty(min(CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
+    for chunk in flat.split(CHUNK) if flat.numel() else ():
+        if chunk.is_cuda:
+            chunk = bounce[: chunk.numel()].copy_(chunk)
+        # Not chunk.numpy(), after which torch lets nobody resize the storage, as offloading does.
+        yield memoryview((ctypes.c_char * chunk.numel()).from_address(chunk.data_ptr())).cast("B")
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``, which one ``os.write`` need not do."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_manifest(folder: Path, contents: Contents, state: Mapping[str, Any]) -> None:
+    """Write ``state.json``, and the manifest of it and of all that ``contents`` names.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
+    _write_file(folder / STATE, text)
+    files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
+    body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
+    _write_file(folder / MANIFEST, sealed(json.dumps(body)))
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("xb", buffering=0) as file:
+        _write_all(file.fileno(), data)
+        os.fsync(file.fileno())
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed processes left half written or half removed.
+
+    Only a process that has ``root`` to itself may call this: it would remove what another live
+    process is writing.
+    """
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if match := _LEFTOVER.fullmatch(path.name):
+            final = root / match[1]
+            if match[2] == "replaced" and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def begin(final: Path) -> Path:
+    """Make an empty folder beside ``final``, to be filled and then passed to :func:`commit`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    new = _hidden(final, str(os.getpid()))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    return new
+
+
+def commit(new: Path, final: Path) -> None:
+    """Rename ``new``, whose files are complete and on the disk, to ``final``.
+
+    If there was a complete ``final``, there is one at every instant, whenever this process dies.
+
+    Raises:
+        OSError: it cannot be renamed; ``final`` is unchanged.
+    """
+    replaced = _hidden(final, "replaced")
+    fsync(new)
+    try:
+        if final.exists():  # this very step was saved before
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)  # which counts as this step while there is no other
+        new.rename(final)
+        fsync(final.parent)
+    finally:
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; at no instant does it look like a damaged one."""
+    removed = _hidden(checkpoint, "removed")
+    try:
+        shutil.rmtree(removed, ignore_errors=True)
+        checkpoint.rename(removed)
+        shutil.rmtree(removed)
+    except OSError as error:
+        logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
+
+
+def _hidden(checkpoint: Path, kind: str) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.{kind}")

@@ -27,18 +27,22 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from moetrain.checkpoint.format import (
+from moetrain.checkpoint.read import (
+    Checkpoint,
     Contents,
     DamagedCheckpoint,
-    begin,
-    commit,
     list_checkpoints,
     newest_in,
+    open_checkpoint,
+)
+from moetrain.checkpoint.save import (
+    SavePlan,
+    begin,
+    commit,
+    cut_to_files,
     write_manifest,
     write_tensors,
 )
-from moetrain.checkpoint.read import Checkpoint, open_checkpoint
-from moetrain.checkpoint.save import SavePlan, cut_to_files
 from moetrain.cli.command import Parser, run_command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from moetrain.checkpoint.format import list_checkpoints, step_of
-from moetrain.checkpoint.read import Checkpoint, open_checkpoint
+from moetrain.checkpoint.read import Checkpoint, list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from moetrain.checkpoint.format import holds_seal, list_checkpoints, sealed, step_of
+from moetrain.checkpoint.read import holds_seal, list_checkpoints, sealed, step_of
 from moetrain.config.files import fsync, remove_temporaries, write_atomically
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, BadRequest, Full

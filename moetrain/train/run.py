@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moetrain.checkpoint.format import checkpoint_name, list_checkpoints
-from moetrain.checkpoint.read import Checkpoint
+from moetrain.checkpoint.read import Checkpoint, checkpoint_name, list_checkpoints
 from moetrain.checkpoint.save import Saved
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place

@@ -23,14 +23,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moetrain.checkpoint.format import (
+from moetrain.checkpoint.read import (
     DamagedCheckpoint,
     list_checkpoints,
     newest_in,
-    remove_leftovers,
+    open_checkpoint,
     step_of,
 )
-from moetrain.checkpoint.read import open_checkpoint
+from moetrain.checkpoint.save import remove_leftovers
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from moetrain.checkpoint.format import DamagedCheckpoint
-from moetrain.checkpoint.read import Checkpoint, open_checkpoint
+from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint, open_checkpoint
 from moetrain.checkpoint.save import Saved, SavePlan, Saver, Staging, written_here
 from moetrain.config import ConfigError
 from moetrain.config.sources import leaves, shortened
