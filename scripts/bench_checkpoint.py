@@ -46,7 +46,7 @@ from moetrain.config.environment import launched_place
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train.metrics import SilentLog
 from moetrain.train.run import garbage_collector_off
-from moetrain.train.snapshot import restore_snapshot, state_bytes
+from moetrain.train.snapshot import restore_snapshot
 from moetrain.train.trainer import Trainer
 
 SETTINGS = ["checkpoint.asynchronous=yes", "checkpoint.interval=0", "checkpoint.at_end=no"]
@@ -91,7 +91,7 @@ class Bench:
         staging = trainer.snapshots.staging
         assert staging is not None  # SETTINGS ask for it
         row = {
-            "reserve_seconds": self.slowest(lambda: staging.reserve(state_bytes(trainer.engine)))
+            "reserve_seconds": self.slowest(lambda: staging.reserve(trainer.engine.state_bytes()))
         }
         for _ in range(3):
             trainer.train_step()
@@ -126,12 +126,12 @@ class Bench:
         trainer.begin_save()
         blocked = time.perf_counter() - started
         seconds, steps, losses = 0.0, [], []
-        while trainer.snapshots.saver.is_busy:
+        while trainer.snapshots.is_busy:
             started = time.perf_counter()
             losses.append(trainer.train_step().loss.item())
             steps.append(time.perf_counter() - started)
             # All ranks make as many steps: as long as one of them still writes.
-            if not self.largest(trainer.snapshots.saver.is_writing):
+            if not self.largest(trainer.snapshots.is_writing):
                 saved = trainer.snapshots.wait()
                 assert saved is not None
                 self.path, self.mine, seconds = saved.path, saved.num_bytes, saved.seconds

@@ -32,7 +32,7 @@ from bench_train import commit, device_name
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
-from moetrain.optim.adamw import MOMENTS
+from moetrain.optim import MOMENTS
 from moetrain.parallel.fsdp.mapped import forget_peak
 from moetrain.parallel.offload.arena import HostMemory
 from moetrain.parallel.world import World, join_world

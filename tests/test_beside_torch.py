@@ -22,8 +22,7 @@ from moetrain.config import Config
 from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.transformer import Transformer
-from moetrain.optim.adamw import AdamW
-from moetrain.optim.schedule import learning_rate
+from moetrain.optim import AdamW, learning_rate
 from moetrain.train.metrics import Throughput, read_metrics
 from moetrain.train.trainer import Trainer
 

@@ -86,7 +86,7 @@ def test_what_is_saved_behind_the_steps_is_what_a_step_left(tiny, tmp_path, slow
 
     def watched():
         result = step()
-        busy.append(trainer.snapshots.saver.is_busy)
+        busy.append(trainer.snapshots.is_busy)
         return result
 
     trainer.train_step = watched

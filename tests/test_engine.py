@@ -15,7 +15,7 @@ from moetrain.data.loader import Batch
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import load_balancing_loss, router_z_loss
 from moetrain.models.transformer import Inputs, Transformer
-from moetrain.optim.adamw import MOMENTS
+from moetrain.optim import MOMENTS
 from moetrain.parallel.offload.arena import OffloadedError
 from moetrain.parallel.world import join_world
 from moetrain.train.engine import Engine, sequential

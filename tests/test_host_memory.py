@@ -13,8 +13,8 @@ from moetrain import Config, ConfigError, Trainer
 from moetrain.cli.train import main
 from moetrain.parallel.world import join_world, plan_world
 from moetrain.train import plan
-from moetrain.train.memory import GIB, estimate_memory
-from moetrain.train.plan import _host_takes, _Room, _room_here, check_host
+from moetrain.train.memory import GIB, estimate_memory, sizes_of_ranks
+from moetrain.train.plan import _Room, _room_here, check_host
 from moetrain.train.setup import resolve_run
 
 KIB = 1024
@@ -26,7 +26,7 @@ def takes_of(world, *words):
     config, arch = resolve_run(config)
     dims = plan_world(config, arch, world)
     sizes = (config, arch, dims, torch.bfloat16)
-    return _host_takes(*sizes), estimate_memory(*sizes), arch
+    return [rank.on_host() for rank in sizes_of_ranks(*sizes)], estimate_memory(*sizes), arch
 
 
 def test_what_settings_take():

@@ -17,7 +17,7 @@ from moetrain.jobs import session as session_module
 from moetrain.jobs import store
 from moetrain.jobs.api import BadRequest, Full
 from moetrain.jobs.scheduler import Service, Unknown
-from moetrain.optim.adamw import AdamW
+from moetrain.optim import AdamW
 from moetrain.parallel import apply
 from moetrain.parallel.world import join_world
 from moetrain.rl.rows import pack

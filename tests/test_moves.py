@@ -14,7 +14,7 @@ from distributed import spawn
 from test_parallel import TOLERANCE, words_of
 
 from moetrain.config import Config
-from moetrain.optim.adamw import AdamW
+from moetrain.optim import AdamW
 from moetrain.train import state as state_module
 from moetrain.train.metrics import SilentLog
 from moetrain.train.trainer import Trainer

@@ -23,7 +23,7 @@ from test_engine import (
 )
 
 from moetrain.config import Config, ConfigError
-from moetrain.optim.adamw import MOMENTS, HostUpdates
+from moetrain.optim import MOMENTS, HostUpdates
 from moetrain.parallel.fsdp.bucket import Bucket
 from moetrain.parallel.fsdp.shard import _chosen
 from moetrain.parallel.offload.arena import Arena, OffloadedError

@@ -8,11 +8,10 @@ from test_kernels import devices
 
 from moetrain.config import ConfigError
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
-from moetrain.optim.adamw import MOMENTS
+from moetrain.optim import MOMENTS
 from moetrain.parallel.fsdp import bucket as bucket_module
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.fsdp.shard import draw_values
-from moetrain.train.snapshot import state_bytes
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 
@@ -373,9 +372,9 @@ def test_moments_in_bf16_take_half_and_go_on_bit_for_bit():
 def test_copies_for_checkpoints_get_as_much_memory_as_they_take():
     for dtype in ("float32", "bfloat16"):
         engine = make_engine(f"optim.state_dtype={dtype}")
-        expected = state_bytes(engine)
+        expected = engine.state_bytes()
         train(engine, range(1))
-        assert state_bytes(engine) == expected
+        assert engine.state_bytes() == expected
         parts = [part for group in engine.state().values() for part in group.values()]
         taken = sum(aligned(part.tensor.nbytes) for part in parts)
         assert expected == taken + 2**20

@@ -63,7 +63,7 @@ _LEFTOVER = re.compile(r"\.((?:failed-)?step-\d{8,})\.(\w+)")
 
 _Groups = Mapping[str, Mapping[str, TensorSlice]]
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 
 @dataclass(frozen=True)
@@ -467,7 +467,7 @@ def _remove(checkpoint: Path) -> None:
         checkpoint.rename(removed)
         shutil.rmtree(removed)
     except OSError as error:
-        logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
+        _logger.warning("the old checkpoint %s could not be removed: %s", checkpoint, error)
 
 
 def _hidden(checkpoint: Path, kind: str) -> Path:

@@ -55,7 +55,7 @@ from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session
-from moetrain.train.snapshot import ENGINE_GROUPS, Snapshots, find_snapshot
+from moetrain.train.snapshot import Snapshots, find_snapshot
 
 _LOGPROB_BYTES = 32
 """JSON bytes of one likeliest token and its log-probability in an answer."""
@@ -248,7 +248,7 @@ class JobSession:
 
     def _restore(self, found: Checkpoint) -> None:
         """Load state and progress from the checkpoint ``found``."""
-        for group in ENGINE_GROUPS:  # one at a time: each takes host memory
+        for group in self.engine.GROUPS:  # one at a time: each takes host memory
             self.engine.load_state({group: found.group(group)})
         state = found.state
         self.progress = Progress(state["step"], state["steps"], state["tokens"])

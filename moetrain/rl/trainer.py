@@ -24,7 +24,7 @@ from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
-from moetrain.optim.schedule import learning_rate
+from moetrain.optim import learning_rate
 from moetrain.parallel.layout import TensorSlice
 from moetrain.rl.advantages import Advantages, Outcome, advantages
 from moetrain.rl.calls import Failing, demonstrations

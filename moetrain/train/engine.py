@@ -30,7 +30,6 @@ from moetrain.models.fake_step import FakeStep
 from moetrain.models.lora import own_draws
 from moetrain.models.moe import RoutingStats, update_router_bias
 from moetrain.models.transformer import compute_dtype
-from moetrain.optim.adamw import guarded_step
 from moetrain.parallel.apply import resharded_blocks, static_transport
 from moetrain.parallel.fsdp.copy_engines import is_wanted
 from moetrain.parallel.pipeline.executor import Pipeline
@@ -38,11 +37,11 @@ from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
 from moetrain.train.state import ModelState
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
-B = TypeVar("B", bound=MicroBatch)
+_B = TypeVar("_B", bound=MicroBatch)
 
-Schedule = Callable[
+_Schedule = Callable[
     [Sequence[Any], Callable[[Any], torch.Tensor], Callable[[torch.Tensor], None]], None
 ]
 """``schedule(batches, forward, backward)``: calls ``forward`` once with every micro-batch, and
@@ -50,8 +49,8 @@ Schedule = Callable[
 
 
 def sequential(
-    batches: Sequence[B],
-    forward: Callable[[B], torch.Tensor],
+    batches: Sequence[_B],
+    forward: Callable[[_B], torch.Tensor],
     backward: Callable[[torch.Tensor], None],
 ) -> None:
     """Run forward and backward of one micro-batch after the other, which takes the least memory."""
@@ -88,7 +87,7 @@ class LateNumbers:
         return self._host
 
 
-class StepOutcome(NamedTuple):
+class _StepOutcome(NamedTuple):
     """The numbers of an update (0-d, on the device)."""
 
     grad_norm: torch.Tensor
@@ -108,7 +107,7 @@ class Engine(ModelState):
     """
 
     def __init__(
-        self, config: Config, arch: Architecture, world: World, schedule: Schedule = sequential
+        self, config: Config, arch: Architecture, world: World, schedule: _Schedule = sequential
     ) -> None:
         """Build the model of ``arch``, from ``model.path`` or with initial values.
 
@@ -131,7 +130,7 @@ class Engine(ModelState):
 
     # ---- training ------------------------------------------------------------------------------
 
-    def forward_backward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
+    def forward_backward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
         """Add this rank's gradients of ``objective`` over ``batches`` to those of the step.
 
         If it fails, the gradients of the whole step are forgotten, those of earlier calls too.
@@ -156,8 +155,8 @@ class Engine(ModelState):
         return self._since_step[-1]
 
     def _learn(
-        self, batches: Sequence[B], objective: Objective[B], sizes: Mapping[str, torch.Tensor]
-    ) -> _Pass[B]:
+        self, batches: Sequence[_B], objective: Objective[_B], sizes: Mapping[str, torch.Tensor]
+    ) -> _Pass[_B]:
         with self.work(), self._draws():
             return _Pass(self, objective, sizes, learns=True).over(batches)
 
@@ -171,7 +170,7 @@ class Engine(ModelState):
         super()._forget()
         self._since_step = []
 
-    def forward(self, batches: Sequence[B], objective: Objective[B]) -> Totals:
+    def forward(self, batches: Sequence[_B], objective: Objective[_B]) -> Totals:
         """Return the sums of :meth:`forward_backward`, without computing gradients."""
         self._need("weights")
         sizes = self._sum_sizes(objective.sizes(batches))
@@ -179,7 +178,7 @@ class Engine(ModelState):
             return _Pass(self, objective, sizes, learns=False).over(batches).totals()
 
     @annotated("update")
-    def step(self, lr: float) -> StepOutcome:
+    def step(self, lr: float) -> _StepOutcome:
         """Clip the gradients, update with learning rate ``lr``, and forget the gradients.
 
         The device skips the update if the norm or a loss since the last step is not finite.
@@ -196,7 +195,7 @@ class Engine(ModelState):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = torch.stack([totals.total for totals in done]).sum()
-        skipped = guarded_step(self.optimizer, loss, norm, self.config.optim.max_grad_norm)
+        skipped = self.optimizer.update(loss, norm)
         self.fsdp.clear_gradients()
         routings = [totals.routing for totals in done if totals.routing is not None]
         rate = self.config.moe.bias_update_rate
@@ -205,7 +204,7 @@ class Engine(ModelState):
             # Rows one by one: the device would have to wait for a list of their numbers.
             counts = [counts_LE[row] for row in self.stages.moe_rows]
             update_router_bias(self.model, counts, rate * ~skipped)
-        return StepOutcome(norm, skipped)
+        return _StepOutcome(norm, skipped)
 
     def exact_sizes(self) -> AbstractContextManager[None]:
         """Drop no row while inside, whatever the routing."""
@@ -238,8 +237,8 @@ class Engine(ModelState):
 
     def _drive(
         self,
-        batches: Sequence[B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
+        batches: Sequence[_B],
+        finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
         backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Run the model on ``batches``, and on its result ``finish(hidden_BSD, routing, batch)``.
@@ -251,7 +250,7 @@ class Engine(ModelState):
             self.pipeline.run(batches, finish, learns=backward is not None)
             return
 
-        def forward(batch: B) -> torch.Tensor:
+        def forward(batch: _B) -> torch.Tensor:
             batch = batch.to(self.world.device)
             return finish(*self.model.backbone(*batch.inputs), batch)
 
@@ -259,8 +258,8 @@ class Engine(ModelState):
 
     def collect(
         self,
-        batches: Sequence[B],
-        finish: Callable[[torch.Tensor, RoutingStats | None, B], torch.Tensor],
+        batches: Sequence[_B],
+        finish: Callable[[torch.Tensor, RoutingStats | None, _B], torch.Tensor],
         shapes: Sequence[Sequence[int]],
     ) -> list[torch.Tensor]:
         """Return what ``finish`` returns for each of ``batches``, on every rank.
@@ -270,7 +269,7 @@ class Engine(ModelState):
         """
         found: list[torch.Tensor] = []
 
-        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B) -> torch.Tensor:
+        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: _B) -> torch.Tensor:
             found.append(finish(hidden_BSD, routing, batch))
             return found[-1]
 
@@ -293,13 +292,13 @@ class Engine(ModelState):
         return ExpertLoad(counts_LE, num_tokens.clamp(min=1))  # there may be pads alone
 
 
-class _Pass(Generic[B]):
+class _Pass(Generic[_B]):
     """One pass of ``objective`` over micro-batches, and the sums that it makes."""
 
     def __init__(
         self,
         engine: Engine,
-        objective: Objective[B],
+        objective: Objective[_B],
         sizes: Mapping[str, torch.Tensor],
         *,
         learns: bool,
@@ -315,7 +314,7 @@ class _Pass(Generic[B]):
         self.load: ExpertLoad | None = None
         """Expert load of all micro-batches; None: each is balanced by its own."""
 
-    def over(self, batches: Sequence[B]) -> Self:
+    def over(self, batches: Sequence[_B]) -> Self:
         engine, self.num_batches = self.engine, len(batches)
         if not batches:
             raise ValueError("Engine: a call takes one micro-batch at least")
@@ -328,7 +327,7 @@ class _Pass(Generic[B]):
 
     @annotated("head and loss")
     def finish(
-        self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: B
+        self, hidden_BSD: torch.Tensor, routing: RoutingStats | None, batch: _B
     ) -> torch.Tensor:
         """Return this micro-batch's share of what is minimised."""
         engine, load = self.engine, self.load
@@ -379,7 +378,7 @@ def _compile_ahead(config: Config, arch: Architecture, world: World) -> None:
         launches = launches_of(_fake_step(config, arch, world).run)
         compile_ahead(launches, device, rank, size)
     except Exception as error:  # noqa: BLE001 - nothing is lost but seconds
-        logger.warning("kernels will be compiled as they are launched: %s", error)
+        _logger.warning("kernels will be compiled as they are launched: %s", error)
 
 
 def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:

@@ -19,10 +19,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moetrain.config import Config, LogSection
+from moetrain.config import LogSection
 from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
-from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.fsdp.mapped import peak_bytes
 
@@ -32,7 +31,7 @@ _UNHEALTHY_LOGS = 20
 first steps of a run are uneven, and so is a single small batch."""
 
 
-def peak_flops(device: torch.device) -> float | None:
+def _peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 peak of ``device`` in FLOP/s; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
@@ -52,7 +51,7 @@ class Throughput:
     """A clock of training alone, and its tokens; evaluation and checkpoints stop it."""
 
     def __init__(self, flops_per_token: float, device: torch.device) -> None:
-        self.flops_per_token, self.peak = flops_per_token, peak_flops(device)
+        self.flops_per_token, self.peak = flops_per_token, _peak_flops(device)
         self.device = device
         self._started: float | None = None
         self._seconds, self._tokens, self._steps, self._blocked = 0.0, 0, 0, 0.0
@@ -180,26 +179,6 @@ class SilentLog(MetricsLog):
     log = say = end_progress = close = _do_nothing
 
 
-def opening_lines(
-    config: Config, arch: Architecture, hardware: str, trained_on: str, step: int, total_steps: int
-) -> list[str]:
-    """Describe the run that is about to start at ``step``: model, hardware, data, settings."""
-    length = "train.steps" if config.train.epochs is None else "train.epochs"
-    lines = [
-        f"moetrain: {arch.family}, {arch.num_params():,} parameters "
-        f"({arch.num_active_params():,} active a token) on {hardware}; "
-        f"{trained_on}; output in {config.output_dir}",
-        f"settings:\n{config.describe()}",
-        f"{total_steps:,} steps, by {length}",
-    ]
-    if step >= total_steps:
-        lines.append(
-            f"already trained to step {step}, nothing is left to do: raise {length} to go on, set "
-            "checkpoint.resume never to start again, or choose another output_dir"
-        )
-    return lines
-
-
 def _describe(row: Mapping[str, float | None]) -> str:
     """Format the few numbers that a person watches."""
     forms = {
@@ -304,15 +283,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text("utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
-
-
-_LOSSES = (("loss", "training", ""), ("eval_loss", "held out", "o"))
-"""Curves of a plot: name in the metrics, label, marker."""
-
-
-def plot_losses(metrics: Path, picture: Path) -> None:
-    """Draw the training and held-out curves of ``metrics`` (a metrics.jsonl) into a PNG."""
-    plot_curves(metrics, picture, _LOSSES, "loss (nats a token)")
 
 
 def plot_curves(

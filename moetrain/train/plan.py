@@ -41,7 +41,7 @@ from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
 from moetrain.train.memory import MARGIN, MemoryEstimate, least_sleep, sizes_of_ranks
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _MOST_GPUS = 4096
 """The largest number of GPUs that is tried."""
@@ -300,7 +300,7 @@ def _what_is_wrong(
             remedy = "ask for less of it, or use more machines or larger ones"
             return setting, f"{problem}; it has {room.most / GIB:.1f} GiB {why}; {remedy}"
         free = f"it has {room.available / GIB:.1f} GiB free, though its control group may use more"
-        logger.warning("%s: %s; %s", setting, problem, free)
+        _logger.warning("%s: %s; %s", setting, problem, free)
     return None
 
 

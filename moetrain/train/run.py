@@ -31,13 +31,13 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.layout import TensorSlice
 from moetrain.train.engine import Engine, LateNumbers
-from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, opening_lines
+from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
 from moetrain.train.profiling import Profile
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, prepare
 from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
@@ -130,7 +130,7 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+        _logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
 
     before = {s: signal.signal(s, note) for s in _STOPS}
     try:
@@ -336,14 +336,24 @@ class Run(ABC):
         return interval > 0 and self.step % interval == 0
 
     def announce(self) -> None:
-        """Say what is about to run and write ``config.json``."""
-        settings = json.dumps(self.config.to_dict(), indent=2)
+        """Say what is about to run, and write ``config.json``."""
+        config, arch, say = self.config, self.model.arch, self.log.say
+        settings = json.dumps(config.to_dict(), indent=2)
         (self.folder / "config.json").write_text(settings, "utf-8")
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
-        hardware = f"{self.world.size} x {self.device.type}, {dtype}"
-        steps = (self.step, self.total_steps)
-        for text in opening_lines(self.config, self.model.arch, hardware, self.trained_on, *steps):
-            self.log.say(text)
+        say(
+            f"moetrain: {arch.family}, {arch.num_params():,} parameters "
+            f"({arch.num_active_params():,} active a token) on {self.world.size} x "
+            f"{self.device.type}, {dtype}; {self.trained_on}; output in {config.output_dir}"
+        )
+        say(f"settings:\n{config.describe()}")
+        length = "train.steps" if config.train.epochs is None else "train.epochs"
+        say(f"{self.total_steps:,} steps, by {length}")
+        if self.step >= self.total_steps:
+            say(
+                f"already trained to step {self.step}, nothing is left to do: raise {length} to go "
+                "on, set checkpoint.resume never to start again, or choose another output_dir"
+            )
 
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
         """Write ``output_dir/hf`` and ``output_dir/adapter``, where settings ask for them."""
@@ -424,7 +434,7 @@ class Run(ABC):
             if self.resume_from != "auto":
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:
-                logger.warning("a damaged checkpoint is passed over: %s", damaged)
+                _logger.warning("a damaged checkpoint is passed over: %s", damaged)
             earlier = self.find(before=found.state["step"])
             if earlier is None:
                 raise ConfigError("checkpoint.resume", f"{damaged}, and there is none before it")

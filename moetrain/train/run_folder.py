@@ -36,7 +36,7 @@ from moetrain.config.sources import shortened
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.world import World
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _BEGUN = ".begun"
 """Marker file: what lies in the folder belongs to the run that was last started there."""
@@ -222,7 +222,7 @@ class RunFolder:
                 damaged.append(error.problem)
                 continue
             for problem in damaged if before is None else ():
-                logger.warning("a damaged checkpoint is passed over: %s", problem)
+                _logger.warning("a damaged checkpoint is passed over: %s", problem)
             return newest
         if damaged:
             raise ConfigError(
@@ -262,13 +262,13 @@ class RunFolder:
                     shutil.copy2(folder / "metrics.jsonl", old)
                 for path in later:
                     path.rename(old / root.name / path.name)
-                logger.info("checkpoints after step %d were moved to %s", step, old)
+                _logger.info("checkpoints after step %d were moved to %s", step, old)
         elif checkpoints:
             old = self._next_earlier()
             for name in (root.name, "metrics.jsonl", "tensorboard", "profile"):
                 if (folder / name).exists():
                     (folder / name).rename(old / name)
-            logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
+            _logger.info("an earlier run's checkpoints and metrics were moved to %s", old)
         (folder / _BEGUN).touch()
 
     def _next_earlier(self) -> Path:
@@ -327,7 +327,7 @@ def _lock(descriptor: int, folder: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.warning(
+        _logger.warning(
             "%s is on a file system without locks (%s): nothing keeps a second run out of it",
             folder,
             error.strerror,

@@ -38,7 +38,7 @@ from moetrain.train.memory import estimate_memory, least_sleep
 from moetrain.train.plan import check_effects, check_host
 from moetrain.train.run_folder import RunFolder
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents

@@ -15,36 +15,32 @@ from typing import Any
 import torch
 
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint, open_checkpoint
-from moetrain.checkpoint.save import Saved, SavePlan, Saver, Staging, written_here
+from moetrain.checkpoint.save import SavePlan, Saver, Staging, written_here
 from moetrain.config import ConfigError
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
-from moetrain.optim.adamw import MOMENTS
-from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
 from moetrain.train.run_folder import RunFolder
 
-logger = logging.getLogger("moetrain")
-
-ENGINE_GROUPS = ("model", "optim")
+_logger = logging.getLogger("moetrain")
 
 
-class Snapshots:
+class Snapshots(Saver):
     """Saves an engine, at once or in the background (``checkpoint.asynchronous``). Collective."""
 
     def __init__(self, engine: Engine) -> None:
         """Reserve host memory for copies; raises RunFailed if there is too little."""
+        super().__init__(engine.world.own_rendezvous())
         self.engine, self.settings = engine, engine.config.checkpoint
-        self.saver = Saver(engine.world.own_rendezvous())
         self.staging: Staging | None = None
         if self.settings.asynchronous:
             self.staging = Staging(engine.world.device)
             engine.before_change = self.staging.hold_changes
             # Reserving takes time, which nothing waits for yet.
             if self.settings.interval or self.settings.minutes:
-                self.staging.reserve(state_bytes(engine))
+                self.staging.reserve(engine.state_bytes())
 
     def save(
         self,
@@ -78,19 +74,11 @@ class Snapshots:
         }
         plan = SavePlan(root, progress["step"], keep, self.settings.keep_every, failed)
         if self.staging is None:
-            self.saver.start(plan, groups, state)
+            self.start(plan, groups, state)
         else:
             copies, ready = self.staging.copy(groups)
-            self.saver.start(plan, copies, state, ready)
+            self.start(plan, copies, state, ready)
         return plan.path
-
-    def finished(self) -> Saved | None:
-        """Return the checkpoint completed since the last call, if any; raises RunFailed."""
-        return self.saver.finished()
-
-    def wait(self) -> Saved | None:
-        """Wait for the checkpoint that is being written, then return as :meth:`finished`."""
-        return self.saver.wait()
 
 
 def _random_numbers(world: World) -> dict[str, TensorSlice]:
@@ -101,21 +89,6 @@ def _random_numbers(world: World) -> dict[str, TensorSlice]:
     if world.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(world.device)
     return {name: TensorSlice.all_of(state) for name, state in rng.items()}
-
-
-def state_bytes(engine: Engine) -> int:
-    """Return the bytes of a copy of what this rank writes, with moments not yet allocated."""
-    total = sum(aligned(buffer.nbytes) for buffer in engine.model.buffers()) + (1 << 20)
-    for name, member in engine.fsdp.members.items():
-        if not member.rule.trainable:
-            continue
-        part, dtype = member.layout.part(member.local), engine.optimizer.dtype
-        sizes = {f"{name}.{key}": dtype.itemsize for key in MOMENTS}
-        for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
-            if part.is_written_here(key):
-                total += aligned(itemsize * part.tensor.numel())
-        total += aligned(1)
-    return total
 
 
 def find_snapshot(
@@ -167,10 +140,10 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
     _check_same_frozen(found, engine)
     world = engine.world
     try:
-        for group in ENGINE_GROUPS:  # one after the other: each may be most of the memory
+        for group in engine.GROUPS:  # one after the other: each may be most of the memory
             engine.load_state({group: found.group(group)})
         _set_random_numbers(found, world.device)
-        for name in set(found.groups) - {*ENGINE_GROUPS, "rng"}:
+        for name in set(found.groups) - {*engine.GROUPS, "rng"}:
             for stored in found.group(name).values():
                 stored.check(world.rank, world.size)
         damaged = ""
@@ -178,11 +151,11 @@ def restore_snapshot(found: Checkpoint, engine: Engine, data: str, total_steps: 
         damaged = error.problem
     if damaged := world.any(damaged):
         return damaged
-    logger.info("resuming from %s", found.folder)
+    _logger.info("resuming from %s", found.folder)
     before = dict(leaves(found.state["config"]))
     for name, value in leaves(engine.config.to_dict()):
         if before.get(name) != value:
-            logger.info("  changed since: %s %r -> %r", name, before.get(name), value)
+            _logger.info("  changed since: %s %r -> %r", name, before.get(name), value)
     return ""
 
 
@@ -240,7 +213,7 @@ def check_same_run(found: Checkpoint, engine: Engine, data: str, total_steps: in
             "start again, or make train.steps or train.epochs longer to go on with it",
         )
     if engine.world.is_main:
-        logger.warning("%s %s; the run goes on from it", found.folder, " and ".join(changed))
+        _logger.warning("%s %s; the run goes on from it", found.folder, " and ".join(changed))
 
 
 def _real(path: object) -> str | None:

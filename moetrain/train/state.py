@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -23,15 +23,16 @@ from moetrain.models.hf.save import Export, ExportDtype, warn_about_router_bias
 from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
-from moetrain.optim.adamw import AdamW, load_optimizer_state, optimizer_parts
+from moetrain.optim import MOMENTS, AdamW
 from moetrain.parallel.apply import place_model
+from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.fsdp.shard import fingerprint, load_whole_state
 from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 
-Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
-_OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
+_Offloaded = Literal["weights", "gradients", "moments", "workspaces"]
+_OFFLOADED: tuple[_Offloaded, ...] = get_args(_Offloaded)
 
 
 class ModelState:
@@ -44,6 +45,9 @@ class ModelState:
         before_change: called before weights or moments change; whoever copies them in the
             background sets it.
     """
+
+    GROUPS: ClassVar = ("model", "optim")
+    """The groups of tensors of a :meth:`state`."""
 
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         """Build the model of ``arch`` with initial values, or those of ``model.path``.
@@ -89,7 +93,21 @@ class ModelState:
         }
         common = next(iter(members.values())).layout.common
         model |= {name: among(name, common(x)) for name, x in self.model.named_buffers()}
-        return {"model": model, "optim": optimizer_parts(self.optimizer, members, self.stages)}
+        return {"model": model, "optim": self.optimizer.parts(self.stages)}
+
+    def state_bytes(self) -> int:
+        """Return the bytes of a copy of what this rank saves, with moments not yet allocated."""
+        total = sum(aligned(buffer.nbytes) for buffer in self.model.buffers()) + (1 << 20)
+        for name, member in self.fsdp.members.items():
+            if not member.rule.trainable:
+                continue
+            part, dtype = member.layout.part(member.local), self.optimizer.dtype
+            sizes = {f"{name}.{key}": dtype.itemsize for key in MOMENTS}
+            for key, itemsize in (sizes | {name: part.tensor.itemsize}).items():
+                if part.is_written_here(key):
+                    total += aligned(itemsize * part.tensor.numel())
+            total += aligned(1)
+        return total
 
     def load_state(self, groups: Mapping[str, Mapping[str, Sliceable]]) -> None:
         """Load the groups of a :meth:`state` that ranks of any layout have saved. Collective.
@@ -107,8 +125,7 @@ class ModelState:
         if "model" in groups:
             load_whole_state(self.model, self.fsdp, self.stages, groups["model"])
         if "optim" in groups:
-            members, optim = self.fsdp.members, groups["optim"]
-            load_optimizer_state(self.optimizer, members, self.stages, optim)
+            self.optimizer.load_parts(self.stages, groups["optim"])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -199,7 +216,7 @@ class ModelState:
 
     # ---- in host memory ------------------------------------------------------------------------
 
-    def offload(self, *what: Offloaded) -> None:
+    def offload(self, *what: _Offloaded) -> None:
         """Move ``what`` to host memory, and free its memory on the device, until :meth:`reload`.
 
         Tensors keep their identity, and on a GPU their addresses: parameters, moments and, with
@@ -241,7 +258,7 @@ class ModelState:
         for arena in self._arenas.values():  # in the order in which a step needs them
             arena.reload(self._link)
 
-    def _need(self, *what: Offloaded) -> None:
+    def _need(self, *what: _Offloaded) -> None:
         """Raise OffloadedError unless all of ``what`` is on the device."""
         for name in what:
             self._arenas[name].need()

@@ -19,9 +19,9 @@ from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
-from moetrain.optim.schedule import learning_rate
+from moetrain.optim import learning_rate
 from moetrain.train.engine import Engine, sequential
-from moetrain.train.metrics import plot_losses, routing_health
+from moetrain.train.metrics import plot_curves, routing_health
 from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
 from moetrain.train.run import GivenUp, Run
 
@@ -165,7 +165,8 @@ class Trainer(Run):
         # Synthetic ids are of no tokenizer.
         self.export(data.tokenizer if is_text else None, data.chat_template)
         if self.world.is_main:
-            plot_losses(self.log.path, self.folder / "loss.png")
+            curves = ("loss", "training", ""), ("eval_loss", "held out", "o")
+            plot_curves(self.log.path, self.folder / "loss.png", curves, "loss (nats a token)")
         if self.config.train.sample_tokens and is_text:
             write_sample = import_module(_SAMPLER).write_sample
             write_sample(self.engine, data, self.folder / "sample.txt", self.log)

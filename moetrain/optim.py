@@ -1,8 +1,9 @@
-"""AdamW on fp32 master weights: one kernel per bucket, one guarded update, and its saved state.
+"""AdamW on fp32 master weights, its updates on the host, and learning-rate schedules.
 
-Clipping and the decision to skip a non-finite step both ride inside the update: the norm never
-comes back to the host, so the next step's kernels are queued while this one still runs. The update
-also writes what the next gather sends, in the compute dtype (:meth:`FSDP.updates`).
+One kernel updates a bucket. Clipping and the decision to skip a non-finite step both ride inside
+the update: the norm never comes back to the host, so the next step's kernels are queued while this
+one still runs. The update also writes what the next gather sends, in the compute dtype
+(:meth:`FSDP.updates`).
 
 Moments are one flat tensor per bucket, in which a parameter's lie as it does in its shard.
 ``optimizer.state`` shows them parameter by parameter.
@@ -20,6 +21,7 @@ takes. The update is torch's fused AdamW, vectorised and on all of torch's threa
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -118,6 +120,61 @@ class AdamW(torch.optim.Optimizer):
             tensors = (bucket.shard_N, bucket.gradient_N, *self._flat[id(bucket)], rates_S)
             adamw(*tensors, decays_B, self.settings, origins_B, out_N)
 
+    def update(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """Clip to ``optim.max_grad_norm`` and update, unless the loss or the norm is not finite.
+
+        Args:
+            loss, norm: loss and gradient norm of the whole step (0-d, on the device), the same on
+                every rank.
+
+        Returns:
+            Whether the step was skipped (0-d bool, on the device). A skipped step leaves weights
+            and moments unchanged.
+        """
+        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        self.step((self.config.max_grad_norm / norm).clamp(max=1.0), skipped)
+        return skipped
+
+    def parts(self, stages: Stages) -> dict[str, TensorSlice]:
+        """Return this rank's slice of each ``"<parameter>.<moment>"``; none before a step."""
+        return {
+            # The step is a scalar, the same on every rank.
+            f"{name}.{key}": stages.among(
+                name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
+            )
+            for name, member in self.fsdp.members.items()
+            for key, value in self.state.get(member.local, {}).items()
+        }
+
+    def load_parts(self, stages: Stages, state: Mapping[str, Sliceable]) -> None:
+        """Load what :meth:`parts` returned on any layout; every rank reads its part.
+
+        An empty ``state`` is that of a run before its first step. All parameters have the same
+        step.
+
+        Raises:
+            ConfigError: the state is of other parameters or another optimizer, or a tensor has
+                another shape or dtype.
+        """
+        if not state:
+            self.forget()
+            return
+        members = self.fsdp.members.items()
+        trained = {name: member for name, member in members if member.rule.trainable}
+        wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
+        if odd := set(state) ^ wanted:
+            raise ConfigError(
+                "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
+            )
+        for name, member in trained.items():
+            for key in MOMENTS:
+                _check_moment(f"{name}.{key}", state[f"{name}.{key}"], member, self.dtype)
+            check_like(f"{name}.step", state[f"{name}.step"], ())
+        self.begin()
+        for name, member in trained.items():
+            for key, value in self.state[member.local].items():
+                value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
+
 
 def _blocks(member: Member) -> int:
     return -(-member.layout.padded_numel // BLOCK)
@@ -142,22 +199,35 @@ def _origins(bucket: Bucket, names: dict[int, str]) -> torch.Tensor:
     return torch.cat(starts)
 
 
-def guarded_step(
-    optimizer: AdamW, loss: torch.Tensor, norm: torch.Tensor, max_grad_norm: float
-) -> torch.Tensor:
-    """Clip to ``max_grad_norm`` and update, unless the loss or the gradient norm is not finite.
+def _check_moment(name: str, saved: Sliceable, member: Member, dtype: torch.dtype) -> None:
+    theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+    if theirs != ours and theirs in ("float32", "bfloat16"):
+        raise ConfigError(
+            "optim.state_dtype",
+            f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to that, "
+            "or start again with checkpoint.resume never",
+        )
+    check_like(name, saved, member.layout.shape, dtype)
 
-    Args:
-        loss, norm: loss and gradient norm of the whole step (0-d, on the device), the same on every
-            rank.
 
-    Returns:
-        Whether the step was skipped (0-d bool, on the device). A skipped step leaves weights and
-        moments unchanged.
+def learning_rate(step: int, total_steps: int, config: OptimSection) -> float:
+    """Return the learning rate of optimizer step ``step`` (from 0) out of ``total_steps``.
+
+    Linear warmup, then ``cosine`` (arXiv 1608.03983), ``wsd`` (warmup-stable-decay, arXiv
+    2404.06395, with a linear decay over the last ``decay_fraction``) or ``constant``.
     """
-    skipped = ~(torch.isfinite(norm) & torch.isfinite(loss))
-    optimizer.step((max_grad_norm / norm).clamp(max=1.0), skipped)
-    return skipped
+    warmup = config.warmup(total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    floor = config.lr * config.min_lr_ratio
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "wsd":
+        decay_steps = max(1, round(config.decay_fraction * total_steps))
+        left = min(1.0, (total_steps - step) / decay_steps)
+        return floor + (config.lr - floor) * left
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 # ---- on the host --------------------------------------------------------------------------------
@@ -233,64 +303,3 @@ class HostUpdates:
         host.send()
         bucket.mark_fresh()
         host.link.busy_seconds += time.perf_counter() - start
-
-
-# ---- state --------------------------------------------------------------------------------------
-
-
-def optimizer_parts(
-    optimizer: torch.optim.Optimizer, members: Mapping[str, Member], stages: Stages
-) -> dict[str, TensorSlice]:
-    """Return this rank's slice of each ``"<parameter>.<moment>"``; none before the first step."""
-    return {
-        # The step is a scalar, the same on every rank.
-        f"{name}.{key}": stages.among(
-            name, member.layout.part(value) if key in MOMENTS else member.layout.common(value)
-        )
-        for name, member in members.items()
-        for key, value in optimizer.state.get(member.local, {}).items()
-    }
-
-
-def load_optimizer_state(
-    optimizer: AdamW,
-    members: Mapping[str, Member],
-    stages: Stages,
-    state: Mapping[str, Sliceable],
-) -> None:
-    """Load what :func:`optimizer_parts` returned on any layout; every rank reads its part.
-
-    An empty ``state`` is that of a run before its first step. All parameters have the same step.
-
-    Raises:
-        ConfigError: the state is of other parameters or another optimizer, or a tensor has another
-            shape or dtype.
-    """
-    trained = {name: member for name, member in members.items() if member.rule.trainable}
-    wanted = {f"{name}.{key}" for name in stages.trained for key in ("step", *MOMENTS)}
-    if state and (odd := set(state) ^ wanted):
-        raise ConfigError(
-            "checkpoint.resume", f"its optimizer state is of another model: {sorted(odd)[:3]}"
-        )
-    for name, member in trained.items() if state else ():
-        for key in MOMENTS:
-            _check_moment(f"{name}.{key}", state[f"{name}.{key}"], member, optimizer.dtype)
-        check_like(f"{name}.step", state[f"{name}.step"], ())
-    optimizer.forget()
-    if not state:
-        return
-    optimizer.begin()
-    for name, member in trained.items():
-        for key, value in optimizer.state[member.local].items():
-            value.copy_(state[f"{name}.{key}"][member.layout.box if key in MOMENTS else ()])
-
-
-def _check_moment(name: str, saved: Sliceable, member: Member, dtype: torch.dtype) -> None:
-    theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
-    if theirs != ours and theirs in ("float32", "bfloat16"):
-        raise ConfigError(
-            "optim.state_dtype",
-            f"{ours!r} was asked for, and the checkpoint's {name!r} is {theirs}; set it to that, "
-            "or start again with checkpoint.resume never",
-        )
-    check_like(name, saved, member.layout.shape, dtype)
