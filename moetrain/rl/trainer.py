@@ -128,15 +128,17 @@ class RlTrainer(Run):
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train to ``train.steps``; raises as :meth:`running` says."""
+        """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = TimeSplit(self.device)  # time between building and running does not count
-        with self.running():
-            while self.goes_on:
-                learned = self.train_step()
-                self.count_step(learned.skipped)
-                if self.is_logged:
-                    self.log_step(learned)
-                self.after_step()
+        with self.opened():
+            with self.stepping():
+                while self.goes_on:
+                    learned = self.train_step()
+                    self.count_step(learned.skipped)
+                    if self.is_logged:
+                        self.log_step(learned)
+                    self.after_step()
+            self.finish()
 
     def train_step(self) -> Learned:
         """Train on demonstrations, or generate and train."""

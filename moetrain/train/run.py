@@ -1,9 +1,9 @@
 """What every run has around its steps, whatever it trains: start, resuming, saving, stopping.
 
 :class:`Run` is what :class:`moetrain.train.trainer.Trainer` and :class:`moetrain.rl.trainer` share.
-A subclass has the loop over steps, inside :meth:`Run.running`; when to log, evaluate, save and stop
-is decided here. Within a step nothing here waits for the device: skipped steps are counted on it
-and read one step late.
+A subclass has the loop over steps, inside :meth:`Run.stepping`; when to log, evaluate, save and
+stop is decided here. Within a step nothing here waits for the device: skipped steps are counted on
+it and read one step late.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ def garbage_collector_off() -> Iterator[None]:
 class Run(ABC):
     """One training run.
 
-    A subclass's loop takes steps while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`,
-    calls :meth:`count_step`, logs the step if :attr:`is_logged`, and calls :meth:`after_step`. A
-    step may raise :class:`GivenUp`, if everything is then as it was before it.
+    A subclass's ``fit`` is within :meth:`opened`. Its loop, within :meth:`stepping`, takes steps
+    while :attr:`goes_on`, adds to :attr:`step` and :attr:`tokens`, calls :meth:`count_step`, logs
+    the step if :attr:`is_logged`, and calls :meth:`after_step`. A step may raise :class:`GivenUp`,
+    if everything is then as it was before it.
     """
 
     generates: ClassVar[bool] = False
@@ -222,10 +223,6 @@ class Run(ABC):
         """Evaluate on held-out data and log it, unless that was done at this step."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """Write what a run leaves behind beside its checkpoint: an evaluation, a plot, exports."""
-
-    @abstractmethod
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint's ``state.json`` holds: ``sample_index`` and other JSON."""
 
@@ -243,8 +240,8 @@ class Run(ABC):
     # ---- the run -------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Open the run's folder and log for the loop over steps, and save at its end.
+    def opened(self) -> Iterator[None]:
+        """Open the run's folder and log, and leave the other ranks at the end.
 
         Raises:
             RunFailed: too many steps in a row were not finite (a checkpoint of them is marked as
@@ -262,22 +259,27 @@ class Run(ABC):
             try:
                 if self.world.is_main:
                     self.announce()
-                profile = Profile(config.log, self.folder, self.world.rank, self.clock, log.say)
-                with stop_signals() as self.stop, garbage_collector_off(), profile as self.profile:
-                    if self.step == 0 and config.train.eval_interval:
-                        self.evaluate()  # where the held-out curve starts
-                    self.clock.start()
-                    self.saved_time = time.monotonic()
-                    with suppress(GivenUp):
-                        yield
-                    self.end_steps()
-                self.log.end_progress()
-                self.finish()
+                yield
                 self.world.leave()
             except _BadSteps as failure:
                 raise RunFailed(f"{failure}; {self.save_failed()}") from None
             finally:
                 self.log.close()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Watch for stop signals and profile in the loop over steps, and save at its end."""
+        config, rank = self.config, self.world.rank
+        profile = Profile(config.log, self.folder, rank, self.clock, self.log.say)
+        with stop_signals() as self.stop, garbage_collector_off(), profile as self.profile:
+            if self.step == 0 and config.train.eval_interval:
+                self.evaluate()  # where the held-out curve starts
+            self.clock.start()
+            self.saved_time = time.monotonic()
+            with suppress(GivenUp):
+                yield
+            self.end_steps()
+        self.log.end_progress()
 
     @property
     def goes_on(self) -> bool:

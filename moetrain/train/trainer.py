@@ -77,14 +77,16 @@ class Trainer(Run):
     # ---- the loop ------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`running` says."""
-        with self.running():
-            while self.goes_on:
-                result = self.train_step()
-                self.count_step(result.skipped)
-                if self.is_logged:
-                    self.log_step(result)
-                self.after_step()
+        """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`opened` says."""
+        with self.opened():
+            with self.stepping():
+                while self.goes_on:
+                    result = self.train_step()
+                    self.count_step(result.skipped)
+                    if self.is_logged:
+                        self.log_step(result)
+                    self.after_step()
+            self.finish()
 
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
