@@ -23,7 +23,7 @@ import torch
 from bench_train import device_name
 
 from moetrain.config import Config, Recipes
-from moetrain.jobs.api import ForwardBackward
+from moetrain.jobs.api import ForwardBackward, OptimStep
 from moetrain.jobs.scheduler import Service
 from moetrain.train.objectives import Pretraining
 
@@ -54,7 +54,7 @@ class Bench:
         batches = session._packed(samples)
         objective = Pretraining.of(session.config, session.engine.arch)
         session.engine.forward_backward(batches, objective).total.item()  # waits, as a job does
-        session._step(1e-5)
+        session._optim_step(OptimStep(lr=1e-5))
 
     def by_jobs(self, jobs: list[str]) -> None:
         """A step of every job, request by request in turn."""

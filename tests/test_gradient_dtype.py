@@ -20,7 +20,7 @@ from test_engine import (
 )
 from test_optim import BF16, NARROW
 
-from moetrain.jobs.shared import SharedEngine
+from moetrain.jobs.shared import JobState, SharedEngine
 
 LORA = ["lora.rank=8", "moe.bias_update_rate=0"]
 TIED = "tied"
@@ -224,12 +224,13 @@ def test_gradients_that_are_put_aside_come_back_as_they_are():
     one = engine_of("one", [NARROW])
     engine = SharedEngine(one.config, one.arch, one.world)
     learn(engine)
-    before, pending = gradients_of(engine), engine.set_aside()
-    assert pending is not None
-    kept = [x_N for name, x_N in pending.gradients.items() if name.endswith("gradient")]
+    before, job = gradients_of(engine), JobState()
+    engine.copy_out(job)
+    assert engine.is_between_steps
+    kept = [x_N for name, x_N in job.tensors.items() if name.endswith(".gradient")]
     assert {x_N.dtype for x_N in kept} == {torch.bfloat16}
     learn(engine, 1)
     for bucket in engine.fsdp.buckets:
         bucket.clear_gradient(free=True)
-    engine.take_back(pending)
+    engine.copy_in(job)
     assert all(map(torch.equal, gradients_of(engine), before))

@@ -12,7 +12,6 @@ from test_jobs_server import Process
 
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
-from moetrain.jobs.shared import dismiss, follow
 from moetrain.train.setup import resolve_run
 
 SEEDS = (0, 1, 3)
@@ -27,7 +26,7 @@ def serve(folder, runs, failing=False):
     for number, (words, seeds) in enumerate(runs):
         config = config_of(f"{folder}/{number}", *words)
         if dist.get_rank() > 0:
-            follow(JobSession(*resolve_run(config)))
+            JobSession(*resolve_run(config)).follow()
             continue
         with Service(config) as service:
             names = {seed: service.create(seed=seed)["id"] for seed in seeds}
@@ -37,7 +36,7 @@ def serve(folder, runs, failing=False):
                 live = [course for course in live if course.go_on()]
                 if failing and number == 0:
                     fail(service, bad)
-        dismiss(service.session)
+        service.session.dismiss()
         at = config.output_dir
         found.append({s: (courses[s].results, adapter_of(at, names[s])) for s in seeds})
     return found

@@ -14,7 +14,7 @@ from test_rollout import make_generator, make_model
 from moetrain.config import Config
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Turn
-from moetrain.rl.trajectory import from_state, to_state
+from moetrain.rl.rows import Trajectory
 from moetrain.rollout.request import Request, SamplingParams
 
 STOPS = (7, 11, 200, 201, 202)
@@ -275,11 +275,11 @@ def test_what_is_under_way_goes_on_from_a_checkpoint_with_the_same_bits(kind):
     for group in range(4):
         collector.start(group, group, 3, seed=5)
     collector.finish([0])
-    rows, tensors = to_state(collector.under_way())
+    rows, tensors = Trajectory.to_state(collector.under_way())
     assert any(len(row["actions"]) > 0 or row["length"] > 3 for row in rows)
     assert {row["group"] for row in rows} == {1, 2, 3}
     other = collector_of(Environment(2), max_tokens=40, max_sequences=3)
-    for trajectory in from_state(rows, tensors):
+    for trajectory in Trajectory.from_state(rows, tensors):
         other.resume(trajectory)
     expected, found = (c.finish([1, 2, 3]) for c in (collector, other))
     for one, two in zip(expected, found, strict=True):

@@ -13,9 +13,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Demonstrates, Turn
-from moetrain.rl.envs.generated import evaluate
-from moetrain.rl.envs.jsonl import load_function
-from moetrain.rl.setup import GENERATED, Tasks, Window, open_environment
+from moetrain.rl.envs.shipped import GENERATED, evaluate, load_function, open_environment
+from moetrain.rl.setup import Tasks, Window
 
 TOKENIZER = ByteTokenizer()
 

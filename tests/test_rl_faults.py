@@ -17,10 +17,10 @@ from moetrain.rl.calls import (
     not_a_reward,
 )
 from moetrain.rl.envs import Demonstration
-from moetrain.rl.trajectory import Trajectory
+from moetrain.rl.rows import Trajectory
 
 GONE = """
-from moetrain.rl.envs.generated import Sort
+from moetrain.rl.envs.shipped import Sort
 
 class Gone(Sort):
     left = 16 * 2 + 5  # attempts of two steps, and some of the third
@@ -58,7 +58,7 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
 
 
 LARGE = """
-from moetrain.rl.envs.generated import Sort
+from moetrain.rl.envs.shipped import Sort
 
 class Large(Sort):
     def score(self, problem, answer):

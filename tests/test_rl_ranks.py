@@ -132,7 +132,7 @@ def test_two_gpus_that_share_experts_learn_the_best_word(tmp_path):
 DEADLY = """
 import os, signal
 from pathlib import Path
-from moetrain.rl.envs.generated import Sort
+from moetrain.rl.envs.shipped import Sort
 
 class Deadly(Sort):
     scored = 0

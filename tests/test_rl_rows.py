@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.rl.rows import Sample, SamplePosition, from_padded, pack, to_padded, unpack
+from moetrain.rl.rows import Sample, from_padded, pack, to_padded, unpack
 
 
 def make_sample(n, seed=0, group=0, routes=None, vocabulary=50):
@@ -60,7 +60,7 @@ def test_the_worked_example():
     assert batch.advantages_BS.tolist() == [[2, 2, 2, -1, -3, 0]]
     assert batch.versions_BS.tolist() == [[-1, 7, 8, 8, 8, -1]]
     assert batch.routes_BSLK[0, :, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]] + [[-1, -1]] * 3
-    assert batch.places == (SamplePosition(0, 0, 3), SamplePosition(1, 3, 2))
+    assert batch.places == ((0, 0, 3), (1, 3, 2))
     assert batch.num_tokens == 5
     assert batch.num_trained_samples() == 2
     sums = batch.sums_over_samples(torch.tensor([[1.0, 2, 4, 8, 16, 32]]))

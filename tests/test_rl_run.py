@@ -284,7 +284,7 @@ def test_experts_that_generation_chose_are_trained(tmp_path):
 
 FAULTY = """
 import time
-from moetrain.rl.envs.generated import Sort
+from moetrain.rl.envs.shipped import Sort
 
 class Faulty(Sort):
     def score(self, problem, answer):

@@ -14,7 +14,7 @@ from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.rl.envs import Prompts
-from moetrain.rl.envs.jsonl import Jsonl
+from moetrain.rl.envs.shipped import Jsonl
 from moetrain.rl.setup import _try_reward
 from moetrain.rl.trainer import RlTrainer
 from moetrain.rollout.weights import replica_bytes
@@ -22,7 +22,7 @@ from moetrain.train.memory import GIB, estimate_memory, least_sleep
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path
-from moetrain.rl.envs.generated import Sort
+from moetrain.rl.envs.shipped import Sort
 
 class Raises(Sort):
     def __init__(self, prompts):
@@ -311,7 +311,7 @@ def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_pa
 
 
 COUNTED = """
-from moetrain.rl.envs.generated import Sort
+from moetrain.rl.envs.shipped import Sort
 
 class Counted(Sort):
     num_tasks = 30

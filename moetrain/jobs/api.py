@@ -7,10 +7,9 @@ since the client expects it to do something.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -39,7 +38,6 @@ _LOSS_SETTINGS = (
 _MOST_TEXTS = 65_536
 """Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
 
-B = TypeVar("B", bound=JsonBody)
 _Ints = Annotated[list[int], FIRST]
 _Floats = Annotated[list[float], FIRST]
 _Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
@@ -67,11 +65,30 @@ class Limits:
     """Log-probabilities of likeliest tokens in one answer."""
 
 
-class _JobBody(JsonBody):
-    """The body of a request."""
+class _Body(JsonBody):
+    @classmethod
+    def read(cls, body: object) -> Self:
+        """Parse the JSON value ``body``; raises BadRequest."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise BadRequest(complaint(error)) from None
 
-    changes: ClassVar[bool] = False
-    """Whether it changes the job's state, and so is computed again where that was lost."""
+
+class NewJob(_Body):
+    """The body that makes a new job."""
+
+    id: str | None = None
+    """None: the service draws one."""
+    seed: int = 0
+
+
+class Nothing(_Body):
+    """The empty body of a request that is described by its path."""
+
+
+class _JobBody(_Body):
+    """The body of a request to a job."""
 
     def check(self, limits: Limits) -> None:
         """Raise BadRequest if the request can never be served."""
@@ -103,7 +120,7 @@ class Datum(JsonBody):
         )
 
 
-class Texts(_JobBody):
+class _Texts(_JobBody):
     """A request for a forward pass over texts."""
 
     data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=_MOST_TEXTS)
@@ -131,10 +148,9 @@ class Texts(_JobBody):
             raise BadRequest("no token is learned: every mask is 0")
 
 
-class ForwardBackward(Texts):
+class ForwardBackward(_Texts):
     """A request to add the gradients of a loss to those of the step."""
 
-    changes: ClassVar[bool] = True
     loss: Literal["cross_entropy"] | PolicyName = "cross_entropy"
     loss_settings: dict[str, Any] = Field(default={})
     """Settings of a policy's loss, by their names in ``rl``."""
@@ -182,7 +198,7 @@ class ForwardBackward(Texts):
                     raise BadRequest(f"data[{i}] has {key}, of which cross_entropy has no use")
 
 
-class Forward(Texts):
+class Forward(_Texts):
     """A request for the log-probability of every trained token; other tokens get 0."""
 
     temperature: float = Field(default=1.0, gt=0)
@@ -191,7 +207,6 @@ class Forward(Texts):
 class OptimStep(_JobBody):
     """A request to update the adapter with the step's gradients."""
 
-    changes: ClassVar[bool] = True
     lr: float = Field(gt=0, le=1e6)
 
 
@@ -261,23 +276,8 @@ class Save(_JobBody):
     name: str = Field(pattern=f"^{NAME}$")
 
 
-class Load(_JobBody):
+class Load(Save):
     """A request to go back to a save."""
-
-    changes: ClassVar[bool] = True
-    name: str = Field(pattern=f"^{NAME}$")
-
-
-class NewJob(JsonBody):
-    """The body that makes a new job."""
-
-    id: str | None = None
-    """None: the service draws one."""
-    seed: int = 0
-
-
-class Nothing(JsonBody):
-    """The empty body of a request that is described by its path."""
 
 
 KINDS: Mapping[str, type[_JobBody]] = {
@@ -288,23 +288,17 @@ KINDS: Mapping[str, type[_JobBody]] = {
     "save": Save,
     "load": Load,
 }
+CHANGES = ("forward_backward", "optim_step", "load")
+"""Kinds that change the job's state, and so are computed again where that was lost."""
 
 
 def parse(kind: str, body: object, limits: Limits) -> _JobBody:
     """Parse and check the JSON value ``body`` of a request ``kind``; raises BadRequest."""
     if kind not in KINDS:
         raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
-    request = validated(KINDS[kind], body)
+    request = KINDS[kind].read(body)
     request.check(limits)
     return request
-
-
-def validated(model: type[B], body: object) -> B:
-    """Parse ``body`` as ``model``; raises BadRequest."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise BadRequest(complaint(error)) from None
 
 
 def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
@@ -318,8 +312,3 @@ def _floats(datum: Datum) -> Iterator[float]:
     yield from datum.logprobs or ()
     advantages = datum.advantages
     yield from advantages if isinstance(advantages, list) else [advantages or 0.0]
-
-
-def finite(value: float) -> float | None:
-    """Return ``value``, or None if it is infinite or NaN, which JSON cannot hold."""
-    return value if math.isfinite(value) else None

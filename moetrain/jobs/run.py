@@ -19,16 +19,15 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.environment import launched_place
 from moetrain.jobs.scheduler import Service
 from moetrain.jobs.session import JobSession
-from moetrain.jobs.shared import dismiss, follow
 from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
 from moetrain.train.run import stop_signals
 from moetrain.train.setup import resolve_run
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
-IDLE_SECONDS = 0.1
+_IDLE_SECONDS = 0.1
 """Between looks at stop signals, while no request waits."""
 
 
@@ -52,12 +51,12 @@ class JobRun:
             self._help()
             return
         with Service(self.config) as service, stop_signals() as stop, serving(service):
-            self.announce(service)
+            _announce(service)
             service.is_stopping = lambda: bool(stop)
             while not stop:
                 service.turn()
-                service.wait(IDLE_SECONDS)
-        dismiss(service.session)
+                service.wait(_IDLE_SECONDS)
+        service.session.dismiss()
         service.session.world.leave()
         raise SystemExit(128 + stop[0])
 
@@ -65,18 +64,19 @@ class JobRun:
         """Run on other ranks what the main one runs."""
         with stop_signals() as stop:  # it says when to stop
             session = JobSession(*resolve_run(self.config))
-            follow(session)
+            session.follow()
         session.world.leave()
         if stop:
             raise SystemExit(128 + stop[0])
 
-    def announce(self, service: Service) -> None:
-        """Log the settings and write ``config.json``."""
-        settings = json.dumps(service.config.to_dict(), indent=2)
-        (service.folder / "config.json").write_text(settings, "utf-8")
-        logger.info("settings:\n%s", service.config.describe())
-        work = sum(job.has_work for job in service.jobs.values())
-        logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
+
+def _announce(service: Service) -> None:
+    """Log the settings and write ``config.json``."""
+    settings = json.dumps(service.config.to_dict(), indent=2)
+    (service.folder / "config.json").write_text(settings, "utf-8")
+    _logger.info("settings:\n%s", service.config.describe())
+    work = sum(job.has_work for job in service.jobs.values())
+    _logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
 
 
 @contextmanager

@@ -6,11 +6,7 @@
 Jobs with something to do take turns, one request each. A request is on the disk before its sender
 is told so, and its answer before the next one runs: after a crash the next process goes on from
 the newest checkpoint of each job and computes again what that checkpoint has not seen. An error
-within a request is reported to its job, and the others stay as they were. The same holds for a
-job's files: where one is damaged the job is set aside, with its folder as it is, until a service
-is started that finds it put right. A write that fails ends the service.
-
-Whoever knows a job's id may use it; ids are random, and no client is told another's.
+within a request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
 from __future__ import annotations
@@ -26,19 +22,15 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import KINDS, BadRequest, Full, parse
+from moetrain.jobs.api import CHANGES, BadRequest, Full, parse
 from moetrain.jobs.session import Cancelled, JobSession
 from moetrain.jobs.store import (
     DamagedJob,
     Job,
-    Journal,
-    Status,
-    has_begun,
     read,
     request_file,
     write_durably,
@@ -47,7 +39,7 @@ from moetrain.models.architecture import Architecture
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _ID = re.compile(r"[0-9a-f]{32}")
 STOPPED = "the service was stopped; ask again when it runs"
@@ -71,7 +63,6 @@ class Service:
         folder = RunFolder(self.folder)
         folder.check_usable()
         config, arch = resolve_run(config)
-        self._stack = ExitStack()
         with ExitStack() as stack:
             stack.enter_context(folder.claimed())
             self.session = JobSession(config, arch)
@@ -88,12 +79,7 @@ class Service:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -148,27 +134,20 @@ class Service:
         for folder in sorted(root.iterdir()):
             if folder.name.startswith(_REMOVED):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif _ID.fullmatch(folder.name) and folder.is_dir() and has_begun(folder):
-                found.append(Job(folder.name, folder, Journal(folder)))
-                self._look(found[-1])
+            elif _ID.fullmatch(folder.name) and folder.is_dir() and Job(folder).has_begun:
+                found.append(Job(folder))
+                try:
+                    found[-1].look()
+                except DamagedJob as error:
+                    self._set_aside(found[-1], str(error))
         return found
 
-    def _look(self, job: Job) -> None:
-        try:
-            job.look()
-        except DamagedJob as error:
-            self._set_aside(job, str(error))
-
     def _set_aside(self, job: Job, error: str) -> None:
-        """Stop serving ``job``, and leave its folder as it is.
-
-        This is not written down: the next start, with other settings or a repaired folder, may
-        serve it again.
-        """
-        with self._lock:
+        """Stop serving ``job``, and leave its folder as it is."""
+        with self._lock:  # not written down: the next start may find it put right
             job.status, job.error = "failed", error
             job.tell_waiting(error)
-        logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
+        _logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
 
     # ---- for clients, from any thread ----------------------------------------------------------
 
@@ -176,8 +155,8 @@ class Service:
         """Make a new job; ``name``, 32 hexadecimal digits, makes it safe to ask again.
 
         Raises:
-            BadRequest: ``name`` is not valid, or a job of that name has another seed.
-            Full: there are ``jobs.max_jobs`` already, or one of that name is being deleted.
+            BadRequest: ``name`` or ``seed`` is not valid, or the job has another seed.
+            Full: there are ``jobs.max_jobs`` already, or the job is being deleted.
             OSError: it cannot be written, and there is no such job.
         """
         name = secrets.token_hex(16) if name is None else name
@@ -199,11 +178,8 @@ class Service:
             raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
         if any(job.id == name for job, _ in self._removals):  # whose folder is still there
             raise Full("the job of this id is being deleted; ask again when it is")
-        folder = self.folder / "jobs" / name
-        folder.mkdir(exist_ok=True)
-        job = Job(name, folder, Journal(folder), seed)
-        job.log.look(0)
-        job.note("open")
+        job = Job(self.folder / "jobs" / name, seed)
+        job.begin()
         self.jobs[name] = job
         return job
 
@@ -233,7 +209,7 @@ class Service:
         with self._lock:
             job = self._of(name)
             job.check_open()
-            taken = job.log.add(kind, text, number, most=self.config.jobs.max_queued)
+            taken = job.add(kind, text, number, most=self.config.jobs.max_queued)
             self._lock.notify()
             return taken
 
@@ -246,18 +222,18 @@ class Service:
         """
         with self._lock:
             job = self._of(name)
-            if not 0 <= number < job.log.accepted:
+            if not 0 <= number < job.accepted:
                 job.check_open()
-                raise BadRequest(f"there was no request {number}; the next is {job.log.accepted}")
-            if number >= job.log.done and job.status == "open":
+                raise BadRequest(f"there was no request {number}; the next is {job.accepted}")
+            if number >= job.done and job.status == "open":
                 return job.waiting.setdefault(number, Future())
             future: Future[dict[str, Any]] = Future()
             answer = {"error": job.error or job.status}
-            if number < job.log.done:
+            if number < job.done:
                 try:
-                    answer = job.log.answer_of(number)
+                    answer = job.answer_of(number)
                 except DamagedJob as error:  # the job itself can go on
-                    logger.warning("job %s: %s", job.label, error)
+                    _logger.warning("job %s: %s", job.label, error)
                     answer = {"error": str(error)}
             future.set_result(answer)
             return future
@@ -267,19 +243,20 @@ class Service:
         with self._lock:
             job = self._of(name)
             if job.status == "open":
-                self._end(job, "cancelled")
+                job.note("cancelled")
+                job.tell_waiting("cancelled")
             return job.describe()
 
     def delete(self, name: str) -> Future[None]:
         """Remove a job and its files; the future is done when they are gone. Raises Unknown."""
         with self._lock:
-            job = self.jobs[name] = self._of(name)
+            job = self._of(name)
             if job.status == "open":
                 try:
-                    self._end(job, "cancelled")
+                    job.note("cancelled")
                 except OSError:  # a full disk must not keep anybody from making room
                     job.status = "cancelled"
-                    job.tell_waiting(job.status)
+                job.tell_waiting("cancelled")
             del self.jobs[name]
             future: Future[None] = Future()
             future.set_running_or_notify_cancel()  # a client that leaves cannot stop it
@@ -295,11 +272,6 @@ class Service:
             if not path.is_file():
                 raise Unknown(name)
             return path
-
-    def _end(self, job: Job, status: Status, error: str | None = None) -> None:
-        """End ``job`` and tell its clients. The caller holds the lock."""
-        job.note(status, error)
-        job.tell_waiting(error or status)
 
     # ---- the worker's thread -------------------------------------------------------------------
 
@@ -317,8 +289,10 @@ class Service:
         assert job.seed is not None  # else it was set aside
         try:
             self.session.sit(job.id, job.seed, str(job.folder))
-            if not self._catch_up(job):
-                return True
+            while self.session.now.seen < job.done:  # what is in no checkpoint
+                if self._is_given_up(job):
+                    return True
+                self._serve_again(job, self.session.now.seen)
         except (RunFailed, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -342,26 +316,16 @@ class Service:
         self._last = job.id if job else self._last
         return job
 
-    def _catch_up(self, job: Job) -> bool:
-        """Compute again what is in no checkpoint; False: the job was cancelled meanwhile."""
-        while self.session.progress.seen < job.log.done:
-            if self._is_given_up(job):
-                return False
-            self._serve_again(job, self.session.progress.seen)
-        return True
-
     def _serve_again(self, job: Job, number: int) -> None:
         """Bring ``job`` to where it was after request ``number``, which has an answer."""
-        answer = job.log.answer_of(number)
-        if "error" in answer and not answer["refused"]:
-            self.session.forget_step()
-        if "result" in answer and KINDS[answer["kind"]].changes:
+        answer = job.answer_of(number)
+        if "result" in answer and answer["kind"] in CHANGES:
             self.session.serve(number, request_file(number))
         else:
-            self.session.pass_over(number)
+            self.session.pass_over(number, "error" in answer and not answer["refused"])
 
     def _serve(self, job: Job) -> None:
-        number, session = job.log.done, self.session
+        number, session = job.done, self.session
         try:
             session.is_given_up = partial(self._is_given_up, job)
             answer: dict[str, Any] = {"result": session.serve(number, request_file(number))}
@@ -372,25 +336,25 @@ class Service:
             return
         except BadRequest as error:
             answer = {"error": str(error), "refused": True}
-            session.pass_over(number)
+            session.pass_over(number, False)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             answer = {"error": _line_of(error), "refused": False}
             session.forget(job.id)
-            logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
+            _logger.warning("job %s, request %d: %s", job.label, number, answer["error"])
         with self._lock:
             try:
-                job.log.answer(number, answer)
+                job.answer(number, answer)
             except OSError:  # a checkpoint at the end must not have seen what has no answer
                 session.forget(job.id)
                 raise
             future = job.waiting.pop(number, None)
         if "error" in answer:
             session.probe()
-        if session.job == job.id and self._is_due(job):
+        if session.now.id == job.id and self._is_due(job):
             session.save()
             job.saved_time = time.monotonic()
             with self._lock:
-                job.log.prune(session.oldest_saved)
+                job.prune(session.oldest_saved)
         if future is not None:
             future.set_result(answer)
 
@@ -398,7 +362,7 @@ class Service:
         return job.status != "open" or self.is_stopping()
 
     def _is_due(self, job: Job) -> bool:
-        new = self.session.progress.seen - self.session.saved
+        new = self.session.now.seen - self.session.now.saved
         seconds = 60 * self.config.checkpoint.minutes
         by_time = 0 < seconds <= time.monotonic() - job.saved_time
         is_due = new >= self.config.jobs.save_interval or by_time

@@ -8,10 +8,9 @@
     GET    /v1/jobs/ID/answers/NUMBER     the answer to a request
     GET    /v1/jobs/ID/saves/NAME/FILE    a save's adapter, in PEFT's format
 
-A request is answered when it is done, with its ``number`` and ``result``; or, after
-``?wait=SECONDS`` (60), with its number alone and status 202: its answer can be asked for later.
-With ``?number=N`` it is the job's request N, which can be sent again and is done once. A request
-that is refused or fails is answered with an ``error`` of one line.
+A request is answered when it is done, with its ``number`` and ``result``, or an ``error`` of one
+line; after ``?wait=SECONDS`` (60), with its number alone and status 202. With ``?number=N`` it is
+the job's request N, which can be sent again and is done once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import NAME, BadRequest, Full, NewJob, Nothing, validated
+from moetrain.jobs.api import NAME, BadRequest, Full, NewJob, Nothing
 from moetrain.jobs.scheduler import STOPPED, Service, Unknown
 from moetrain.rollout.http_json import Bodies, json_app, reply
 
@@ -79,7 +78,7 @@ class _JobRoutes:
         return reply({"status": "ok"})
 
     async def create(self, request: HTTPRequest) -> Response:
-        new = await self.bodies.read(request, partial(validated, NewJob))
+        new = await self.bodies.read(request, NewJob.read)
         return reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
 
     async def describe(self, request: HTTPRequest) -> Response:
@@ -88,7 +87,7 @@ class _JobRoutes:
 
     async def cancel(self, request: HTTPRequest) -> Response:
         name = request.path_params["job"]
-        await self.bodies.read(request, partial(validated, Nothing))
+        await self.bodies.read(request, Nothing.read)
         return reply(await asyncio.to_thread(self.service.cancel, name))
 
     async def delete(self, request: HTTPRequest) -> Response:

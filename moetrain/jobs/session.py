@@ -1,24 +1,20 @@
 """An engine and a generator that serve one job at a time.
 
 A job's state (its adapter, moments, and the gradients of an unfinished step) is copied into the
-very tensors that the engine was built with, and out of them when it is another job's turn. So one
-optimizer, one set of compiled blocks and one generator serve all jobs, over one copy of the base
-model, which the generator shares.
+very tensors that the engine was built with, and out of them when it is another job's turn
+(:mod:`moetrain.jobs.shared`). So one optimizer, one set of compiled blocks and one generator serve
+all jobs, over one copy of the base model, which the generator shares. Random numbers follow from a
+job's seed and the request's number, so a result depends on no other job.
 
-Random numbers follow from a job's seed and the request's number, so a result depends on no other
-job. A request that fails costs its job the gradients of its step, and nothing more.
-
-With several ranks, each has a session and does what the main one does (``shared``).
 Left out on purpose: the order of jobs (:mod:`moetrain.jobs.scheduler`).
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +33,9 @@ from moetrain.jobs.api import (
     OptimStep,
     Sampling,
     Save,
-    finite,
     parse,
 )
-from moetrain.jobs.shared import Held, Progress, SharedEngine, copies_of, to_host, together
+from moetrain.jobs.shared import JobState, SharedEngine, Spread, to_host, together
 from moetrain.jobs.store import read
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import ADAPTER
@@ -70,12 +65,12 @@ class Cancelled(Exception):
     """A request was cancelled while it was served."""
 
 
-class JobSession:
+class JobSession(Spread):
     """The engine and generator of all jobs. One thread makes all calls.
 
     Attributes:
         config, limits: the resolved settings, and the largest requests that can be served.
-        job, progress, saved: the job whose state is loaded (None: none), and how far it has come.
+        now: the job whose state is loaded, and how far it has come.
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
@@ -88,8 +83,6 @@ class JobSession:
         self.world, self.config = start.world, start.config
         config = self.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
-        self.is_told = False
-        """Whether every rank runs the method that is running now."""
         self.is_given_up: Callable[[], bool] = lambda: False
         """Called on the main rank while text is generated: whether to cancel the request."""
         self.engine = SharedEngine(config, arch, self.world)
@@ -108,10 +101,10 @@ class JobSession:
         # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
         is_drawn = config.lora.path is None
         parts = self.engine.state()["model"].items()
-        begun = {k: x for k, x in parts if not (is_drawn and k.endswith(ADAPTER))}
-        self._first = copies_of(begun)
+        begun = {k: x.tensor for k, x in parts if not (is_drawn and k.endswith(ADAPTER))}
+        self._first = {name: to_host(tensor) for name, tensor in begun.items()}
         """The state that every job begins with, without what is drawn."""
-        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._held: dict[str, JobState] = {}
         """The states of jobs that were served last, the latest at the end."""
         self._aside = Path(config.output_dir) / _ASIDE
         if self.world.is_main:  # files of a killed process are of no use
@@ -121,12 +114,7 @@ class JobSession:
         # Kept: pipelines announce each new objective, which must be new on all ranks at once.
         self._objectives = {None: Pretraining.of(config, arch)}
         self.fingerprint = self.engine.fingerprint
-        self._nobody()
-
-    def _nobody(self) -> None:
-        self.job: str | None = None
-        self.seed, self.folder = 0, Path()
-        self.progress, self.saved = Progress(), 0
+        self.now = JobState()
 
     # ---- who sits here -------------------------------------------------------------------------
 
@@ -138,49 +126,52 @@ class JobSession:
             ConfigError: its checkpoints are damaged.
             RunFailed: there is no host memory, or no room on the disk, for the job before it.
         """
-        if self.job == job:
+        if self.now.id == job:
             return
         held = self._held.pop(job, None)
         self._leave()
         if held is not None:
             held.pick_up()
-            self._take(held.state)
-            self.engine.take_back(held.pending)
-            self.progress, self.saved = held.progress, held.saved
+            self.engine.copy_in(held)
+            self.now = held
+            return
+        now = JobState(job, seed, Path(folder))
+        if (
+            found := find_snapshot("auto", RunFolder(now.folder), self.engine.arch, self.world)
+        ) is not None:
+            self._restore(now, found)
         else:
-            found = find_snapshot("auto", RunFolder(Path(folder)), self.engine.arch, self.world)
-            self.progress = Progress()
-            if found is None:
-                self._begin(seed)
-            else:
-                self._restore(found)
-            self.saved = self.progress.seen
-        self.job, self.seed, self.folder = job, seed, Path(folder)
+            self._begin(seed)
+        now.saved = now.seen
+        self.now = now
 
     def _leave(self) -> None:
         """Unload the current job and hold its state in host memory, if there is room."""
-        if self.job is None:
+        if self.now.id is None:
             return
-        pending = self.engine.set_aside()
-        held = Held(self._copies(), pending, self.progress, self.saved, self.folder)
-        self._held[self.job] = held
-        self._nobody()
+        try:
+            self.engine.copy_out(self.now)
+        except RuntimeError as error:
+            problem = f"there is no host memory for a job between its turns ({error})"
+            raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
+        self._held[self.now.id] = self.now
+        self.now = JobState()
         loaded = [job for job, held in self._held.items() if held.file is None]
         for job in loaded[: -self.config.jobs.max_loaded]:
-            if self._held[job].pending is None:
-                self._put_away(job)
-            else:
+            if self._held[job].since_step:
                 self._put_aside(job)
+            else:
+                self._put_away(job)
 
     def _put_away(self, job: str) -> None:
         """Save ``job``, unless it is in the middle of a step, and hold it no longer."""
         held = self._held.pop(job)
         held.drop()
-        if held.pending is None and held.saved != held.progress.seen:
-            self._take(held.state)
-            self.job, self.progress, self.folder = job, held.progress, held.folder
+        if not held.since_step and held.saved != held.seen:
+            self.engine.copy_in(held)
+            self.now = held
             self.save()
-            self._nobody()
+            self.now = JobState()
 
     def _put_aside(self, job: str) -> None:
         """Hold ``job``, which is in the middle of a step, on the disk."""
@@ -201,9 +192,9 @@ class JobSession:
         """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
         if (held := self._held.pop(job, None)) is not None:
             held.drop()
-        if self.job == job:
+        if self.now.id == job:
             self.engine.forget()
-            self._nobody()
+            self.now = JobState()
 
     def probe(self) -> None:
         """Raise RunFailed if the device no longer works, as after an error in a kernel."""
@@ -218,40 +209,17 @@ class JobSession:
         """Set the state of a job that has not begun."""
         for name, part in self.engine.state()["model"].items():
             if name in self._first:
-                part.tensor.copy_(self._first[name].tensor)
+                part.tensor.copy_(self._first[name])
         if self.config.lora.path is None:
             draw_values(self.engine.fsdp, self.config.model.init_std, seed, all=False)
         self.engine.optimizer.begin()
 
-    def _copies(self) -> dict[str, torch.Tensor]:
-        """Copy the engine's state to host memory; RunFailed: there is not enough."""
-        try:
-            copies = {name: to_host(tensor) for name, tensor in self._tensors()}
-        except RuntimeError as error:
-            problem = f"there is no host memory for a job between its turns ({error})"
-            raise RunFailed(f"{problem}; lower jobs.max_loaded") from None
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-        return copies
-
-    @torch.no_grad()
-    def _take(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy ``state``, as :meth:`_copies` returned it, into the engine's tensors."""
-        for name, tensor in self._tensors():
-            tensor.copy_(state[name], non_blocking=True)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the engine's tensors that belong to a job, by name."""
-        for group, parts in self.engine.state().items():
-            for name, part in parts.items():
-                yield f"{group}/{name}", part.tensor
-
-    def _restore(self, found: Checkpoint) -> None:
-        """Load state and progress from the checkpoint ``found``."""
+    def _restore(self, job: JobState, found: Checkpoint) -> None:
+        """Load state and progress of ``job`` from the checkpoint ``found``."""
         for group in self.engine.GROUPS:  # one at a time: each takes host memory
             self.engine.load_state({group: found.group(group)})
         state = found.state
-        self.progress = Progress(state["step"], state["steps"], state["tokens"])
+        job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -262,20 +230,20 @@ class JobSession:
         Raises:
             RunFailed: it cannot be written.
         """
-        self._write(RunFolder(self.folder).checkpoints)
-        self.saved = self.progress.seen
+        self._write(RunFolder(self.now.folder).checkpoints)
+        self.now.saved = self.now.seen
 
     def _write(self, root: Path) -> None:
         assert self.engine.is_between_steps
-        seen, steps, tokens = self.progress
-        progress = {"step": seen, "steps": steps, "tokens": tokens, "sample_index": 0}
+        now = self.now
+        progress = {"step": now.seen, "steps": now.steps, "tokens": now.tokens, "sample_index": 0}
         self.snapshots.save(root, progress, {}, failed=False)
         self.snapshots.wait()
 
     @property
     def oldest_saved(self) -> int:
         """Number of requests that every checkpoint of the current job has seen."""
-        kept = list_checkpoints(RunFolder(self.folder).checkpoints)
+        kept = list_checkpoints(RunFolder(self.now.folder).checkpoints)
         return (step_of(kept[0]) or 0) if len(kept) == self.config.checkpoint.keep else 0
 
     # ---- requests ------------------------------------------------------------------------------
@@ -289,42 +257,20 @@ class JobSession:
             DamagedJob: the file is damaged.
             Exception: any other; call :meth:`forget` before the job goes on.
         """
-        entry = read(self.folder, name, kind=str, body=dict)
+        entry = read(self.now.folder, name, kind=str, body=dict)
         request = parse(entry["kind"], entry["body"], self.limits)
-        with self._request(number) as seed:
-            match request:
-                case ForwardBackward():
-                    return self._forward_backward(request)
-                case Forward():
-                    return self._forward(request)
-                case OptimStep():
-                    return self._step(request.lr)
-                case Sampling():
-                    return self._sample(request, seed)
-                case Save():
-                    return self._save(request.name)
-                case Load():
-                    return self._load(request.name)
-                case _:
-                    raise TypeError(f"{type(request).__name__} is no request")
-
-    @contextmanager
-    def _request(self, number: int) -> Iterator[int]:
-        """Serve request ``number`` inside; yields the seed of its random numbers."""
-        seed = zlib.crc32(f"{self.seed}.{number}".encode())
-        torch.manual_seed(seed)  # dropout's
-        yield seed
-        self.progress = self.progress._replace(seen=number + 1)
+        self.draw_seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
+        torch.manual_seed(self.draw_seed)  # dropout's
+        result = getattr(self, f"_{entry['kind']}")(request)
+        self.now.seen = number + 1
+        return result
 
     @together
-    def forget_step(self) -> None:
-        """Forget the gradients of the step so far."""
-        self.engine.forget()
-
-    @together
-    def pass_over(self, number: int) -> None:
+    def pass_over(self, number: int, forgets_step: bool) -> None:
         """Count request ``number`` as seen by the state."""
-        self.progress = self.progress._replace(seen=number + 1)
+        if forgets_step:
+            self.engine.forget()
+        self.now.seen = number + 1
 
     def _forward_backward(self, request: ForwardBackward) -> dict[str, Any]:
         policy = request.policy()
@@ -335,19 +281,18 @@ class JobSession:
         samples = request.samples()
         tokens = sum(len(sample.tokens) - 1 for sample in samples)
         totals = self.engine.forward_backward(self._packed(samples), objective)
-        self.progress = self.progress._replace(tokens=self.progress.tokens + tokens)
-        terms = {name: finite(value.item()) for name, value in totals.terms.items()}
-        return {"loss": finite(totals.total.item()), "terms": terms}
+        self.now.tokens += tokens
+        terms = {name: _finite(value.item()) for name, value in totals.terms.items()}
+        return {"loss": _finite(totals.total.item()), "terms": terms}
 
-    def _step(self, lr: float) -> dict[str, Any]:
+    def _optim_step(self, request: OptimStep) -> dict[str, Any]:
         """Update with the step's gradients; the step is skipped if they are not finite."""
         if self.engine.is_between_steps:
             raise BadRequest("there was no forward_backward since the last step")
-        outcome = self.engine.step(lr)
-        skipped = bool(outcome.skipped.item())
-        steps = self.progress.steps + (not skipped)
-        self.progress = self.progress._replace(steps=steps)
-        return {"grad_norm": finite(outcome.grad_norm.item()), "skipped": skipped, "steps": steps}
+        outcome = self.engine.step(request.lr)
+        skipped, norm = bool(outcome.skipped.item()), _finite(outcome.grad_norm.item())
+        self.now.steps += not skipped
+        return {"grad_norm": norm, "skipped": skipped, "steps": self.now.steps}
 
     def _mine(self, number: int) -> list[int]:
         """Return the indices of this rank's samples, of ``number`` in all."""
@@ -370,13 +315,13 @@ class JobSession:
         stats = score(self.engine, batches, request.temperature)
         mine = [x.tolist() for x in unpack(batches, [one.logprob for one in stats])]
         found = by_sample(self.world, self._mine(len(samples)), mine)
-        return {"logprobs": [[finite(x) for x in logprobs] for logprobs in found]}
+        return {"logprobs": [[_finite(x) for x in logprobs] for logprobs in found]}
 
-    def _sample(self, request: Sampling, seed: int) -> dict[str, Any]:
+    def _sample(self, request: Sampling) -> dict[str, Any]:
         self.update_weights()  # empties the cache, so that nothing depends on the job before
-        generator, requests = self.generator, request.requests(seed)
+        generator, requests = self.generator, request.requests(self.draw_seed)
         generator.wipe()  # diverged weights of a job before may have left NaN there
-        generator.version = self.progress.steps
+        generator.version = self.now.steps
         done: dict[tuple[int, int], dict[str, Any]] = {}
         mine = requests[self.world.rank :: self.world.size]
         try:
@@ -404,38 +349,43 @@ class JobSession:
         for one in requests:
             self.generator.abort(one.id)
 
-    def _save(self, name: str) -> dict[str, Any]:
+    def _save(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
             raise BadRequest("a step is not over: its gradients are part of no save; step first")
-        root, seen = self.folder / "saves", self.progress.seen
+        root, name = self.now.folder / "saves", request.name
         found = list_checkpoints(root / name)
         # One of this very request: it was saved, and its answer was not.
-        if found and step_of(found[-1]) != seen:
+        if found and step_of(found[-1]) != self.now.seen:
             raise BadRequest(f"there is a save {name!r} already; choose another name")
         others = [path for path in root.iterdir() if path.name != name] if root.is_dir() else []
         if len(others) >= self.config.jobs.max_saves:
             raise BadRequest(f"this job has {len(others)} saves, as many as jobs.max_saves")
         self.engine.save_peft(root / name / "adapter")
         self._write(root / name)
-        return {"name": name, "steps": self.progress.steps}
+        return {"name": name, "steps": self.now.steps}
 
-    def _load(self, name: str) -> dict[str, Any]:
-        found = list_checkpoints(self.folder / "saves" / name)
+    def _load(self, request: Load) -> dict[str, Any]:
+        found = list_checkpoints(self.now.folder / "saves" / request.name)
         if not found:
-            raise BadRequest(f"this job has no save {name!r}")
+            raise BadRequest(f"this job has no save {request.name!r}")
         self.engine.forget()
-        self._restore(open_checkpoint(found[-1]))
-        return {"name": name, "steps": self.progress.steps}
+        self._restore(self.now, open_checkpoint(found[-1]))
+        return {"name": request.name, "steps": self.now.steps}
 
 
 def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
     """Describe a completion to its client."""
     row: dict[str, Any] = {
         "tokens": completion.tokens,
-        "logprobs": [finite(x) for x in completion.logprobs],
+        "logprobs": [_finite(x) for x in completion.logprobs],
         "finish_reason": completion.finish_reason,
     }
     if request.logprobs:  # the keys as JSON has them
         tops = completion.top_logprobs
-        row["top_logprobs"] = [{str(k): finite(x) for k, x in top.items()} for top in tops]
+        row["top_logprobs"] = [{str(k): _finite(x) for k, x in top.items()} for top in tops]
     return row
+
+
+def _finite(value: float) -> float | None:
+    """Return ``value``, or None if it is infinite or NaN, which JSON cannot hold."""
+    return value if math.isfinite(value) else None

@@ -7,12 +7,8 @@
               saves/<name>/            the same under a name, and the adapter in PEFT's format
 
 Anything else in requests/ and answers/, except hidden files, is damage, and so is a missing file.
-JSON files end with a checksum; files of earlier versions have none, and only their fields are
-checked.
-
-A request's number is its place in the job's order, from 0. A client that sends one again under its
-number (the connection broke, the service was killed) gets the first one's answer: each is done
-once.
+JSON files end with a checksum, but for those of earlier versions. A request's number is its place
+in the job's order, from 0; sent again under its number, it gets the first one's answer.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from moetrain.train.run_folder import RunFolder
 
 KEPT_ANSWERS = 100
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
-Status = Literal["open", "cancelled", "failed"]
+_Status = Literal["open", "cancelled", "failed"]
 _JOB = "job.json"
 _REQUESTS, _ANSWERS, _SAVES = "requests", "answers", "saves"
 _NAME = re.compile(r"([0-9]{8,})\.json")
@@ -53,11 +49,8 @@ class DamagedJob(BadRequest):
 def write_durably(path: Path, value: Mapping[str, Any], **more: str) -> None:
     """Write ``value``, which is not empty, as JSON, and force it to the disk.
 
-    Args:
-        more: further keys, whose values are JSON already.
-
-    Raises:
-        OSError: it cannot be written, and ``path`` is unchanged.
+    ``more`` are further keys, whose values are JSON already. Raises OSError, and leaves ``path`` as
+    it was, if it cannot be written.
     """
     text = json.dumps(value, allow_nan=False)
     for key, part in more.items():
@@ -101,35 +94,97 @@ def _file(kind: str, number: int) -> str:
     return f"{kind}/{number:08d}.json"
 
 
-class Journal:
-    """A job's requests and answers.
+@dataclass(eq=False)
+class Job:
+    """One job: its files, its state, and the clients that wait for it."""
 
-    Attributes:
-        accepted, done: how many requests there are, and how many of them have an answer.
-    """
+    folder: Path
+    seed: int | None = None
+    """None: its job.json is damaged."""
+    status: _Status = "open"
+    error: str | None = None
+    accepted: int = 0
+    """Requests that there are."""
+    done: int = 0
+    """Requests that have an answer."""
+    waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
+    """Answers that clients wait for, by the number of the request."""
+    saved_time: float = field(default_factory=time.monotonic)
+    """When it was last saved, or found."""
+    _entries: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Kind and digest of requests, which their answers repeat."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.accepted = self.done = 0
-        self._entries: dict[int, dict[str, str]] = {}
-        """Kind and digest of requests, which their answers repeat."""
+    @property
+    def id(self) -> str:
+        """The secret by which clients know it."""
+        return self.folder.name
 
-    def look(self, seen: int) -> None:
-        """Read what is on the disk, given how many requests the newest checkpoint has seen.
+    @property
+    def label(self) -> str:
+        """A name for the log, which must not show ids."""
+        return self.id[:8]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits to be served."""
+        return self.status == "open" and self.done < self.accepted
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a file; else a service died before it told anybody of the job."""
+
+        def fail(error: OSError) -> None:
+            raise error
+
+        try:
+            walk = os.walk(self.folder, onerror=fail)
+            return any(not name.startswith(".") for _, _, names in walk for name in names)
+        except OSError:  # look will say what is wrong
+            return True
+
+    def begin(self) -> None:
+        """Write a new job to the disk."""
+        self.folder.mkdir(exist_ok=True)
+        self._count(0)
+        self.note("open")
+
+    def look(self) -> None:
+        """Read from the disk how the job was left.
+
+        Raises:
+            DamagedJob: a file is not what it should be, or missing.
+        """
+        try:
+            known = read(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
+            if len(known) != 3 or known["status"] not in get_args(_Status):
+                raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
+            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
+            RunFolder(self.folder).checkpoints.mkdir(parents=True, exist_ok=True)
+            steps = map(step_of, list_checkpoints(RunFolder(self.folder).checkpoints))
+            seen = max(filter(None, steps), default=0)
+            self._count(seen)
+        except OSError as error:
+            name = Path(os.fsdecode(error.filename or "")).name
+            raise DamagedJob(f"its folder ({name})", error.strerror) from None
+        if seen > self.done:
+            raise DamagedJob("its log", f"a checkpoint has seen {seen} requests of {self.done}")
+
+    def _count(self, seen: int) -> None:
+        """Count requests and answers on the disk, of which the newest checkpoint has seen so many.
 
         Raises:
             DamagedJob, OSError: a file is not what it should be, missing, or one too many.
         """
         for kind in (_REQUESTS, _ANSWERS, _SAVES):
-            (self._folder / kind).mkdir(exist_ok=True)
-            remove_temporaries(self._folder / kind)
-        remove_temporaries(self._folder)
+            (self.folder / kind).mkdir(exist_ok=True)
+            remove_temporaries(self.folder / kind)
+        remove_temporaries(self.folder)
         for kind in (_REQUESTS, _ANSWERS):
-            for entry in os.scandir(self._folder / kind):
+            for entry in os.scandir(self.folder / kind):
                 is_ours = entry.is_file() and _NAME.fullmatch(entry.name)
                 if not is_ours and not entry.name.startswith("."):
                     raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
-        fsync(self._folder)
+        fsync(self.folder)
         requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
         done = 1 + max(answers, default=-1)
         accepted = max(done, 1 + max(requests, default=-1))
@@ -139,17 +194,42 @@ class Journal:
                 raise DamagedJob(_file(kind, lost), "it is not there")
         self.accepted, self.done = accepted, done
 
-    def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
-        """Take up a request and return its number.
+    def note(self, status: _Status) -> None:
+        """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""
+        write_durably(self.folder / _JOB, {"seed": self.seed, "status": status, "error": None})
+        self.status, self.error = status, None
 
-        Args:
-            body: as JSON.
-            number: the number that the client gives it; None: the next.
-            most: requests that may wait.
+    def check_open(self) -> None:
+        """Raise BadRequest unless the job is open."""
+        if self.status != "open":
+            raise BadRequest(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the job to its client."""
+        waiting = self.accepted - self.done if self.status == "open" else 0
+        return {
+            "id": self.id,
+            "status": self.status,
+            "error": self.error,
+            "seed": self.seed,
+            "next_number": self.accepted,
+            "waiting": waiting,
+        }
+
+    def tell_waiting(self, error: str) -> None:
+        """Answer all waiting clients with ``error``."""
+        for future in self.waiting.values():
+            future.set_result({"error": error})
+        self.waiting.clear()
+
+    # ---- requests and answers ------------------------------------------------------------------
+
+    def add(self, kind: str, body: str, number: int | None, *, most: int) -> int:
+        """Take up a request, its ``body`` as JSON, and return its number.
 
         Raises:
-            BadRequest: another request has that number, or ones before it have not come.
-            Full: as many wait already.
+            BadRequest: another request has ``number``, or ones before it have not come.
+            Full: as many as ``most`` wait already.
         """
         entry = {"kind": kind, "digest": hashlib.sha256(f"{kind} {body}".encode()).hexdigest()}
         if number is not None and number < self.accepted:
@@ -162,7 +242,7 @@ class Journal:
             raise BadRequest(f"number {number} is ahead of the next, {self.accepted}")
         if self.accepted - self.done >= most:
             raise Full(f"{most} requests of this job wait already (jobs.max_queued)")
-        write_durably(self._folder / _file(_REQUESTS, self.accepted), entry, body=body)
+        write_durably(self.folder / _file(_REQUESTS, self.accepted), entry, body=body)
         self._entries[self.accepted] = entry
         self.accepted += 1
         return self.accepted - 1
@@ -170,7 +250,7 @@ class Journal:
     def _known(self, number: int) -> dict[str, str]:
         """Return kind and digest of a request."""
         if number not in self._entries:
-            is_kept = (self._folder / _file(_REQUESTS, number)).exists()
+            is_kept = (self.folder / _file(_REQUESTS, number)).exists()
             entry = self._read(_REQUESTS, number) if is_kept else self.answer_of(number)
             self._entries[number] = {key: entry[key] for key in ("kind", "digest")}
         return self._entries[number]
@@ -178,7 +258,7 @@ class Journal:
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         """Keep the ``result`` or the ``error`` of the request that was served last."""
         assert number == self.done
-        path = self._folder / _file(_ANSWERS, number)
+        path = self.folder / _file(_ANSWERS, number)
         write_durably(path, {**self._known(number), **answer})
         self.done += 1
 
@@ -188,7 +268,7 @@ class Journal:
         Raises:
             BadRequest: it was too long ago, or its file is damaged (DamagedJob).
         """
-        if not os.path.lexists(self._folder / _file(_ANSWERS, number)):
+        if not os.path.lexists(self.folder / _file(_ANSWERS, number)):
             raise BadRequest(
                 f"the answer to request {number} is no longer kept: the last {KEPT_ANSWERS} are"
             )
@@ -196,7 +276,7 @@ class Journal:
 
     def _read(self, kind: str, number: int) -> dict[str, Any]:
         name = _file(kind, number)
-        entry = read(self._folder, name, kind=str, digest=str)
+        entry = read(self.folder, name, kind=str, digest=str)
         outcome = {"body"} if kind == _REQUESTS else {"result", "error"}
         if entry["kind"] not in KINDS or not outcome & set(entry):
             raise DamagedJob(name, "it is not what this version of moetrain writes")
@@ -208,99 +288,9 @@ class Journal:
         for kind, end in ((_REQUESTS, self.done), (_ANSWERS, self.done - KEPT_ANSWERS)):
             for number in self._numbers(kind):
                 if number < min(seen, end):
-                    (self._folder / _file(kind, number)).unlink()
+                    (self.folder / _file(kind, number)).unlink()
 
     def _numbers(self, kind: str) -> set[int]:
         """Return the numbers of the complete files."""
-        names = map(_NAME.fullmatch, os.listdir(self._folder / kind))
+        names = map(_NAME.fullmatch, os.listdir(self.folder / kind))
         return {int(name[1]) for name in names if name}
-
-
-@dataclass(eq=False)
-class Job:
-    """One job as the service knows it: its state, and the clients that wait for it."""
-
-    id: str
-    folder: Path
-    log: Journal
-    seed: int | None = None
-    """None: its job.json is damaged."""
-    status: Status = "open"
-    error: str | None = None
-    waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
-    """Answers that clients wait for, by the number of the request."""
-    saved_time: float = field(default_factory=time.monotonic)
-    """When it was last saved, or found."""
-
-    @property
-    def label(self) -> str:
-        """A name for the log, which must not show ids: clients keep them secret."""
-        return self.id[:8]
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request waits to be served."""
-        return self.status == "open" and self.log.done < self.log.accepted
-
-    def look(self) -> None:
-        """Read from the disk how the job was left.
-
-        Raises:
-            DamagedJob: a file is not what it should be, or missing.
-        """
-        try:
-            known = read(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
-            if len(known) != 3 or known["status"] not in get_args(Status):
-                raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
-            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
-            RunFolder(self.folder).checkpoints.mkdir(parents=True, exist_ok=True)
-            steps = map(step_of, list_checkpoints(RunFolder(self.folder).checkpoints))
-            seen = max(filter(None, steps), default=0)
-            self.log.look(seen)
-        except OSError as error:
-            name = Path(os.fsdecode(error.filename or "")).name
-            raise DamagedJob(f"its folder ({name})", error.strerror) from None
-        if seen > self.log.done:
-            raise DamagedJob("its log", f"a checkpoint has seen {seen} requests of {self.log.done}")
-
-    def note(self, status: Status, error: str | None = None) -> None:
-        """Write the new state to disk, then adopt it. Raises OSError, and changes nothing then."""
-        value = {"seed": self.seed, "status": status, "error": error}
-        write_durably(self.folder / _JOB, value)
-        self.status, self.error = status, error
-
-    def check_open(self) -> None:
-        """Raise BadRequest unless the job is open."""
-        if self.status != "open":
-            raise BadRequest(f"this job is {self.status}" + (f": {self.error}" * bool(self.error)))
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the job to its client."""
-        waiting = self.log.accepted - self.log.done if self.status == "open" else 0
-        return {
-            "id": self.id,
-            "status": self.status,
-            "error": self.error,
-            "seed": self.seed,
-            "next_number": self.log.accepted,
-            "waiting": waiting,
-        }
-
-    def tell_waiting(self, error: str) -> None:
-        """Answer all waiting clients with ``error``."""
-        for future in self.waiting.values():
-            future.set_result({"error": error})
-        self.waiting.clear()
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether a job is in ``folder``; else a service died before it told anybody of the job."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    try:
-        walk = os.walk(folder, onerror=fail)
-        return any(not name.startswith(".") for _, _, names in walk for name in names)
-    except OSError:  # Job.look will say what is wrong
-        return True

@@ -58,22 +58,16 @@ class Advantages(NamedTuple):
     """Standard deviation of the advantages that are trained; 0 where there is only one."""
 
 
-class _Baseline(NamedTuple):
-    """One line of the module's table."""
-
-    of_group: Callable[[np.ndarray], np.ndarray] | None
-    """Maps a group's rewards to advantages; None: groups have no part in it."""
-    over_batch: bool = False
-    """Whether advantages are then normalised over the batch."""
-
-
-_BASELINES: dict[str, _Baseline] = {
-    "dr_grpo": _Baseline(lambda r: r - r.mean()),
-    "grpo": _Baseline(lambda r: (r - r.mean()) / r.std(ddof=1)),
-    "rloo": _Baseline(lambda r: r - (r.sum() - r) / (len(r) - 1)),
-    "reinforce_pp_baseline": _Baseline(lambda r: r - r.mean(), over_batch=True),
-    "reinforce_pp": _Baseline(None, over_batch=True),
+_BASELINES: dict[str, Callable[[np.ndarray], np.ndarray] | None] = {
+    "dr_grpo": lambda r: r - r.mean(),
+    "grpo": lambda r: (r - r.mean()) / r.std(ddof=1),
+    "rloo": lambda r: r - (r.sum() - r) / (len(r) - 1),
+    "reinforce_pp_baseline": lambda r: r - r.mean(),
+    "reinforce_pp": None,
 }
+"""Maps a group's rewards to advantages; None: groups have no part in it."""
+_OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
+"""Those whose advantages are then normalised over the batch."""
 
 
 def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
@@ -81,20 +75,24 @@ def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
     penalty = settings.kl_coef if settings.kl_in == "reward" else 0.0
     rewards = np.array([o.reward - penalty * o.kl for o in outcomes], dtype=np.float64)
     reasons = [_fault(o, settings) for o in outcomes]
-    values, baseline = rewards.copy(), _BASELINES[settings.advantage]
-    if baseline.of_group is not None:
-        for members in _groups(outcomes, reasons):
-            reason = _nothing_to_learn(rewards[members])
-            if reason is None:
-                values[members] = baseline.of_group(rewards[members])
+    values = rewards.copy()
+    if (of_group := _BASELINES[settings.advantage]) is not None:
+        groups: dict[int, list[int]] = {}
+        for i, outcome in enumerate(outcomes):
+            if reasons[i] is None:
+                groups.setdefault(outcome.group, []).append(i)
+        for members in groups.values():
+            if len(members) > 1 and not _is_flat(rewards[members]):
+                values[members] = of_group(rewards[members])
+                continue
             for i in members:
-                reasons[i] = reason
+                reasons[i] = "alone" if len(members) == 1 else "no_variance"
     if settings.overlong == "mask":
         for i, outcome in enumerate(outcomes):
             if outcome.is_overlong and reasons[i] is None:
                 reasons[i] = "overlong"
     trained = np.flatnonzero([reason is None for reason in reasons])
-    if baseline.over_batch and len(trained):
+    if settings.advantage in _OVER_BATCH and len(trained):
         spread = 1.0 if _is_flat(values[trained]) else _spread(values[trained])
         values[trained] = (values[trained] - values[trained].mean()) / spread
     return Advantages(
@@ -111,21 +109,6 @@ def _fault(outcome: Outcome, settings: RlSection) -> str | None:
     if not (math.isfinite(outcome.reward) and math.isfinite(outcome.kl)):
         return "not_finite"
     return "overlong" if outcome.is_overlong and settings.overlong == "drop" else None
-
-
-def _groups(outcomes: Sequence[Outcome], reasons: Sequence[str | None]) -> list[list[int]]:
-    """Return the members of each group that are not left out, by index."""
-    groups: dict[int, list[int]] = {}
-    for i, (outcome, reason) in enumerate(zip(outcomes, reasons, strict=True)):
-        if reason is None:
-            groups.setdefault(outcome.group, []).append(i)
-    return list(groups.values())
-
-
-def _nothing_to_learn(rewards: np.ndarray) -> str | None:
-    if len(rewards) == 1:
-        return "alone"
-    return "no_variance" if _is_flat(rewards) else None
 
 
 def _is_flat(values: np.ndarray) -> bool:

@@ -2,10 +2,9 @@
 
 Calls begin in daemon threads: one makes all of them while they are quick, and slow ones soon have
 one each. A plain answer is waited for, so that a run whose environment is quick is the same at
-every rerun; an awaitable goes on, on one event loop for all, while text is generated. A thread
-cannot be ended from outside: one that hangs is left behind. A run
-in which every trajectory fails in the same way, step after step, ends at once (:class:`Failing`),
-as it would otherwise end well and have learned nothing.
+every rerun; an awaitable goes on, on one event loop for all, while text is generated. A thread that
+hangs is left behind. A run in which all trajectories fail alike, step after step, ends
+(:class:`Failing`): else it would end well and have learned nothing.
 
 Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
@@ -19,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from decimal import Decimal
-from functools import partial
 from numbers import Real
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,9 +27,9 @@ import torch
 
 from moetrain.config.sources import RunFailed
 from moetrain.rl.envs import Demonstrates, Demonstration
-from moetrain.rl.trajectory import Trajectory
+from moetrain.rl.rows import Trajectory
 
-K = TypeVar("K")
+_K = TypeVar("_K")
 
 HOPELESS_STEPS = 3
 """Steps in a row in which every trajectory fails for one reason before the run ends: time enough to
@@ -57,39 +55,40 @@ class Failed(NamedTuple):
     detail: str
 
 
-class Calls(Generic[K]):
+class Calls(Generic[_K]):
     """Calls under way, each under a key of the caller's."""
 
     def __init__(self, limit: float) -> None:
         """``limit``: seconds for one call."""
         self.limit = limit
-        self._plain: dict[K, tuple[Future[Any], Future[float]]] = {}
+        self._plain: dict[_K, tuple[Future[Any], Future[float]]] = {}
         """Each call's answer, and when it began. An awaitable's answer is another future, ..."""
-        self._later: dict[K, tuple[Future[Any], float]] = {}
+        self._later: dict[_K, tuple[Future[Any], float]] = {}
         """... which moves here, with the call's deadline."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        """The arguments of :meth:`_call` for calls that have not begun."""
         self._num_threads = 0
 
-    def start(self, key: K, function: Callable[..., Any], *args: Any) -> None:
+    def start(self, key: _K, function: Callable[..., Any], *args: Any) -> None:
         """Begin ``function(*args)``."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True).start()
         answer, begun = self._plain[key] = Future(), Future()
-        self._waiting.put(partial(_call, answer, begun, self._loop, function, args))
+        self._waiting.put((answer, begun, function, args))
         self._add_threads(0 if self._num_threads else 1)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._later)
 
-    def finished(self, patience: float = 0.0) -> list[tuple[K, Any]]:
+    def finished(self, patience: float = 0.0) -> list[tuple[_K, Any]]:
         """Return the answers that have come, or :class:`Failed`, in the order of the calls.
 
         Waits for plain calls, and, where these are none, up to ``patience`` seconds for one of the
         others.
         """
-        done: list[tuple[K, Any]] = []
+        done: list[tuple[_K, Any]] = []
         for key, (answer, begun) in self._plain.items():
             while not (self._waiting.empty() or answer.done() or wait([answer], _QUICK).done):
                 self._add_threads(min(self._num_threads, self._waiting.qsize()))
@@ -109,9 +108,9 @@ class Calls(Generic[K]):
                 del self._later[key]
         return done
 
-    def wait_for_all(self) -> dict[K, Any]:
+    def wait_for_all(self) -> dict[_K, Any]:
         """Return what comes of all calls under way, as :meth:`finished` does."""
-        found: dict[K, Any] = {}
+        found: dict[_K, Any] = {}
         while len(self):
             found |= dict(self.finished(_PATIENCE))
         return found
@@ -123,24 +122,20 @@ class Calls(Generic[K]):
 
     def _work(self) -> None:
         while True:
-            self._waiting.get()()
+            self._call(*self._waiting.get())
 
-
-def _call(
-    answer: Future[Any],
-    begun: Future[float],
-    loop: asyncio.AbstractEventLoop,
-    function: Callable[..., Any],
-    args: Any,
-) -> None:
-    begun.set_result(time.monotonic())
-    try:
-        result = function(*args)
-        if isinstance(result, Awaitable):
-            result = asyncio.run_coroutine_threadsafe(_awaited(result), loop)
-        answer.set_result(result)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
-        answer.set_exception(error)
+    def _call(
+        self, answer: Future[Any], begun: Future[float], function: Callable[..., Any], args: Any
+    ) -> None:
+        begun.set_result(time.monotonic())
+        try:
+            result = function(*args)
+            if isinstance(result, Awaitable):
+                assert self._loop is not None
+                result = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop)
+            answer.set_result(result)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this call alone
+            answer.set_exception(error)
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -193,15 +188,10 @@ class Failing:
 def demonstrations(
     environment: Demonstrates, tasks: Sequence[int], limit: float, vocabulary: int
 ) -> list[Demonstration]:
-    """Ask for a demonstration of each task.
-
-    Args:
-        limit: seconds for each.
-        vocabulary: tokens are below it.
+    """Ask for a demonstration of each task, its tokens below ``vocabulary``.
 
     Raises:
-        RunFailed: one raises, takes too long, or is none: two tokens at least, and as many truth
-            values, of which the first is false.
+        RunFailed: one raises, takes longer than ``limit`` seconds, or is none.
     """
     calls: Calls[int] = Calls(limit)
     for number, task in enumerate(tasks):

@@ -6,10 +6,8 @@
 A trajectory is either being continued by the generator or waits for its environment. An environment
 that raises, takes too long or answers nonsense ends its own trajectory alone, which keeps a word
 for why. Weights may change between two calls: trajectories go on with the new ones, and every token
-keeps the version that chose it.
-
-With experts shared between ranks, :meth:`Collector.finish` is collective: ranks that are done take
-steps too.
+keeps the version that chose it. With experts shared between ranks, :meth:`Collector.finish` is
+collective: ranks that are done take steps too.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from typing import Any
 from moetrain.config.rl import RlSection
 from moetrain.rl.calls import Calls, Failed, are_tokens, not_a_reward, number_of
 from moetrain.rl.envs import Environment, Episode, Turn
-from moetrain.rl.trajectory import Trajectory
+from moetrain.rl.rows import Trajectory
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Completion, Request, SamplingParams
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _PATIENCE = 0.01
 """Seconds to wait at once for environments, while there is nothing to generate."""
@@ -65,11 +63,7 @@ class Collector:
         stop_ids: tuple[int, ...],
         longest: int,
     ) -> None:
-        """
-        Args:
-            stop_ids: tokens that end a turn of the policy.
-            longest: tokens of a trajectory at most.
-        """
+        """``stop_ids`` end a turn of the policy; a trajectory has ``longest`` tokens at most."""
         self.generator, self.environment, self.settings = generator, environment, settings
         self.stop_ids, self.longest = stop_ids, longest
         self.groups: dict[int, list[Trajectory]] = {}
@@ -184,7 +178,7 @@ class Collector:
                 return self._fail(name, Failed("too_long", f"{problem} (data.seq_len)"))
             trajectory.is_overlong = True
             return self._end(name)
-        trajectory.read(answer.tokens)
+        trajectory.extend(answer.tokens)
         self._speak(name, part)
 
     def _checked(self, trajectory: Trajectory, answer: Any) -> Turn | Failed:
@@ -212,7 +206,7 @@ class Collector:
         trajectory.fault, trajectory.detail = reason, detail
         if reason not in self._said:  # once a reason: a bad environment fails at every call
             self._said.add(reason)
-            logger.warning(
+            _logger.warning(
                 "a trajectory of task %d is dropped (%s): %s; it is counted, and so will others be",
                 trajectory.task,
                 reason,
@@ -268,7 +262,7 @@ class Collector:
         """Append the generator's tokens so far to the trajectory."""
         completion, part.completion = part.completion, None
         if completion is not None:
-            part.trajectory.write(completion.tokens, completion.logprobs, completion.versions)
+            part.trajectory.extend(completion.tokens, completion.logprobs, completion.versions)
 
 
 def _step(episode: Episode, action: list[int]) -> Turn | Awaitable[Turn]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,10 +25,10 @@ from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Objective
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def gather(world: World, mine: T) -> list[T]:
+def gather(world: World, mine: _T) -> list[_T]:
     """Return every rank's object, by rank. Collective; waits."""
     if world.size == 1:
         return [mine]
@@ -48,7 +49,7 @@ def packed(engine: Engine, mine: Sequence[Sample], seq_len: int, rows: int) -> l
     return batches if len(batches) == most else pack(mine, seq_len, rows, least=most)
 
 
-def by_sample(world: World, mine: Sequence[int], values: Sequence[T]) -> list[T]:
+def by_sample(world: World, mine: Sequence[int], values: Sequence[_T]) -> list[_T]:
     """Return the values of all ranks' samples in order. Collective.
 
     Args:
@@ -115,11 +116,11 @@ class Learner:
         """
         settings = self.config.rl
         numbers = sorted({sample.group for sample in samples})
-        parts = [set(part) for part in np.array_split(numbers, settings.updates_per_rollout)]
+        groups = [set(part) for part in np.array_split(numbers, settings.updates_per_rollout)]
         updates = [
-            self.rows_of([sample for sample in samples if sample.group in part])
-            for part in parts
-            if part
+            self.rows_of([sample for sample in samples if sample.group in some])
+            for some in groups
+            if some
         ]
         batches = [batch for update in updates for batch in update]
         batches, row = self._scored(batches, version)
@@ -128,11 +129,9 @@ class Learner:
                 stats = score(self.engine, batches, settings.temperature)
             pairs = zip(batches, stats, strict=True)
             batches = [b._replace(reference_BS=found.logprob) for b, found in pairs]
-        done, start = [], 0
-        for update in updates:
-            mine = batches[start : start + len(update)]
-            start += len(update)
-            done.append(self.update(mine, self.policy, lr))
+        rest = iter(batches)
+        parts = [list(islice(rest, len(update))) for update in updates]
+        done = [self.update(part, self.policy, lr) for part in parts]
         rows = [learned.row for learned in done]
         # An update's own mismatch holds what updates have moved, in this step or before.
         names = [name for name in rows[0] if name != "mismatch"]
@@ -208,14 +207,10 @@ class Learner:
     @contextmanager
     def at_reference(self) -> Iterator[None]:
         """Give the engine the reference's weights inside."""
-        values = self._values()
-        now = {name: value.to("cpu", copy=True) for name, value in values.items()}
-        self.engine.before_change()
-        try:
+        with self._restored() as values:
+            self.engine.before_change()
             _copy(self.reference, values)
             yield
-        finally:
-            _copy(now, values)
 
     def reference_state(self) -> dict[str, TensorSlice]:
         """Return this rank's parts of the reference, for a checkpoint."""
@@ -224,11 +219,19 @@ class Learner:
 
     def load_reference(self, state: Mapping[str, Sliceable]) -> None:
         """Load the reference from a checkpoint; the engine's weights stay as they are."""
+        with self._restored():
+            self.engine.load_state({"model": state})
+            self.keep_reference()
+
+    @contextmanager
+    def _restored(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Put the engine's weights back as they are now; yields what changes inside."""
         values = self._values()
         now = {name: value.to("cpu", copy=True) for name, value in values.items()}
-        self.engine.load_state({"model": state})
-        self.keep_reference()
-        _copy(now, values)
+        try:
+            yield values
+        finally:
+            _copy(now, values)
 
     def _values(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of everything that changes and makes the model's output."""

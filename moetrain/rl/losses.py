@@ -99,9 +99,9 @@ def score(
 ) -> list[TokenStats]:
     """Return :func:`token_stats` [B, S] of each batch under the engine's weights, on the CPU.
 
-    ``Engine.forward_backward`` computes the same numbers for the same batches, and the same bits
-    where blocks are not compiled (the graph of a forward alone may round elsewhere). Collective,
-    and without gradients. Waits for the device once all batches are through.
+    ``Engine.forward_backward`` computes the same numbers, and the same bits where blocks are not
+    compiled (the graph of a forward alone may round elsewhere). Collective, without gradients.
+    Waits for the device once all batches are through.
     """
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from moetrain.data.tokenizer import Tokenizer
-from moetrain.rl.trajectory import Trajectory
+from moetrain.rl.rows import Trajectory
 
 _SHOWN = 8
 """Trajectories written out at each evaluation."""
@@ -92,15 +92,14 @@ class TimeSplit:
             self.total[name] += seconds
         return taken
 
+    @staticmethod
+    def line(seconds: Mapping[str, float]) -> str:
+        """Describe a step in one line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``."""
+        whole = max(sum(seconds.values()), 1e-9)
+        parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
+        return f"  time {whole:.2f} s: {'  '.join(parts)}"
 
-def line_of(seconds: Mapping[str, float]) -> str:
-    """Describe a step in one line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``."""
-    whole = max(sum(seconds.values()), 1e-9)
-    parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
-    return f"  time {whole:.2f} s: {'  '.join(parts)}"
-
-
-def table_of(seconds: Mapping[str, float]) -> list[str]:
-    """Describe ``seconds`` by a line for each part."""
-    whole = max(sum(seconds.values()), 1e-9)
-    return [f"  {n:<9}{s:>10.1f} s {s / whole:>7.1%}" for n, s in seconds.items()]
+    def table(self) -> list[str]:
+        """Describe :attr:`total` by a line for each part."""
+        whole = max(sum(self.total.values()), 1e-9)
+        return [f"  {n:<9}{s:>10.1f} s {s / whole:>7.1%}" for n, s in self.total.items()]

@@ -1,4 +1,8 @@
-"""Packs samples into micro-batches of rows, and takes results apart again.
+"""Trajectories, the samples that they become, and the rows that samples are packed into.
+
+A trajectory is the exchange between the policy and an environment, token by token. A checkpoint
+keeps its tokens and how far it has come: when it is resumed, a new episode is told the same
+actions, and the policy goes on from the same tokens.
 
 Samples are fitted into rows uncut (:func:`moetrain.data.packing.best_fit`); the rest of a row is
 padding. Position t of a sample reads token t and predicts token t + 1, so everything that is known
@@ -18,9 +22,9 @@ Legend: B rows, S tokens of a row, n tokens of a sample, N samples, L MoE layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -28,6 +32,14 @@ import torch
 from moetrain.data.loader import tensors_on
 from moetrain.data.packing import IGNORE_INDEX, best_fit
 from moetrain.models.transformer import Inputs
+
+_PER_TOKEN = {
+    "tokens": torch.int64,
+    "is_action": torch.bool,
+    "logprobs": torch.float64,
+    "versions": torch.int64,
+}
+"""What trajectories know of each token, as a checkpoint has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +81,113 @@ class Sample:
             raise ValueError(f"Sample: routes of {len(self.routes)} tokens; {n - 1} were read")
 
 
-class SamplePosition(NamedTuple):
+@dataclass(eq=False)
+class Trajectory:
+    """One attempt at one task."""
+
+    group: int
+    """Number of the prompt in the run; below 0 for held-out prompts."""
+    member: int
+    """Number of the attempt within the group."""
+    task: int
+    seed: int
+    """Seed of its sampling."""
+    temperature: float
+    reward: float = 0.0
+    answers: int = 0
+    """How often the environment has answered, the prompt included."""
+    actions: list[tuple[int, int]] = field(default_factory=list)
+    """Start and stop of each of the policy's turns in ``tokens``."""
+    is_over: bool = False
+    is_overlong: bool = False
+    """Whether it was cut off: at ``rl.max_tokens``, ``rl.max_turns`` or the end of a row."""
+    fault: str | None = None
+    """Why it failed, in a word; None: it did not fail."""
+    detail: str = ""
+    """Why it failed, in a line."""
+    tokens: list[int] = field(default_factory=list)
+    is_action: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    routes: np.ndarray | None = None
+    """int32 [tokens read in the last turn, MoE layers, K]; None: not asked for."""
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Append tokens that the policy has chosen or, without ``logprobs``, the environment's."""
+        self.tokens += tokens
+        self.is_action += [logprobs is not None] * len(tokens)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.versions += [-1] * len(tokens) if versions is None else versions
+
+    @property
+    def num_written(self) -> int:
+        """The number of tokens that the policy has chosen."""
+        return sum(self.is_action)
+
+    @property
+    def turn_start(self) -> int:
+        """The start of the policy's turn under way, behind the environment's last tokens."""
+        start = len(self.tokens)
+        stop = self.actions[-1][1] if self.actions else 0
+        while start > stop and self.is_action[start - 1]:
+            start -= 1
+        return start
+
+    def sample(self, advantage: float) -> Sample:
+        """Return the sample to train on, with one advantage for all actions."""
+        return Sample(
+            np.array(self.tokens, np.int64),
+            np.array(self.is_action, bool),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int64),
+            advantage,
+            self.group,
+            self.routes,
+        )
+
+    @staticmethod
+    def to_state(
+        trajectories: Iterable[Trajectory],
+    ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+        """Return what a checkpoint keeps: fields as JSON, and per-token values as tensors."""
+        rows = [asdict(t) for t in trajectories]
+        tensors = {
+            name: torch.tensor([value for row in rows for value in row[name]], dtype=dtype)
+            for name, dtype in _PER_TOKEN.items()
+        }
+        for i, row in enumerate(rows):
+            if (routes := row.pop("routes")) is not None:
+                tensors[f"routes.{i}"] = torch.from_numpy(routes)
+            row["length"] = len(row["tokens"])
+            for name in _PER_TOKEN:
+                del row[name]
+        return rows, tensors
+
+    @classmethod
+    def from_state(
+        cls, rows: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
+    ) -> list[Self]:
+        """Rebuild the trajectories that :meth:`to_state` was given."""
+        found, start = [], 0
+        for i, row in enumerate(rows):
+            fields: dict[str, Any] = dict(row)
+            if f"routes.{i}" in tensors:
+                fields["routes"] = tensors[f"routes.{i}"].numpy()
+            stop = start + fields.pop("length")
+            fields["actions"] = [tuple(action) for action in fields["actions"]]
+            fields |= {name: tensors[name][start:stop].tolist() for name in _PER_TOKEN}
+            found.append(cls(**fields))
+            start = stop
+        return found
+
+
+class _Place(NamedTuple):
     """The place of a sample in a batch."""
 
     sample: int
@@ -104,7 +222,7 @@ class RolloutBatch(NamedTuple):
     """fp32."""
     versions_BS: torch.Tensor
     """int64, version of the weights that chose the target; -1: the policy did not choose it."""
-    places: tuple[SamplePosition, ...]
+    places: tuple[_Place, ...]
     """The place of every sample in the batch, on the host."""
     routes_BSLK: torch.Tensor | None = None
     """int32, the experts of each *input* token in the rollout, -1 where unknown; None: no sample
@@ -186,7 +304,7 @@ def _batch(
     for row, indices in enumerate(members):
         at = row * seq_len
         for i in indices:
-            places.append(SamplePosition(i, at, len(samples[i].tokens) - 1))
+            places.append(_Place(i, at, len(samples[i].tokens) - 1))
             at += places[-1].length
             ends.append(at)
         if at < (row + 1) * seq_len:

@@ -4,25 +4,20 @@ All errors in settings, files and the environment show here, so that a dry run (
 the process that starts the ranks (:func:`inspect`) refuse what a run would.
 
 Training data is identified by content: a folder of prompts and functions may move between a run and
-its resumption, while edited prompts are other prompts, which are refused. Edited code is what mends
-an environment in the middle of a run, which goes on with it and says so. Of a user's file its own
-bytes are compared, not what it imports or reads.
-
-Prompts are numbered in the order in which the run trains them (:class:`Window`), and each number
-stands for a task of the environment (:class:`Tasks`).
+its resumption, while edited prompts are refused. Edited code may be what mends an environment: the
+run goes on with it and says so. Of a user's file its own bytes are compared, not what it imports.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,21 +30,13 @@ from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.calls import Calls, Failed, not_a_reward
-from moetrain.rl.envs import Demonstrates, Environment, Prompts
-from moetrain.rl.envs.generated import Arithmetic, Calculator, ReasoningGym, Sort, YesNoMaybe
-from moetrain.rl.envs.jsonl import Jsonl, load_function
+from moetrain.rl.envs import Demonstrates, Environment
+from moetrain.rl.envs.shipped import Jsonl, open_environment
 from moetrain.rollout.pages import Pages
 from moetrain.train.plan import plan_memory
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
-GENERATED: dict[str, Callable[..., Environment]] = {
-    "yes_no_maybe": YesNoMaybe,
-    "sort": Sort,
-    "arithmetic": Arithmetic,
-    "calculator": Calculator,
-}
-"""Environments that need no files, by the name that ``rl.env`` gives them."""
 _CODE = re.compile(r"^[0-9a-f]{64}:")
 """The digest that stands for a file of Python in an identity."""
 
@@ -104,7 +91,7 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> _Setup:
     if rl.routing_replay and not arch.num_experts:
         problem = f"true, but {arch.family} has no experts; unset it"
         raise ConfigError("rl.routing_replay", problem)
-    total_steps, num_groups, num_pages = _steps(config), _groups(config), pages_of(config)
+    sizes = _steps(config), _groups(config), pages_of(config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > arch.vocab_size:
         raise ConfigError(
@@ -120,17 +107,14 @@ def set_up(config: Config, arch: Architecture, device_type: str) -> _Setup:
         raise ConfigError("rl.supervised_steps", problem)
     tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
     identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
-    return _Setup(total_steps, num_groups, num_pages, tokenizer, environment, tasks, identity)
+    return _Setup(*sizes, tokenizer, environment, tasks, identity)
 
 
 def _try_reward(environment: Jsonl, name: str, limit: float) -> None:
-    """Call the reward function ``name`` on the first line, before anything is generated.
+    """Raise ConfigError if the function ``name`` returns no reward for answers to the first line.
 
-    It scores the line's own ``answer``, where there is one, and an empty text. A call that raises
-    or takes longer than ``limit`` seconds is only logged: the policy may answer otherwise.
-
-    Raises:
-        ConfigError: the function returns something else than a reward.
+    They are the line's own ``answer``, where there is one, and an empty text. A call that raises or
+    takes longer than ``limit`` seconds is only logged: the policy may answer otherwise.
     """
     line, calls = environment.lines[0], Calls[str](limit)
     for answer in {str(line.get("answer", "")): None, "": None}:
@@ -138,7 +122,7 @@ def _try_reward(environment: Jsonl, name: str, limit: float) -> None:
     for answer, found in calls.wait_for_all().items():
         case = f"{name!r}, of line 1 of rl.prompts and the answer {shortened(answer)}"
         if isinstance(found, Failed):
-            logger.warning(
+            _logger.warning(
                 "rl.reward: %s, failed (%s): %s; trajectories for which it does are dropped",
                 *(case, found.reason, found.detail[:400]),
             )
@@ -232,67 +216,6 @@ def check_same_tasks(found: Checkpoint, config: Config, identity: dict[str, str]
                 "output_dir",
             )
     return [name for name, was in before.items() if was != identity[name]]
-
-
-# ---- the environment ------------------------------------------------------------------------
-
-
-def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
-    """Make the environment that ``rl.env`` names, with ``rl.env_args``.
-
-    Raises:
-        ConfigError: there is no such environment, it does not take these arguments, or what it
-            needs is not there.
-    """
-    name, prompts = settings.env, Prompts(tokenizer, settings.chat)
-    args = _arguments(settings.env_args)
-    gym, _, task = name.partition(":")
-    try:
-        if name in GENERATED:
-            return GENERATED[name](prompts, **args)
-        if name == "jsonl":
-            return _open_jsonl(settings, prompts, **args)
-        if gym == "reasoning-gym" and task:
-            return ReasoningGym(prompts, task, **args)
-        others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK"
-        return _checked(name, load_function(name, "rl.env", others)(prompts, **args))
-    except TypeError as error:  # an argument that it does not have, or of another type
-        raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
-        problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
-        raise ConfigError("rl.env", problem) from error
-
-
-def _checked(name: str, environment: Any) -> Environment:
-    """Return ``environment`` if it looks like one."""
-    number = getattr(environment, "num_tasks", "missing")
-    if number is not None and not (type(number) is int and number > 0):
-        problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
-        raise ConfigError("rl.env", f"{name!r}: {problem}")
-    if not callable(getattr(environment, "episode", None)):
-        raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
-    return environment
-
-
-def _open_jsonl(settings: RlSection, prompts: Prompts) -> Jsonl:
-    for name in ("prompts", "reward"):
-        if getattr(settings, name) is None:
-            raise ConfigError(f"rl.{name}", "not set, and rl.env 'jsonl' needs it")
-    assert settings.prompts is not None
-    assert settings.reward is not None
-    return Jsonl(prompts, settings.prompts, settings.reward)
-
-
-def _arguments(text: str | None) -> dict[str, Any]:
-    try:
-        found = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("rl.env_args", f"{shortened(text)} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError("rl.env_args", f"{shortened(text)} is no JSON object")
-    return found
 
 
 # ---- which prompts when ---------------------------------------------------------------------

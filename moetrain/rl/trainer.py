@@ -31,10 +31,9 @@ from moetrain.rl.calls import Failing, demonstrations
 from moetrain.rl.collect import Collector
 from moetrain.rl.envs import Demonstrates, Demonstration
 from moetrain.rl.learn import Learned, Learner, gather
-from moetrain.rl.report import TimeSplit, figures, line_of, table_of, write_completions
-from moetrain.rl.rows import Sample
+from moetrain.rl.report import TimeSplit, figures, write_completions
+from moetrain.rl.rows import Sample, Trajectory
 from moetrain.rl.setup import Window, check_same_tasks, set_up, without_code
-from moetrain.rl.trajectory import Trajectory, from_state, to_state
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
@@ -43,7 +42,7 @@ from moetrain.train.metrics import plot_curves, routing_health
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _EVAL_SEED = 0
 """Constant, like the held-out tasks, so that evaluations compare within a run and between runs."""
@@ -342,7 +341,7 @@ class RlTrainer(Run):
             for text in self.routing_watch.update(routing):
                 self.log.say(text)
         self.log.log(self.step, row)
-        self.log.say(line_of(seconds))
+        self.log.say(self.time.line(seconds))
 
     def finish(self) -> None:
         """Evaluate, export the weights, plot the curves, and log where the time went."""
@@ -367,7 +366,7 @@ class RlTrainer(Run):
         compared, differing = self.learner.compared, self.learner.differing
         return [
             f"time of {self.step - self.began_at:,} steps: {whole:,.1f} s",
-            *table_of(total),
+            *self.time.table(),
             f"tokens/s per device: {shown}",
             f"rl mismatch: compared {compared:,} tokens with the trainer's own, "
             f"differing {differing:,}",
@@ -394,7 +393,7 @@ class RlTrainer(Run):
 
     def progress(self) -> dict[str, Any]:
         parts = gather(self.world, self.collector.under_way())
-        rows, self._tensors = to_state(t for part in parts for t in part)
+        rows, self._tensors = Trajectory.to_state(t for part in parts for t in part)
         return {
             "sample_index": self.window.taken,
             "begun": self.window.begun,
@@ -413,7 +412,7 @@ class RlTrainer(Run):
         for name in check_same_tasks(found, self.config, self.setup.identity):
             if self.world.is_main:
                 text = "%s: its code was edited since %s; the run goes on with it as it is now"
-                logger.warning(text, name, found.folder)
+                _logger.warning(text, name, found.folder)
         super().resume(found)
         self.began_at = self.logged_at = self.step
 
@@ -436,7 +435,7 @@ class RlTrainer(Run):
             self.learner.load_reference(found.group("reference"))
         self.sync_weights()
         tensors = found.tensors("rollouts")
-        for trajectory in from_state(found.state["under_way"], tensors):
+        for trajectory in Trajectory.from_state(found.state["under_way"], tensors):
             if self._mine([trajectory.group]):
                 self.collector.resume(trajectory)
 

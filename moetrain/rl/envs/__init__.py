@@ -4,14 +4,13 @@
     episode.reset()              -> the prompt
     episode.step(action)         -> what the policy reads next, a reward, and whether that is all
 
-Tokens go in and come out; turning them into text is the environment's business, and
-:class:`TextEnvironment` does it for tasks that are text. Each call may be plain or ``async``. Plain
-calls are waited for, which keeps a run the same at every rerun, and are meant for what answers at
-once; asynchronous ones run beside generation, on one event loop for all, and must not block it.
-Every call has a time limit, and one that fails costs its own trajectory alone; where all fail alike
-for several steps, or a demonstration does, the run ends (:mod:`moetrain.rl.calls`).
+Tokens go in and come out; :class:`TextEnvironment` turns them into text for tasks that are text.
+Each call may be plain or ``async``. Plain calls are waited for, which keeps a run the same at every
+rerun, and are meant for what answers at once; asynchronous ones run beside generation, on one event
+loop for all, and must not block it. Every call has a time limit, and one that fails costs its own
+trajectory alone (:mod:`moetrain.rl.calls`).
 
-Ours are in :mod:`moetrain.rl.envs.generated` and :mod:`moetrain.rl.envs.jsonl`.
+Ours are in :mod:`moetrain.rl.envs.shipped`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,453 @@
+"""The environments that ``rl.env`` names: made up as they are asked for, from a file, or a user's.
+
+Each problem that is made up comes from a random generator that its number seeds, so a number always
+means the same problem.
+
+``jsonl`` reads prompts from a file, and has answers scored by a function, of the user or of ours. A
+line holds ``prompt`` (text) or ``messages`` (a conversation, by the chat template, with the
+``tools``, ``documents`` and ``chat_template_kwargs`` of the line), and whatever the reward function
+needs: ``answer``, for ours.
+
+    def reward(line: dict, answer: str) -> float: ...        # in file.py; async def goes as well
+    rl.reward = "file.py:reward"
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import os
+import random
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import permutations, takewhile
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from moetrain.config import ConfigError
+from moetrain.config.rl import RlSection
+from moetrain.config.sources import shortened
+from moetrain.data.chat import BadLineError, template_variables
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.rl.envs import (
+    Demonstration,
+    Environment,
+    Episode,
+    Problem,
+    Prompts,
+    SolvedEnvironment,
+    TextEnvironment,
+    Turn,
+)
+
+_MOST_DIGITS = 20
+"""Digits of a number in a sum: a policy may ask for any, and products grow."""
+_MOST_TERMS = 200
+"""Terms of a sum: Python writes no product of more such numbers."""
+_GYM_SIZE = 2**31 - 1
+"""Problems of a task of reasoning-gym, which are made when asked for: more than a run reads."""
+_WORTH = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+_ASK = "calc "
+
+
+class _YesNoMaybe(SolvedEnvironment):
+    """Say one of three words, of which ``maybe`` is worth most; all three are shown equally often.
+
+    This is the smallest task that shows whether a policy learns the reward or the demonstrations.
+    """
+
+    def problem(self, task: int) -> Problem:
+        rng = random.Random(task)
+        orders = [", ".join(words) for words in permutations(_WORTH)]
+        return Problem(f"{rng.choice(orders)}? ", rng.choice(list(_WORTH)))
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return _WORTH.get(answer, 0.0)
+
+
+class Sort(SolvedEnvironment):
+    """Put ``least`` to ``most`` different digits in order.
+
+    The right answer scores 1; any other scores half the share of digits that are right before the
+    first wrong one.
+    """
+
+    def __init__(self, prompts: Prompts, least: int = 4, most: int = 8) -> None:
+        super().__init__(prompts)
+        _check_whole(least=least, most=most)
+        if not 1 <= least <= most <= 10:
+            problem = f"least {least}, most {most}: there are 10 digits; 1 <= least <= most <= 10"
+            raise ConfigError("rl.env_args", problem)
+        self.least, self.most = least, most
+
+    def problem(self, task: int) -> Problem:
+        rng = random.Random(task)
+        digits = rng.sample("0123456789", rng.randint(self.least, self.most))
+        return Problem(f"{''.join(digits)}>", "".join(sorted(digits)))
+
+    def score(self, problem: Problem, answer: str) -> float:
+        right = problem.answer
+        if answer == right:
+            return 1.0
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(answer, right, strict=False))
+        return 0.5 * len(list(same)) / len(right)
+
+
+class _Arithmetic(SolvedEnvironment):
+    """``terms`` numbers of up to ``digits`` digits, added, subtracted or multiplied."""
+
+    def __init__(
+        self, prompts: Prompts, digits: int = 2, terms: int = 2, operations: str = "+-*"
+    ) -> None:
+        super().__init__(prompts)
+        _check_sum(digits, terms)
+        if not operations or set(operations) - set("+-*"):
+            raise ConfigError("rl.env_args", f"operations {operations!r}: some of + - *")
+        self.digits, self.terms, self.operations = digits, terms, operations
+
+    def problem(self, task: int) -> Problem:
+        rng = random.Random(task)
+        numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
+        signs = [rng.choice(self.operations) for _ in numbers[1:]]
+        text = numbers[0] + "".join(a + b for a, b in zip(signs, numbers[1:], strict=True))
+        return Problem(f"{text}=", str(evaluate(text)))
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return float(answer.strip() == problem.answer)
+
+
+class _Calculator(Environment):
+    """A tool over several turns: sums too long to do in one's head, and a calculator to ask.
+
+        prompt          347*28+912=
+        policy          calc 347*28+912<end>
+        environment     -> 10628 ;
+        policy          10628<end>
+
+    Sums of products of ``terms`` numbers of up to ``digits`` digits. A turn that begins with
+    ``calc`` asks the tool, ``calls`` times at most; any other is the answer, and ends the episode.
+    """
+
+    num_tasks = None
+
+    def __init__(self, prompts: Prompts, digits: int = 3, terms: int = 3, calls: int = 2) -> None:
+        _check_sum(digits, terms)
+        _check_whole(calls=calls)
+        self.prompts, self.digits, self.terms, self.calls = prompts, digits, terms, calls
+
+    def sum_of(self, task: int) -> str:
+        """Return what is to be calculated, as text."""
+        rng = random.Random(task)
+        numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
+        return numbers[0] + "".join(rng.choice("+-*") + number for number in numbers[1:])
+
+    def reply(self, question: str) -> str:
+        """Return what the tool says to ``question``."""
+        try:
+            value = str(evaluate(question))
+        except ValueError:
+            value = "error"
+        return f"-> {value} ; "
+
+    def episode(self, task: int) -> Episode:
+        return _Sum(self, self.sum_of(task))
+
+    def demonstrate(self, task: int) -> Demonstration:
+        """Ask the tool for the whole sum, then give its answer."""
+        text = self.sum_of(task)
+        parts = [
+            (self.prompts.encode(f"{text}="), False),
+            (self.prompts.ended(_ASK + text), True),
+            (self.prompts.text(self.reply(text)), False),
+            (self.prompts.ended(str(evaluate(text))), True),
+        ]
+        tokens = tuple(token for part, _ in parts for token in part)
+        return Demonstration(tokens, tuple(acts for part, acts in parts for _ in part))
+
+
+class _Sum(Episode):
+    def __init__(self, environment: _Calculator, text: str) -> None:
+        self._environment, self._text, self._left = environment, text, environment.calls
+
+    def reset(self) -> Turn:
+        return Turn(self._environment.prompts.encode(f"{self._text}="))
+
+    def step(self, action: Sequence[int]) -> Turn:
+        text = self._environment.prompts.tokenizer.decode(action)
+        if text.startswith(_ASK) and self._left:
+            self._left -= 1
+            reply = self._environment.reply(text.removeprefix(_ASK))
+            return Turn(self._environment.prompts.text(reply))
+        return Turn(reward=float(text.strip() == str(evaluate(self._text))), done=True)
+
+
+class _ReasoningGym(SolvedEnvironment):
+    """A task of reasoning-gym (https://github.com/open-thought/reasoning-gym), which is an extra.
+
+    Its own configuration (``seed``, sizes, ...) comes as keyword arguments.
+    """
+
+    def __init__(self, prompts: Prompts, name: str, **settings: Any) -> None:
+        super().__init__(prompts)
+        if importlib.util.find_spec("reasoning_gym") is None:
+            problem = f"{name!r} needs reasoning-gym, which is not installed"
+            raise ConfigError("rl.env", f"{problem}; pip install 'moetrain[rl]'")
+        reasoning_gym = importlib.import_module("reasoning_gym")  # a second
+        try:
+            settings = {"seed": 0, "size": _GYM_SIZE, **settings}
+            self._dataset: Any = reasoning_gym.create_dataset(name, **settings)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError("rl.env", f"reasoning-gym:{name}: {shortened(str(error))}") from None
+
+    def problem(self, task: int) -> Problem:
+        entry = self._dataset[task % len(self._dataset)]
+        prompt = entry["question"] if self.prompts.chat else f"{entry['question']}\n"
+        return Problem(prompt, str(entry["answer"]), entry)
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return float(self._dataset.score_answer(answer.strip(), problem.facts))
+
+
+def _check_whole(**values: object) -> None:
+    """Raise ConfigError unless all ``values`` are integers: JSON has other numbers too."""
+    for name, value in values.items():
+        if type(value) is not int:
+            raise ConfigError("rl.env_args", f"{name} {value!r} is no whole number")
+
+
+def _check_sum(digits: int, terms: int) -> None:
+    """Raise ConfigError for sizes that no sum has, or that :func:`evaluate` refuses."""
+    _check_whole(digits=digits, terms=terms)
+    if not 1 <= digits <= _MOST_DIGITS:
+        raise ConfigError("rl.env_args", f"digits {digits}: 1 to {_MOST_DIGITS}")
+    if not 1 <= terms <= _MOST_TERMS:
+        raise ConfigError("rl.env_args", f"terms {terms}: 1 to {_MOST_TERMS}")
+
+
+def evaluate(text: str) -> int:
+    """Return the value of whole numbers with ``+``, ``-`` and ``*`` between them.
+
+    Raises:
+        ValueError: ``text`` is anything else.
+    """
+    total = 0
+    for term in text.replace(" ", "").replace("-", "+-").split("+"):
+        product = 1
+        for factor in term.split("*"):
+            digits = factor.removeprefix("-")
+            if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS):
+                raise ValueError(f"{text!r} is no sum or product of whole numbers")
+            product *= int(factor)
+        total += product
+    return total
+
+
+# ---- from a file --------------------------------------------------------------------------------
+
+_Reward = Callable[[dict[str, Any], str], "float | Awaitable[float]"]
+
+
+class Jsonl(TextEnvironment):
+    """The lines of ``path`` as problems, scored by the function that ``reward`` names."""
+
+    def __init__(self, prompts: Prompts, path: str, reward: str) -> None:
+        super().__init__(prompts)
+        self.lines = _read_lines(Path(os.path.expanduser(path)))
+        self.num_tasks = len(self.lines)
+        self.reward = _find_reward(reward)
+        bad = [i for i, line in enumerate(self.lines, 1) if line.get("answer") is None]
+        if reward in _SHIPPED and bad:
+            raise ConfigError(
+                "rl.prompts", f"{path!r} line {bad[0]}: no answer, which {reward} needs"
+            )
+
+    def problem(self, task: int) -> Problem:
+        line = self.lines[task]
+        prompt = line.get("prompt")  # null in files made of tables, where messages has a value
+        if prompt is None:
+            return Problem(line["messages"], facts=line, record=line)
+        return Problem(prompt, facts=line)
+
+    def score(self, problem: Problem, answer: str) -> float | Awaitable[float]:
+        return self.reward(copy.deepcopy(problem.facts), answer)  # it may change its copy
+
+
+def _find_reward(name: str) -> _Reward:
+    """Return the function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``."""
+    if name in _SHIPPED:
+        return _SHIPPED[name]()
+    reward = load_function(name, "rl.reward", ", ".join(_SHIPPED))
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return reward
+    try:
+        signature.bind({}, "")
+    except TypeError as error:
+        problem = f"{name!r} takes {signature}, and is called with a line and an answer: {error}"
+        raise ConfigError("rl.reward", problem) from None
+    return reward
+
+
+def _exact() -> _Reward:
+    return lambda line, answer: float(answer.strip() == str(line["answer"]).strip())
+
+
+def _math() -> _Reward:
+    """Score with math-verify, which understands LaTeX and different ways to write a number."""
+    if importlib.util.find_spec("math_verify") is None:
+        problem = "'math' needs math-verify, which is not installed; pip install 'moetrain[rl]'"
+        raise ConfigError("rl.reward", problem)
+    math_verify = importlib.import_module("math_verify")  # a second
+    parse, verify = math_verify.parse, math_verify.verify
+
+    def score(line: dict[str, Any], answer: str) -> float:
+        # Its own time limits take signals, which only the main thread has; the call has ours.
+        gold = parse(str(line["answer"]), parsing_timeout=None)
+        return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+    return score
+
+
+_SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": _exact, "math": _math}
+
+
+class _AsItIsNow(importlib.machinery.SourceFileLoader):
+    """Compiles the file anew; Python's own loader takes its cached byte code for a file that was
+    edited within the same second and kept its length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
+    """Import the function or class ``file.py:name``, which runs the file.
+
+    Raises:
+        ConfigError: there is none; the line names ``field`` and the ``others`` that it may be.
+    """
+    file, _, key = name.rpartition(":")
+    path = Path(os.path.expanduser(file))
+    if not key or not path.is_file():
+        raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
+    if path.suffix != ".py":
+        raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
+    module_name = f"moetrain_user_{path.stem.replace('.', '_')}"  # a dot would mean a package
+    loader = _AsItIsNow(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look it up
+    try:
+        loader.exec_module(module)
+        found = getattr(module, key)
+    except (Exception, SystemExit) as error:  # a user's file, whatever it raises
+        problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
+        raise ConfigError(field, problem) from error
+    if not callable(found):
+        raise ConfigError(field, f"{name!r} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        texts = path.read_text("utf-8").split("\n")  # JSON text may hold other line ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("rl.prompts", f"cannot read {str(path)!r}: {error}") from None
+    lines = []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        here = f"{str(path)!r} line {number}"
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("rl.prompts", f"{here}: {error}") from None
+        is_good = isinstance(line, dict) and (
+            isinstance(line.get("prompt"), str)
+            or (line.get("prompt") is None and isinstance(line.get("messages"), list))
+        )
+        if not is_good:
+            raise ConfigError("rl.prompts", f"{here} has neither a prompt nor messages")
+        try:
+            template_variables(line if line.get("prompt") is None else {})
+        except BadLineError as error:
+            raise ConfigError("rl.prompts", f"{here}: {error}") from None
+        lines.append(line)
+    if not lines:
+        raise ConfigError("rl.prompts", f"{str(path)!r} has no lines")
+    return lines
+
+
+# ---- by name ------------------------------------------------------------------------------------
+
+GENERATED: dict[str, Callable[..., Environment]] = {
+    "yes_no_maybe": _YesNoMaybe,
+    "sort": Sort,
+    "arithmetic": _Arithmetic,
+    "calculator": _Calculator,
+}
+"""Environments that need no files, by the name that ``rl.env`` gives them."""
+
+
+def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
+    """Make the environment that ``rl.env`` names, with ``rl.env_args``.
+
+    Raises:
+        ConfigError: there is no such environment, it does not take these arguments, or what it
+            needs is not there.
+    """
+    name, prompts = settings.env, Prompts(tokenizer, settings.chat)
+    args = _arguments(settings.env_args)
+    gym, _, task = name.partition(":")
+    try:
+        if name in GENERATED:
+            return GENERATED[name](prompts, **args)
+        if name == "jsonl":
+            return _open_jsonl(settings, prompts, **args)
+        if gym == "reasoning-gym" and task:
+            return _ReasoningGym(prompts, task, **args)
+        others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK"
+        return _checked(name, load_function(name, "rl.env", others)(prompts, **args))
+    except TypeError as error:  # an argument that it does not have, or of another type
+        raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's environment, whatever it raises
+        problem = f"{name!r} cannot be made: {type(error).__name__}: {shortened(str(error))}"
+        raise ConfigError("rl.env", problem) from error
+
+
+def _checked(name: str, environment: Any) -> Environment:
+    """Return ``environment`` if it looks like one."""
+    number = getattr(environment, "num_tasks", "missing")
+    if number is not None and not (type(number) is int and number > 0):
+        problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
+        raise ConfigError("rl.env", f"{name!r}: {problem}")
+    if not callable(getattr(environment, "episode", None)):
+        raise ConfigError("rl.env", f"{name!r} has no method episode(task)")
+    return environment
+
+
+def _open_jsonl(settings: RlSection, prompts: Prompts) -> Jsonl:
+    for name in ("prompts", "reward"):
+        if getattr(settings, name) is None:
+            raise ConfigError(f"rl.{name}", "not set, and rl.env 'jsonl' needs it")
+    assert settings.prompts is not None
+    assert settings.reward is not None
+    return Jsonl(prompts, settings.prompts, settings.reward)
+
+
+def _arguments(text: str | None) -> dict[str, Any]:
+    try:
+        found = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("rl.env_args", f"{shortened(text)} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("rl.env_args", f"{shortened(text)} is no JSON object")
+    return found
