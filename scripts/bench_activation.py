@@ -24,8 +24,8 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
-from moetrain.parallel.fsdp.mapped import forget_peak
 from moetrain.parallel.offload.activations import ActivationOffload
+from moetrain.parallel.offload.arena import DeviceBytes
 from moetrain.train.memory import GIB
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.run import garbage_collector_off
@@ -87,7 +87,7 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         trainer.train_step()
     wait(trainer)
     if trainer.device.type == "cuda":
-        forget_peak(trainer.device)  # not of what compiles and tunes
+        DeviceBytes.forget_peak(trainer.device)  # not of what compiles and tunes
     start, tokens = time.perf_counter(), trainer.tokens
     sent = host.bytes_down if host else 0
     losses = [trainer.train_step().loss for _ in range(steps)]

@@ -25,7 +25,7 @@ from bench_train import commit
 from moetrain.config.compute import Precision
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.deepep_ops import disconnect
-from moetrain.parallel.expert.dispatch import AllToAll, Transport
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 
 TOKENS, WIDTH, EXPERTS, TOP_K = (4096, 8192, 16384), 2048, 128, 8
 NUM_SMS = (16, 20, 24, 32, 48)
@@ -111,7 +111,7 @@ def deepep_transports(
     every_num_sms: Sequence[int],
     mode: str,
     precision: Precision,
-) -> Iterator[tuple[str, Transport]]:
+) -> Iterator[tuple[str, ExpertParallelDispatcher]]:
     """DeepEP by number of SMs."""
     static = None
     if mode == "static":
@@ -123,16 +123,16 @@ def deepep_transports(
         yield f"DeepEP {num_sms} SMs, {mode}", compiled(deepep)
 
 
-def compiled(transport: Transport) -> Transport:
+def compiled(transport: ExpertParallelDispatcher) -> ExpertParallelDispatcher:
     """``transport`` with its torch operations fused."""
-    for name in ("dispatch", "combine"):
+    for name in ("send", "combine"):
         call = torch.compile(getattr(transport, name), fullgraph=True, dynamic=True)
         setattr(transport, name, call)
     return transport
 
 
 def times(
-    transport: Transport,
+    transport: ExpertParallelDispatcher,
     x_TD: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -141,7 +141,7 @@ def times(
     """Milliseconds of each of CALLS: the slowest rank's median."""
     measured: list[list[float]] = []
     for _ in range(WARMUP + REPEATS):
-        received, dispatch_ms = timed(group, transport.dispatch, x_TD, ids_TK, weights_TK)
+        received, dispatch_ms = timed(group, transport.send, x_TD, ids_TK, weights_TK)
         y_SD = received.x_SD.detach().requires_grad_()
         y_TD, combine_ms = timed(group, transport.combine, y_SD, received.handle)
         _, combine_backward_ms = timed(group, torch.autograd.grad, y_TD, y_SD, x_TD)

@@ -32,7 +32,7 @@ from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import Transformer, compile_blocks
-from moetrain.parallel.expert.deepep import choose_transport
+from moetrain.parallel.expert.deepep import choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
@@ -102,8 +102,8 @@ def make_model(
     experts = None
     if world.dims.ep > 1:
         group = world.meshes.expert_parameters.get_group("ep")
-        transport = choose_transport(config, arch, group, world.device, torch.bfloat16)
-        experts = ExpertParallel(model, group, config.kernels.backend, transport)
+        dispatcher = choose_dispatcher(config, arch, group, world.device, torch.bfloat16)
+        experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     model.to_empty(device=world.device)
     generator = torch.Generator(world.device)
     for name, weight in model.named_parameters():

@@ -33,8 +33,7 @@ from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.data.loader import Batch
 from moetrain.optim import MOMENTS
-from moetrain.parallel.fsdp.mapped import forget_peak
-from moetrain.parallel.offload.arena import HostMemory
+from moetrain.parallel.offload.arena import DeviceBytes, HostMemory
 from moetrain.parallel.world import World, join_world
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import peak_memory_gib
@@ -169,7 +168,7 @@ def measured(args: argparse.Namespace, settings: list[str], fraction: float) -> 
     engine = make_engine(args, settings, *words)
     world = engine.world
     links = {b.host.link for b in engine.fsdp.buckets if b.host is not None}
-    forget_peak(world.device)  # an engine may have been here before
+    DeviceBytes.forget_peak(world.device)  # an engine may have been here before
     for step in range(WARMUP_STEPS):
         learn(engine, step)
     engine.fsdp.settle()

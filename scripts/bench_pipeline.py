@@ -51,7 +51,7 @@ from bench_train import (
 from moetrain.cli.launch import start_ranks
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
-from moetrain.parallel.pipeline.schedules import SCHEDULES, Action, simulate
+from moetrain.parallel.pipeline.schedules import SCHEDULES, Action
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib
 from moetrain.train.run import garbage_collector_off
@@ -289,7 +289,7 @@ def idle_times(trainer: Trainer) -> dict[str, Any]:
         "bubble": statistics.median(bubbles),
         "idle": [statistics.median(shares) for shares in zip(*idle, strict=True)],
         "pipeline_seconds": makespan,
-        "simulated": simulate(schedule, lambda action: merged[kind_of(action)]).bubble,
+        "simulated": schedule.simulate(lambda action: merged[kind_of(action)]).bubble,
         "times": merged,
     }
 

@@ -14,14 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from moetrain.parallel.pipeline.schedules import (
-    SCHEDULES,
-    Timeline,
-    in_flight,
-    make_schedule,
-    simulate,
-    unit_time,
-)
+from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule, Timeline
 
 COLORS = {"F": "#8fb8de", "B": "#8fce9f"}
 NAMES = {"F": "forward", "B": "backward"}
@@ -47,7 +40,7 @@ def draw(axes: "plt.Axes", timeline: Timeline) -> None:
 def describe(timeline: Timeline) -> str:
     """One line."""
     schedule = timeline.schedule
-    peaks = [max(in_flight(schedule, rank)) for rank in range(schedule.num_ranks)]
+    peaks = [max(schedule.in_flight(rank)) for rank in range(schedule.num_ranks)]
     virtual = schedule.num_stages // schedule.num_ranks
     return (
         f"{schedule.name}: bubble {timeline.bubble:.1%}, activations in flight "
@@ -71,13 +64,13 @@ def main() -> int:
         is_free = name in SCHEDULES and len(SCHEDULES[name].stages_per_rank) > 1
         virtual = words.virtual if is_free else 1
         try:
-            schedule = make_schedule(name, words.ranks, virtual, words.micro_batches)
+            schedule = Schedule.make(name, words.ranks, virtual, words.micro_batches)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         timelines.append(
             # The same model, in shorter stages.
-            simulate(schedule, lambda action, v=virtual: unit_time(action) / v, words.communication)
+            schedule.simulate(lambda action, v=virtual: action.unit_time / v, words.communication)
         )
     figure, rows = plt.subplots(
         len(timelines), figsize=(11, (0.28 * words.ranks + 0.5) * len(timelines)), squeeze=False,

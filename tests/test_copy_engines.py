@@ -25,8 +25,8 @@ from test_launch import Launcher
 
 from moetrain.config import Config, ConfigError
 from moetrain.parallel.fsdp import peers
-from moetrain.parallel.fsdp.copy_engines import why_not
 from moetrain.parallel.fsdp.fsdp import FSDP
+from moetrain.parallel.fsdp.peers import why_not
 from moetrain.train.trainer import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -161,7 +161,7 @@ def differences(runs):
                 if not torch.equal(found[part][key], tensor):
                     differ.append(f"{name}: {part}: {key}")
         buckets = [b for b in engine.fsdp.buckets if b.group.size() > 1]
-        carried[name] = (len(engine.fsdp.engines.buckets), len(buckets))
+        carried[name] = (sum(b.peers is not None for b in buckets), len(buckets))
     return differ, carried
 
 
@@ -235,7 +235,7 @@ def test_nobody_overwrites_what_a_slow_rank_still_needs():
 def memory_comes_and_goes(words):
     """Of what ranks share: bytes that are there after a work, and after it was given back."""
     engine = make_engine(*COPY, *words, micro=1)
-    (shared,) = engine.fsdp.engines.peers.values()
+    (shared,) = engine.fsdp.peers.values()
     batches = make_batches(0, 1, engine.world.rank, 2)
 
     def is_there():
@@ -299,9 +299,9 @@ def on_two_machines():
         make_engine(*COPY, micro=1)
     replicas = ["parallel.dp_replicate=2", "parallel.dp_shard=1"]
     alone = make_engine(*COPY, *replicas, micro=1)
-    assert not alone.fsdp.engines.buckets  # nothing is sharded
+    assert not alone.fsdp.peers  # nothing is sharded
     usual = make_engine(*BASE, micro=1)
-    assert not usual.fsdp.engines.buckets  # between CPUs copies leave nothing free
+    assert not usual.fsdp.peers  # between CPUs copies leave nothing free
     return str(error.value)
 
 
@@ -416,7 +416,7 @@ def bench(words):
         config = Config.load(None, [*words, f"parallel.fsdp_transport={transport}"], environ={})
         trainer = Trainer(config)
         found.append(bench_fsdp.compare(trainer, 4))
-        assert bool(trainer.engine.fsdp.engines.buckets) == (transport == "copy")
+        assert bool(trainer.engine.fsdp.peers) == (transport == "copy")
     return found[0] == found[1], len(found[0]), len(dict.fromkeys(found[0].values()))
 
 
@@ -447,7 +447,7 @@ def test_a_run_on_gpus_ends_with_a_killed_rank(tiny_words, tmp_path):
 def released_bytes(words):
     """What each of several releases gave back to the driver, of what ranks share."""
     engine = make_engine(*COPY, *words, micro=1)
-    (shared,) = engine.fsdp.engines.peers.values()
+    (shared,) = engine.fsdp.peers.values()
     batches = make_batches(0, 1, engine.world.rank, 2)
     found = []
     for _ in range(5):
@@ -456,7 +456,7 @@ def released_bytes(words):
         torch.cuda.empty_cache()
         dist.barrier()
         before = torch.cuda.mem_get_info()[0]
-        engine.fsdp.engines.release()
+        shared.release()
         for bucket in engine.fsdp.buckets:
             bucket.release()
         dist.barrier()  # it is free when no rank maps it

@@ -40,9 +40,9 @@ from transports import (
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.parallel.expert import deepep, deepep_ops
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, choose_transport, why_not
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, choose_dispatcher, why_not
 from moetrain.parallel.expert.deepep_ops import disconnect
-from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.train import setup
 from moetrain.train.trainer import Trainer
 
@@ -56,24 +56,24 @@ def use_fake() -> None:
 
 
 def check_eager() -> None:
-    transport, ours, theirs = dispatchers(SMALL)
+    ours, theirs = dispatchers(SMALL)
     experts = make_experts(SMALL)
     modes = (None, static_sizes(SMALL, capacity=4.0))
     for seed, (tokens, routing) in enumerate(product((EVEN, UNEVEN, ALL_ON_ONE, NONE), ROUTINGS)):
         batch = make_batch(SMALL, tokens[dist.get_rank()], routing, seed)
         want = run_step(partial(run_layer, theirs), batch, experts)
-        for transport.static, how in product(modes, (plainly, saving)):
+        for ours.static, how in product(modes, (plainly, saving)):
             got = run_step(partial(how, partial(run_layer, ours)), batch, experts)
-            assert_same(got, want, 1e-6, (tokens, routing, transport.static, how.__name__))
+            assert_same(got, want, 1e-6, (tokens, routing, ours.static, how.__name__))
 
 
 def check_compiled() -> None:
     """One graph for every routing, in each mode and with each kind of recomputation."""
-    transport, ours, theirs = dispatchers(SMALL)
+    ours, theirs = dispatchers(SMALL)
     experts = make_experts(SMALL)
     tokens = UNEVEN[dist.get_rank()]
     ways = [(None, plainly), (None, saving), (static_sizes(SMALL, capacity=4.0), recomputed)]
-    for transport.static, how in ways if dist.get_world_size() == 2 else ways[2:]:
+    for ours.static, how in ways if dist.get_world_size() == 2 else ways[2:]:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         run = torch.compile(partial(how, partial(run_layer, ours)), fullgraph=True, backend=counter)
@@ -82,7 +82,7 @@ def check_compiled() -> None:
             want = run_step(partial(run_layer, theirs), batch, experts)
             fake_deep_ep.calls.clear()
             assert_same(run_step(run, batch, experts), want, 1e-6, (routing, how.__name__))
-            assert_called_once(transport, how)
+            assert_called_once(ours, how)
             assert counter.frame_count == 1, f"compiled again in step {step}, {routing}"
         assert not counters["graph_break"]
 
@@ -102,13 +102,13 @@ def assert_called_once(transport, how) -> None:
 def check_calls() -> None:
     """Of all ways, compiled and not, but for those that :func:`check_compiled` compiles."""
     use_fake()
-    transport, ours, _ = dispatchers(SMALL)
+    ours, _ = dispatchers(SMALL)
     experts = make_experts(SMALL)
     batch = make_batch(SMALL, 9, "natural", 0)
-    for transport.static, how, compiled in product(
+    for ours.static, how, compiled in product(
         (None, static_sizes(SMALL, capacity=4.0)), (plainly, saving, recomputed), (False, True)
     ):
-        if compiled and (transport.static is None) == (how is not recomputed):
+        if compiled and (ours.static is None) == (how is not recomputed):
             continue
         run = partial(how, partial(run_layer, ours))
         if compiled:
@@ -117,15 +117,15 @@ def check_calls() -> None:
         run_step(run, batch, experts)
         fake_deep_ep.calls.clear()
         run_step(run, batch, experts)
-        assert_called_once(transport, how)
+        assert_called_once(ours, how)
 
 
 def check_fast_kernels() -> None:
     """The kernels touch nothing of what is uninitialised either."""
     use_fake()
-    transport, _, theirs = dispatchers(SMALL)
-    ours = ExpertParallelDispatcher(SMALL.experts, transport, "triton")
-    transport.static = static_sizes(SMALL, max_tokens=9)
+    ours, theirs = dispatchers(SMALL)
+    ours.backend = "triton"
+    ours.static = static_sizes(SMALL, max_tokens=9)
     batch = make_batch(SMALL, 9 - 4 * dist.get_rank(), "natural", 0)
     experts = make_experts(SMALL)
     want = run_step(partial(run_layer, theirs), batch, experts)
@@ -135,21 +135,21 @@ def check_fast_kernels() -> None:
 
 def check_overflow() -> None:
     """Rows that do not fit are not written anywhere, and counted."""
-    transport, ours, _ = dispatchers(SMALL)
+    ours, _ = dispatchers(SMALL)
     experts = make_experts(SMALL)
     batch = make_batch(SMALL, MAX_TOKENS, "first half empty", 0)
-    transport.static = static_sizes(SMALL, capacity=1.0)
+    ours.static = static_sizes(SMALL, capacity=1.0)
     run_step(partial(run_layer, ours), batch, experts)
-    received = transport.dispatch(*batch[:3])
+    received = ours.send(*batch[:3])
     assert received.num_rows == MAX_TOKENS * SMALL.top_k
-    local = SMALL.experts // transport.num_ranks
+    local = SMALL.experts // ours.num_ranks
     indices = expert_indices(received.ids_SK, local, num_rows=received.num_rows)
-    overloaded = dist.get_rank() >= transport.num_ranks // 2
+    overloaded = dist.get_rank() >= ours.num_ranks // 2
     assert (indices.counts_E.sum() > received.num_rows) == overloaded
     dropped = ours.dispatch(*batch[:3]).dropped
     assert dropped == (indices.counts_E.sum() - received.num_rows).clamp(min=0)
     with pytest.raises(ValueError, match=f"{MAX_TOKENS + 1} tokens.*planned for {MAX_TOKENS}"):
-        transport.dispatch(*make_batch(SMALL, MAX_TOKENS + 1, "empty", 0)[:3])
+        ours.send(*make_batch(SMALL, MAX_TOKENS + 1, "empty", 0)[:3])
 
 
 def check_order_and_sharing() -> None:
@@ -162,7 +162,7 @@ def check_order_and_sharing() -> None:
     tokens = 3 + rank
     x_TD = (1000 * rank + torch.arange(tokens).float())[:, None].expand(tokens, 24)
     everywhere = torch.arange(8, dtype=torch.int32).expand(tokens, 8)
-    received = transports[1].dispatch(x_TD, everywhere, torch.ones(tokens, 8))
+    received = transports[1].send(x_TD, everywhere, torch.ones(tokens, 8))
     want = torch.cat([1000 * r + torch.arange(3 + r).float() for r in range(world)])
     assert torch.equal(received.x_SD, want[:, None].expand(-1, 24))
     assert received.num_rows == len(want) * 8 // world
@@ -194,14 +194,14 @@ def residual(dispatcher, x_TD, *rest) -> torch.Tensor:
 def check_under_inductor() -> None:
     """The compiler's code keeps what a rank without tokens must call."""
     use_fake()
-    transport, ours, theirs = dispatchers(SMALL)
+    ours, theirs = dispatchers(SMALL)
     experts = make_experts(SMALL)
-    for transport.static in (None, static_sizes(SMALL, capacity=4.0)):
+    for ours.static in (None, static_sizes(SMALL, capacity=4.0)):
         run = torch.compile(partial(residual, ours), fullgraph=True)
         for step in range(2):
             batch = make_batch(SMALL, 5 * dist.get_rank(), "natural", step)
             want = run_step(partial(residual, theirs), batch, experts)
-            assert_same(run_step(run, batch, experts), want, 1e-6, transport.static)
+            assert_same(run_step(run, batch, experts), want, 1e-6, ours.static)
 
 
 def test_a_rank_without_tokens_under_inductor():
@@ -265,7 +265,7 @@ def check_choice() -> None:
     def choose(*overrides: str, device=GPU) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
         config = Config.load(None, words)
-        return choose_transport(config, ARCH, dist.group.WORLD, device, BF16)
+        return choose_dispatcher(config, ARCH, dist.group.WORLD, device, BF16)
 
     chosen = choose("moe.deepep_num_sms=28")
     assert isinstance(chosen, DeepEP)

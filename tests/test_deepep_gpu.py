@@ -30,7 +30,6 @@ from transports import (
 from moetrain.models.transformer import prepare_compiler
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
 from moetrain.parallel.expert.deepep_ops import INSTALL, disconnect
-from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher
 
 BF16 = torch.bfloat16
 ROUNDED_TWICE = 2**-7  # ours to bf16, and the judge's: 2**-8 of the largest value each at most
@@ -38,7 +37,7 @@ GPU_TOKENS = 512
 GPU_STEPS = 50
 
 
-def gpu_setup() -> tuple[DeepEP, Any, Any, list[torch.Tensor]]:
+def gpu_setup() -> tuple[DeepEP, Any, list[torch.Tensor]]:
     device = torch.device("cuda", dist.get_rank())
     arch: Any = SimpleNamespace(
         num_experts=LARGE.experts, num_experts_per_token=LARGE.top_k, hidden_size=LARGE.width
@@ -69,12 +68,12 @@ def check_steps(run, compiled: bool, judge, experts, tolerance: float, case: Any
 
 
 def check_on_gpus() -> None:
-    transport, ours, theirs, experts = gpu_setup()
+    ours, theirs, experts = gpu_setup()
     modes = (None, gpu_static(float(dist.get_world_size())))
     ways = (plainly, recomputed, saving)
-    for how, compiled, transport.static in product(ways, (False, True), modes):
+    for how, compiled, ours.static in product(ways, (False, True), modes):
         run = partial(how, partial(run_layer, ours))
-        case = (how.__name__, transport.static)
+        case = (how.__name__, ours.static)
         judge = partial(run_layer, theirs)
         check_steps(run, compiled, judge, experts, ROUNDED_TWICE, case)
     disconnect()
@@ -82,21 +81,20 @@ def check_on_gpus() -> None:
 
 def check_narrow_on_gpus() -> None:
     """Tokens that travel in e4m3 are those that experts in e4m3 make of tokens that do not."""
-    _, _, theirs, experts = gpu_setup()
-    narrow = DeepEP(LARGE.experts, dist.group.WORLD, LARGE.width, precision="fp8")
-    ours = ExpertParallelDispatcher(LARGE.experts, narrow)
-    for compiled, narrow.static in product(
+    _, theirs, experts = gpu_setup()
+    ours = DeepEP(LARGE.experts, dist.group.WORLD, LARGE.width, precision="fp8")
+    for compiled, ours.static in product(
         (False, True), (None, gpu_static(float(dist.get_world_size())))
     ):
         run, judge = (partial(run_narrow, dispatcher) for dispatcher in (ours, theirs))
-        case = ("fp8", narrow.static)
+        case = ("fp8", ours.static)
         check_steps(run, compiled, judge, experts, ROUNDED_TWICE, case)
     disconnect()
 
 
 def check_nothing_waits() -> None:
-    transport, ours, _, experts = gpu_setup()
-    transport.static = gpu_static(float(dist.get_world_size()))
+    ours, _, experts = gpu_setup()
+    ours.static = gpu_static(float(dist.get_world_size()))
     batch = make_batch(LARGE, GPU_TOKENS, "natural", 0, f"cuda:{dist.get_rank()}", BF16)
     run = partial(run_layer, ours)
     for compiled in (False, True):

@@ -80,8 +80,7 @@ def local_experts() -> slice:
 
 
 def make_dispatcher(backend: Backend = "auto") -> ExpertParallelDispatcher:
-    transport = AllToAll(EXPERTS, dist.group.WORLD, backend)
-    return ExpertParallelDispatcher(EXPERTS, transport, backend)
+    return AllToAll(EXPERTS, dist.group.WORLD, backend)
 
 
 def make_pair(backend: Backend = "auto") -> Pair:
@@ -231,10 +230,10 @@ def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:
     """A token arrives once at each rank that it chose, whole, and comes back as often."""
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = AllToAll(EXPERTS, dist.group.WORLD)
-    compiled = torch.compile(transport.dispatch, fullgraph=True, backend=backend)
+    compiled = torch.compile(transport.send, fullgraph=True, backend=backend)
     tokens = [0, 40, 1, 33][:world]
     part = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-    for seed, dispatch in enumerate((transport.dispatch, compiled, compiled)):
+    for seed, dispatch in enumerate((transport.send, compiled, compiled)):
         generator = torch.Generator().manual_seed(seed)
         x_TD = torch.randn(sum(tokens), WIDTH, generator=generator).to(device, dtype)
         ids_TK = torch.randint(-1, EXPERTS, (sum(tokens), TOP_K), generator=generator)
@@ -269,8 +268,6 @@ def check_transport(device: str, backend: str, dtype: torch.dtype) -> None:
 def check_errors() -> None:
     with pytest.raises(ValueError, match=rf"7 experts .* {dist.get_world_size()} expert parallel"):
         AllToAll(7, dist.group.WORLD)
-    with pytest.raises(ValueError, match=rf"7 experts .* {dist.get_world_size()} expert parallel"):
-        ExpertParallelDispatcher(7, AllToAll(EXPERTS, dist.group.WORLD))
 
 
 def check_everything() -> None:

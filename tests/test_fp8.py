@@ -27,7 +27,7 @@ from moetrain.models.transformer import Transformer
 from moetrain.parallel.collectives import all_to_all_single
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
-from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.weights import replica
 from moetrain.train.metrics import read_metrics
@@ -239,9 +239,8 @@ def check_transports() -> None:
         ):
             deep.static = static
             fake_deep_ep.calls.clear()
-            dispatcher = ExpertParallelDispatcher(size.experts, transport)
             with patch.object(dispatch, "all_to_all_single", wraps=all_to_all_single) as sent:
-                answers[name] = run_step(partial(run_narrow, dispatcher), batch, experts)
+                answers[name] = run_step(partial(run_narrow, transport), batch, experts)
             dtypes = [call.args[0].dtype for call in sent.call_args_list]
             assert dtypes.count(torch.uint8) == 2 * (name == "all-to-all")
             assert fake_deep_ep.calls["in e4m3"] == 2 * (transport is deep)
@@ -255,9 +254,9 @@ def test_what_is_sent_in_e4m3_changes_nothing(world):
 
 def sample_over_ranks(words):
     trainer = Trainer(Config.load(None, words, environ={}))
-    transports = [layer.moe.dispatcher.transport for layer in trainer.model.layers]
+    transports = [layer.moe.dispatcher for layer in trainer.model.layers]
     model, _ = replica(trainer.engine)
-    generators = [layer.moe.dispatcher.transport for layer in model.layers]
+    generators = [layer.moe.dispatcher for layer in model.layers]
     return [{t.precision for t in of} for of in (transports, generators)]
 
 

@@ -17,6 +17,7 @@ from moetrain.parallel import apply
 from moetrain.parallel.fsdp.bucket import GatherBuffer
 from moetrain.parallel.layout import STYLES, Layout
 from moetrain.parallel.mesh import ParallelDims, build_meshes
+from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import join_world
 
 ORDERS = {
@@ -52,7 +53,8 @@ def placed(words):
     config = Config.load(None, words, environ={})
     arch = resolve_architecture(config.model)
     world = join_world(config, arch)
-    return *apply.place_model(config, arch, world), world
+    stages = Stages(config, arch, world.meshes, world.device)
+    return *apply.place_model(config, arch, world, stages), world
 
 
 def tokens_of(world, number):

@@ -20,7 +20,7 @@ from moetrain.cli.train import main
 from moetrain.config import ConfigError
 from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
-from moetrain.parallel.rendezvous import find_ranks
+from moetrain.parallel.processes import find_ranks
 
 # What ranks run: the real command line, with a trainer that does what it is told.
 RANK = """
@@ -128,11 +128,11 @@ PATIENCE = """
 import sys, time, types
 from datetime import timedelta
 from moetrain.models.hf.load import resolve_architecture
-from moetrain.parallel import rendezvous, world
+from moetrain.parallel import processes, world
 from moetrain.cli.train import main
 
-rendezvous.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
-rendezvous._BEAT_SECONDS = 0.2
+processes.TIMEOUT = world.TIMEOUT = timedelta(seconds=3)
+processes._BEAT_SECONDS = 0.2
 
 
 class Trainer:

@@ -31,7 +31,7 @@ from test_parallel import (
 import moetrain
 from moetrain.config import Config
 from moetrain.parallel import apply
-from moetrain.parallel.pipeline.executor import REMEMBERED, Pipeline
+from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.train.setup import resolve_run
 from moetrain.train.trainer import Trainer
 
@@ -314,7 +314,7 @@ def names_of_equal_objectives(rank_that_keeps):
     pipeline = Pipeline.__new__(Pipeline)
     pipeline._names = OrderedDict()
     pipeline.stages = Namespace(plan=Namespace(rank_of_stage=[0, 1]), group=dist.group.WORLD)
-    for number in range(3 * REMEMBERED):
+    for number in range(3 * Pipeline.REMEMBERED):
         objective = (number // 2,)  # each twice in a row, as another object
         if dist.get_rank() == rank_that_keeps:
             kept.append(objective)
@@ -327,4 +327,4 @@ def names_of_equal_objectives(rank_that_keeps):
 
 def test_ranks_remember_the_same_objectives():
     answers = spawn(2, names_of_equal_objectives, 0, timeout=30)
-    assert answers[0] == answers[1] == [[f"term {n // 2}"] for n in range(3 * REMEMBERED)]
+    assert answers[0] == answers[1] == [[f"term {n // 2}"] for n in range(3 * Pipeline.REMEMBERED)]

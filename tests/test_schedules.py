@@ -13,14 +13,8 @@ from moetrain.parallel.pipeline.schedules import (
     Schedule,
     ScheduleError,
     Transfers,
-    forward_only,
-    in_flight,
-    make_schedule,
-    place_stages,
-    plan_steps,
-    simulate,
 )
-from moetrain.parallel.pipeline.stages import balance, plan_stages
+from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.train.setup import resolve_run
 
 RANKS = range(2, 9)
@@ -46,7 +40,7 @@ def times(forward, backward):
 
 
 def idle_times(schedule, costs):
-    timeline = simulate(schedule, times(*costs))
+    timeline = schedule.simulate(times(*costs))
     return [timeline.makespan - timeline.busy(rank) for rank in range(schedule.num_ranks)]
 
 
@@ -59,18 +53,18 @@ def published_peak(name, r, p, v, m):
 @pytest.mark.parametrize(("name", "ranks", "virtual"), CASES)
 def test_bubble_and_peak_are_the_published_ones(name, ranks, virtual):
     for number in counts(name, ranks):
-        schedule = make_schedule(name, ranks, virtual, number)
+        schedule = Schedule.make(name, ranks, virtual, number)
         for costs in ((1, 2), (2, 4)):
             wanted = (ranks - 1) * sum(costs)  # of stages 1/v as long: (p - 1)(f + b) / v
             assert idle_times(schedule, costs) == pytest.approx([wanted] * ranks), (number, costs)
         for rank in range(ranks):
-            held = in_flight(schedule, rank)
+            held = schedule.in_flight(rank)
             assert held[-1] == 0
             assert max(held) == published_peak(name, rank, ranks, virtual, number)
 
 
 def test_a_worked_example():
-    schedule = make_schedule("1f1b", 2, 1, 3)
+    schedule = Schedule.make("1f1b", 2, 1, 3)
     text = [" ".join(map(str, actions)) for actions in schedule.actions]
     assert text == ["F0.0 F1.0 B0.0 F2.0 B1.0 B2.0", "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1"]
 
@@ -80,15 +74,15 @@ def test_less_bubble_for_the_same_memory():
 
     def share(name, virtual=1):
         time_of = times(1 / virtual, 2 / virtual)
-        return simulate(make_schedule(name, 4, virtual, 8), time_of).bubble
+        return Schedule.make(name, 4, virtual, 8).simulate(time_of).bubble
 
     assert share("gpipe") == pytest.approx(3 / 11) == share("1f1b")
     assert share("interleaved_1f1b", 2) == pytest.approx(1.5 / 9.5)
 
 
 def test_communication_makes_it_longer():
-    schedule = make_schedule("1f1b", 4, 1, 8)
-    fast, slow = (simulate(schedule, communication=c).makespan for c in (0, 0.5))
+    schedule = Schedule.make("1f1b", 4, 1, 8)
+    fast, slow = (schedule.simulate(communication=c).makespan for c in (0, 0.5))
     assert slow - fast >= 2 * 3 * 0.5  # there and back at least
 
 
@@ -96,13 +90,13 @@ def test_communication_makes_it_longer():
 def test_transfers_never_wait_for_each_other(name, ranks, virtual):
     """Even if every batch blocks its rank until all its partners have posted theirs."""
     for number in counts(name, ranks)[:-1]:
-        schedule = make_schedule(name, ranks, virtual, number)
+        schedule = Schedule.make(name, ranks, virtual, number)
         check_steps(schedule)
-    check_steps(forward_only(schedule.rank_of_stage, 5))
+    check_steps(Schedule.forward_only(schedule.rank_of_stage, 5))
 
 
 def check_steps(schedule):
-    plans = plan_steps(schedule)
+    plans = schedule.steps()
     at, done, arrived = [0] * schedule.num_ranks, set(), [set() for _ in plans]
     moved = True
     while moved:
@@ -149,24 +143,24 @@ def check_steps(schedule):
 
 
 def test_the_simulator_finds_what_is_wrong():
-    good = make_schedule("1f1b", 2, 1, 2)
+    good = Schedule.make("1f1b", 2, 1, 2)
     first, second = good.actions
 
     def broken(*actions):
         return Schedule("mine", good.rank_of_stage, 2, actions)
 
     with pytest.raises(ScheduleError, match=r"mine: B1\.0 before F1\.0"):
-        simulate(broken(tuple(reversed(first)), second))
+        broken(tuple(reversed(first)), second).simulate()
     with pytest.raises(ScheduleError, match="1 actions missing"):
-        simulate(broken(first[:-1], second))
+        broken(first[:-1], second).simulate()
     with pytest.raises(ScheduleError, match=r"F0\.0 twice"):
-        simulate(broken(first[:1] + first, second))
+        broken(first[:1] + first, second).simulate()
     with pytest.raises(ScheduleError, match="on rank 0, which lacks it"):
-        simulate(broken(second, first))
+        broken(second, first).simulate()
     crossed = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1))
     late = (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0))
     with pytest.raises(ScheduleError, match=r"deadlock, with rank 0 at B0\.0, rank 1 at F1\.1"):
-        simulate(broken(crossed, late))
+        broken(crossed, late).simulate()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +175,7 @@ def test_the_simulator_finds_what_is_wrong():
 )
 def test_bad_settings_say_what_is_possible(settings, words):
     with pytest.raises(ValueError, match=r"schedule|rank|micro") as caught:
-        make_schedule(*settings)
+        Schedule.make(*settings)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
 
@@ -213,15 +207,15 @@ def test_a_drawing_of_a_schedule(tmp_path):
     ],
 )
 def test_ranks_are_balanced(costs, head, ranks, sizes):
-    assert balance(tuple(costs), head, ranks) == sizes
+    assert StagePlan.balance(tuple(costs), head, ranks) == sizes
 
 
 def test_blocks_weigh_what_they_take_on_a_gpu():
     """Two H200s, micro-batches of 4,096 tokens: 8 blocks took 49.2 ms, 4 and the head 36.1."""
     words = ["model.num_layers=12", "train.micro_batch_size=1", "train.global_batch_size=16"]
     config, arch = resolve_run(Config.load("qwen3-30b-a3b-24l", [*words, "parallel.pp=2"]))
-    assert [len(blocks) for blocks in plan_stages(config, arch).ranges] == [7, 5]
+    assert [len(blocks) for blocks in StagePlan(config, arch).ranges] == [7, 5]
 
 
 def test_stages_go_round():
-    assert place_stages(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert Schedule.make("interleaved_1f1b", 3, 2, 3).rank_of_stage == (0, 1, 2, 0, 1, 2)

@@ -1,30 +1,30 @@
 """Streams that wait for words of memory."""
 
-import ctypes
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moetrain.parallel.fsdp import peers
 from moetrain.parallel.fsdp.peers import wait_for_word, write_word
+from moetrain.parallel.offload import arena
 
 
 def test_what_the_driver_refuses_is_an_error(monkeypatch):
     calls = []
 
     def refuse(*args):
-        calls.append([x.value if isinstance(x, ctypes._SimpleCData) else x for x in args])
+        calls.append(list(args))
         return 801
 
     functions = dict.fromkeys(("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"), refuse)
-    monkeypatch.setattr(peers, "_driver", lambda: functions)
+    driver = SimpleNamespace(cuGetErrorString=lambda *_: 0, **functions)
+    monkeypatch.setattr(arena, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     word = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2 failed: CUresult 801"):
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2: CUDA error 801"):
         write_word(word, 2**32 + 5)
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue32_v2 failed: CUresult 801"):
+    with pytest.raises(RuntimeError, match="cuStreamWaitValue32_v2: CUDA error 801"):
         wait_for_word(word, 5)
     assert calls == [[7, word.data_ptr(), 5, 0]] * 2
 

@@ -183,7 +183,7 @@ def test_a_routed_module_of_ones_own_sends_its_tokens(tiny_words, tmp_path):
     local, *want = spawn(1, own_routed_loss, [*words, f"output_dir={tmp_path / 'one'}"])[0]
     apart = [*words, "parallel.ep=2", f"output_dir={tmp_path / 'two'}"]
     sent, *got = spawn(2, own_routed_loss, apart)[0]
-    assert (local, sent) == ({"Dispatcher"}, {"ExpertParallelDispatcher"})
+    assert (local, sent) == ({"Dispatcher"}, {"AllToAll"})
     assert got == pytest.approx(want, rel=1e-5)
 
 

@@ -18,7 +18,7 @@ from test_engine import ROWS, make_engine, train
 
 from moetrain.models.transformer import Transformer
 from moetrain.parallel import collectives
-from moetrain.parallel.apply import transport_of
+from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert import deepep
 from moetrain.parallel.expert.deepep_ops import disconnect
 from moetrain.parallel.world import join_world
@@ -234,7 +234,7 @@ def continue_over_an_update():
     """A completion that is under way, with the weights of before and after."""
     engine = engine_of(LAYOUTS["ep"])
     model, experts = replica(engine)
-    assert transport_of(model) is transport_of(engine.model)
+    assert dispatcher_of(model) is dispatcher_of(engine.model)
     generator = Generator(model, experts=experts)
     update = WeightUpdate(engine, generator)
     update()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 from moetrain.kernels.experts.mlp import expert_mlp
 from moetrain.kernels.experts.mlp_fp8 import expert_mlp_fp8
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.expert.dispatch import AllToAll
 
 MAX_TOKENS = 101
 ROUTINGS = ("balanced", "natural", "one-hot", "first half empty", "empty")
@@ -116,12 +116,11 @@ def static_sizes(size: Size, capacity: float = 2.0, max_tokens: int = MAX_TOKENS
     )
 
 
-def dispatchers(size: Size, num_sms=6) -> tuple[DeepEP, Any, Any]:
-    """The transport, the dispatcher over it, and the one that judges."""
+def dispatchers(size: Size, num_sms=6) -> tuple[DeepEP, AllToAll]:
+    """DeepEP, and the one that judges."""
     group = dist.group.WORLD
-    transport = DeepEP(size.experts, group, size.width, num_sms=num_sms)
-    judge = AllToAll(size.experts, group)
-    return transport, *(ExpertParallelDispatcher(size.experts, t) for t in (transport, judge))
+    ours = DeepEP(size.experts, group, size.width, num_sms=num_sms)
+    return ours, AllToAll(size.experts, group)
 
 
 def recomputed(layer, *inputs):

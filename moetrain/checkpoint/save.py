@@ -51,7 +51,7 @@ from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.bucket import aligned
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.offload.arena import HostMemory
-from moetrain.parallel.rendezvous import Rendezvous
+from moetrain.parallel.processes import Rendezvous
 
 FILE_BYTES = 2 << 30
 """Most bytes of tensors in a file, unless one tensor alone has more. That makes enough files for

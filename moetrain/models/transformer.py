@@ -10,6 +10,7 @@ about devices. Legend: B batch, S sequence, D model width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -124,9 +125,13 @@ class Sharding:
     This class is for a model that has its parameters whole.
     """
 
-    def run(self, call: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
-        """Return ``call(block, *inputs)``, run while the block has its parameters whole."""
-        return call(block, *inputs)
+    def unsharded(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Give ``block`` its parameters whole while inside."""
+        return nullcontext()
+
+    def reopen(self, block: nn.Module, outputs: Any) -> Any:
+        """Return ``outputs`` of ``block``, whose backward begins with unsharding it again."""
+        return outputs
 
     def open(self, module: nn.Module) -> None:
         """Unshard the parameters of ``module``: the embedding, or the norm with the head."""
@@ -231,12 +236,14 @@ class Transformer(nn.Module):
         """Run blocks ``start:stop``; return the residual stream and MoE layers' statistics."""
         layer_stats: list[RouterStats] = []
         for i in range(start, self.arch.num_layers if stop is None else stop):
-            context = rows.contexts[self.windows[i]]
+            block, context = self.layers[i], rows.contexts[self.windows[i]]
             if rows.routes_BSLK is not None and i in self.arch.moe_layer_indices:
                 layer = self.arch.moe_layer_indices.index(i)
                 context = context._replace(routes_BSK=rows.routes_BSLK[:, :, layer])
             with annotate(f"layer {i} forward"):
-                x_BSD, stats = self.sharding.run(self.call_block, self.layers[i], x_BSD, context)
+                with self.sharding.unsharded(block):
+                    outputs = self.call_block(block, x_BSD, context)
+                x_BSD, stats = self.sharding.reopen(block, outputs)
             x_BSD = annotate_backward(x_BSD, f"layer {i} backward")
             if stats is not None:
                 layer_stats.append(stats)

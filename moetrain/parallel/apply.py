@@ -5,8 +5,8 @@ values -> recomputation -> offloading -> compile
 
 The model stays single-device math. It is changed in four ways, all of them here: parameters are
 DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
-the hooks that their style in the plan asks for (:func:`~moetrain.parallel.tensor.share_tokens`);
-routed parts get another ``dispatcher``; the model gets another ``vocabulary``.
+the hooks that their style in the plan asks for; routed parts get another ``dispatcher``; the model
+gets another ``vocabulary``.
 """
 
 from __future__ import annotations
@@ -25,133 +25,18 @@ from moetrain.models.hf.peft import load_peft
 from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
-from moetrain.parallel.expert.deepep import DeepEP, choose_transport
-from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher, Transport
-from moetrain.parallel.fsdp.bucket import TiedCopy
-from moetrain.parallel.fsdp.copy_engines import connect
+from moetrain.parallel.expert.deepep import choose_dispatcher
+from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.shard import draw_values, shard_model
-from moetrain.parallel.mesh import Meshes
 from moetrain.parallel.offload.activations import offload_activations
 from moetrain.parallel.pipeline.stages import Stages
-from moetrain.parallel.tensor import ShardedVocabulary, TokenParts, share_tokens
+from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
 
 
-def _parallelize(
-    model: Transformer,
-    meshes: Meshes,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: Config,
-    stages: Stages,
-) -> FSDP:
-    """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet.
-
-    Parameters are gathered in ``dtype``, the compute dtype.
-    """
-    styles = model.arch.plan().styles(model)
-    units = stages.cut(model)
-    here = {
-        name for name, module in model.named_modules() if any(True for _ in module.parameters())
-    }
-    for name in styles.keys() - here:
-        del styles[name]
-    parallel = config.parallel
-    fsdp = FSDP(
-        parallel.reduce,
-        device,
-        is_alone=meshes.dims.world_size == 1,
-        reshard=resharded_blocks(config, meshes.dims.world_size, len(units)),
-        reduce_last=parallel.reduce_at == "last",
-    )
-    shared = None if stages.tied_rank is None else model.embed
-    state: dict[str, Any] = {"gradient_dtype": getattr(torch, config.optim.gradient_dtype)}
-    state |= {"host_share": config.optim.offload_fraction, "shared": shared}
-    shard_model(model, stages.rules, units, meshes, fsdp, dtype, **state)
-    if stages.tied_rank is not None:
-        tied = TiedCopy(stages.group, stages.tied_rank)
-        (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
-        bucket.tied = tied
-    connect(fsdp.engines, fsdp.buckets, parallel, meshes.everyone)
-    model.sharding = fsdp
-    if meshes.dims.tp > 1:
-        group = meshes.dense.get_group("tp")
-        parts = TokenParts.of(group)
-        for name, style in styles.items():
-            share_tokens(model.get_submodule(name), style, parts)
-        model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
-    if meshes.dims.ep > 1:
-        _send_tokens(model, styles, meshes, device, dtype, config)
-    return fsdp
-
-
-def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
-    """Count the blocks of a rank, its first ones, that free their full parameters between a block's
-    forward and its backward.
-
-    By default recomputed blocks do: with one rank a second gather is but a cast. A pipeline comes
-    back to a block with every micro-batch, and gathers its parameters once.
-    """
-    is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
-    if wanted and wanted is not True:
-        return min(wanted, num_blocks)
-    recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
-    is_widened = config.lora.base_dtype == "float8"  # all blocks at once would be as large as ever
-    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
-
-
-def _send_tokens(
-    model: Transformer,
-    styles: Mapping[str, PartStyle],
-    meshes: Meshes,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: Config,
-) -> None:
-    """Let routed parts send their tokens to the ranks of their experts."""
-    group, arch = meshes.expert_parameters.get_group("ep"), model.arch
-    transport = choose_transport(config, arch, group, device, dtype)
-    dispatcher = ExpertParallelDispatcher(arch.num_experts, transport, config.kernels.backend)
-    set_dispatcher(model, styles, dispatcher)
-
-
-def set_dispatcher(
-    model: Transformer, styles: Mapping[str, PartStyle], dispatcher: Dispatcher
-) -> None:
-    """Let every routed part of ``model`` send its tokens by ``dispatcher``.
-
-    Raises:
-        ValueError: a routed part has no dispatcher to be replaced.
-    """
-    for name, style in styles.items():
-        if style == "routed":
-            part: Any = model.get_submodule(name)
-            if not hasattr(part, "dispatcher"):
-                raise ValueError(f"plan: {name} is routed, and has no dispatcher to be replaced")
-            part.dispatcher = dispatcher
-
-
-def transport_of(model: nn.Module) -> Transport | None:
-    """Give the transport that carries tokens between ranks, if there is one."""
-    for module in model.modules():
-        dispatcher = getattr(module, "dispatcher", None)
-        if isinstance(dispatcher, ExpertParallelDispatcher):
-            return dispatcher.transport
-    return None
-
-
-def static_transport(model: nn.Module) -> DeepEP | None:
-    """Give :func:`transport_of` if it has buffers of fixed sizes."""
-    transport = transport_of(model)
-    if isinstance(transport, DeepEP) and transport.static is not None:
-        return transport
-    return None
-
-
 def place_model(
-    config: Config, arch: Architecture, world: World, stages: Stages | None = None
+    config: Config, arch: Architecture, world: World, stages: Stages
 ) -> tuple[Transformer, FSDP]:
     """Build this rank's stages of a run's model, with values, ready to train.
 
@@ -160,9 +45,7 @@ def place_model(
     """
     dtype = compute_dtype(config, world.device)
     model, _ = plan_model(config, arch, dtype)
-    stages = stages or Stages.of(config, arch, world.meshes, world.device)
-    where = {"device": world.device, "stages": stages}
-    fsdp = _parallelize(model, world.meshes, dtype=dtype, config=config, **where)
+    fsdp = _parallelize(model, config, world, stages, dtype)
     draw_values(fsdp, config.model.init_std, config.train.seed, all=config.model.path is None)
     if config.model.path is not None:
         folder = resolve(
@@ -181,3 +64,91 @@ def place_model(
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
+
+
+def _parallelize(
+    model: Transformer, config: Config, world: World, stages: Stages, dtype: torch.dtype
+) -> FSDP:
+    """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
+    meshes, device, parallel = world.meshes, world.device, config.parallel
+    styles = model.arch.plan().styles(model)
+    units = stages.cut(model)
+    here = {
+        name for name, module in model.named_modules() if any(True for _ in module.parameters())
+    }
+    for name in styles.keys() - here:
+        del styles[name]
+    fsdp = FSDP(
+        parallel.reduce,
+        device,
+        is_alone=world.size == 1,
+        reshard=resharded_blocks(config, world.size, len(units)),
+        reduce_last=parallel.reduce_at == "last",
+    )
+    shard_model(
+        model,
+        stages.rules,
+        units,
+        meshes,
+        fsdp,
+        dtype,
+        gradient_dtype=getattr(torch, config.optim.gradient_dtype),
+        host_share=config.optim.offload_fraction,
+        shared=None if stages.tied_rank is None else model.embed,
+    )
+    if stages.tied_rank is not None:
+        (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
+        bucket.tied = stages.group, stages.tied_rank
+    fsdp.connect(parallel, meshes.everyone)
+    model.sharding = fsdp
+    if meshes.dims.tp > 1:
+        group = meshes.dense.get_group("tp")
+        parts = TokenParts.of(group)
+        for name, style in styles.items():
+            parts.share(model.get_submodule(name), style)
+        model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
+    if meshes.dims.ep > 1:
+        experts = meshes.expert_parameters.get_group("ep")
+        dispatcher = choose_dispatcher(config, model.arch, experts, device, dtype)
+        set_dispatcher(model, styles, dispatcher)
+    return fsdp
+
+
+def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
+    """Count the blocks of a rank, its first ones, that free their full parameters between a block's
+    forward and its backward.
+
+    By default recomputed blocks do: with one rank a second gather is but a cast. A pipeline comes
+    back to a block with every micro-batch, and gathers its parameters once.
+    """
+    is_staged, wanted = config.parallel.pp > 1, config.parallel.reshard_after_forward
+    if wanted and wanted is not True:
+        return min(wanted, num_blocks)
+    recomputes = {"none": False, "selective": world_size == 1, "full": not is_staged}
+    is_widened = config.lora.base_dtype == "float8"  # all blocks at once would be as large as ever
+    return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
+
+
+def set_dispatcher(
+    model: Transformer, styles: Mapping[str, PartStyle], dispatcher: Dispatcher
+) -> None:
+    """Let every routed part of ``model`` send its tokens by ``dispatcher``.
+
+    Raises:
+        ValueError: a routed part has no dispatcher to be replaced.
+    """
+    for name, style in styles.items():
+        if style == "routed":
+            part: Any = model.get_submodule(name)
+            if not hasattr(part, "dispatcher"):
+                raise ValueError(f"plan: {name} is routed, and has no dispatcher to be replaced")
+            part.dispatcher = dispatcher
+
+
+def dispatcher_of(model: nn.Module) -> ExpertParallelDispatcher | None:
+    """Give the dispatcher that carries tokens between ranks, if there is one."""
+    for module in model.modules():
+        dispatcher = getattr(module, "dispatcher", None)
+        if isinstance(dispatcher, ExpertParallelDispatcher):
+            return dispatcher
+    return None

@@ -8,18 +8,14 @@ Gradients are reduced in one of three modes:
     fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
     bf16        rows are reduce-scattered in their own dtype.
 
-Both return while they are under way, and write into buffers that may be given. Inside blocks
-tokens are exchanged by :func:`all_gather_rows` and :func:`sum_scatter_rows`, functional collectives
-that the compiler sees.
-
-Left out on purpose: padding (every rank gives rows of one length), and cutting long tensors into
-buckets (any length is one call).
+Inside blocks tokens are exchanged by :func:`all_gather_rows` and :func:`sum_scatter_rows`,
+functional collectives that the compiler sees.
 
 Legend: W ranks of the group, N elements of one rank's row.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,15 +26,15 @@ from moetrain.kernels.optim.reduction import sum_chunks
 
 ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
 
-Collective = Callable[..., Any]  # (output, input, ..., group, async_op) -> the work, if async
+_Collective = Callable[..., Any]  # (output, input, ..., group, async_op) -> the work, if async
 
-all_to_all_single: Collective = dist.all_to_all_single
-_all_to_all: Collective = functional.all_to_all_single
+all_to_all_single: _Collective = dist.all_to_all_single
+_all_to_all: _Collective = functional.all_to_all_single
 # torch 2.13 renamed these two and warns on the old names.
 if hasattr(dist, "all_gather_single"):
-    all_gather_single: Collective = dist.all_gather_single
-    reduce_scatter_single: Collective = dist.reduce_scatter_single
-    _all_gather: Collective = functional.all_gather_single
+    all_gather_single: _Collective = dist.all_gather_single
+    reduce_scatter_single: _Collective = dist.reduce_scatter_single
+    _all_gather: _Collective = functional.all_gather_single
 else:
     _all_gather = functional.all_gather_tensor
     all_gather_single = dist.all_gather_into_tensor
@@ -114,24 +110,14 @@ def reduce_scatter_start(
         accumulate: add to what ``out_N`` holds then instead of overwriting it.
         mode: how, see the head of this file.
         squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
-
-    Raises:
-        ValueError: chunks of another shape, or an unknown mode.
     """
-    if chunks_WN.dim() != 2 or chunks_WN.shape[0] != group.size():
-        raise ValueError(
-            f"reduce_scatter: chunks were given as {tuple(chunks_WN.shape)}; a group of "
-            f"{group.size()} ranks takes [{group.size()}, N]"
-        )
     if group.size() == 1:
         work, arriving = None, chunks_WN
     elif mode == "fp32_accum":
         arriving = torch.empty_like(chunks_WN)
         work = all_to_all_single(arriving, chunks_WN, group=group, async_op=True)
-    elif mode in ("fp32", "bf16"):
+    else:
         rows_WN = chunks_WN.float() if mode == "fp32" else chunks_WN
         arriving = rows_WN.new_empty(1, rows_WN.shape[1])
         work = reduce_scatter_single(arriving, rows_WN, group=group, async_op=True)
-    else:
-        raise ValueError(f"reduce_scatter: mode {mode!r} is none of {get_args(ReduceMode)}")
     return PendingReduce(work, arriving, out_N, accumulate, squares_B)

@@ -69,17 +69,12 @@ class TensorSlice(NamedTuple):
     @classmethod
     def all_of(cls, tensor: torch.Tensor) -> TensorSlice:
         """Wrap a whole tensor that this rank alone has."""
-        return cls(tensor, tensor.shape, _full_box(tensor.shape))
+        return cls(tensor, tensor.shape, tuple(slice(0, size) for size in tensor.shape))
 
     def is_written_here(self, name: str) -> bool:
         """Tell whether this rank writes the part ``name`` for all that hold it; each writes a like
         share of the names."""
         return zlib.crc32(name.encode()) % self.copies == self.copy
-
-
-def _full_box(shape: Sequence[int]) -> Box:
-    """Give the box of a whole tensor."""
-    return tuple(slice(0, size) for size in shape)
 
 
 @dataclass(frozen=True)
@@ -160,12 +155,12 @@ class Layout:
     @property
     def local_shape(self) -> torch.Size:
         """The shape of :attr:`box`."""
-        return _shape(self.box)
+        return torch.Size(part.stop - part.start for part in self.box)
 
     @property
     def gathered_shape(self) -> torch.Size:
         """The shape of :attr:`gathered_box`."""
-        return _shape(self.gathered_box)
+        return torch.Size(part.stop - part.start for part in self.gathered_box)
 
     @property
     def padded_numel(self) -> int:
@@ -221,10 +216,6 @@ def chunk_of(size: int, ranks: int, rank: int) -> slice:
     """Give ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
     rows = math.ceil(size / ranks)
     return slice(min(rank * rows, size), min((rank + 1) * rows, size))
-
-
-def _shape(box: Sequence[slice]) -> torch.Size:
-    return torch.Size(part.stop - part.start for part in box)
 
 
 def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Check degrees of parallelism, and build the meshes of ranks that they describe.
 
 :class:`ParallelDims` is arithmetic alone: it exists before any process group, so a bad layout is
-one line on standard error and no rank has begun. :func:`build_meshes` gives this rank's
-:class:`Meshes`, handed to whoever needs them; there are no globals.
+one line on standard error and no rank has begun.
 
 Ranks lie in row-major order over the dense axes, so tensor-parallel ranks are neighbours. The
 expert axes regroup the same order. Worked example, 8 ranks::
@@ -184,7 +183,7 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.movedim((1, 2), (3, 4)).flatten(3), 3),
         groups.group(dense_ranks.flatten(1), 1),
         groups.group(dense_ranks.flatten(), 0),
-        groups.distinct(),
+        tuple(groups.made.values()),
     )
 
 
@@ -209,7 +208,7 @@ class _Groups:
         self.device_type = device_type
         whole = tuple(range(dist.get_world_size()))
         assert dist.group.WORLD is not None  # get_world_size needed it too
-        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
+        self.made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {
             (whole,): dist.group.WORLD
         }
 
@@ -217,15 +216,15 @@ class _Groups:
         """Give this rank's group along ``axis`` of a tensor that holds every rank once."""
         rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
         cut = tuple(sorted(map(tuple, rows)))
-        if cut not in self._made:
+        if cut not in self.made:
             parts = [list(part) for part in cut]
             if self.device_type == "cuda":  # one collective split, not one a part
                 group = dist.split_group(split_ranks=parts)
             else:
                 group, _ = dist.new_subgroups_by_enumeration(parts)
             assert isinstance(group, dist.ProcessGroup)  # every rank is in a part
-            self._made[cut] = group
-        return self._made[cut]
+            self.made[cut] = group
+        return self.made[cut]
 
     def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
         """Make a mesh of every rank."""
@@ -238,7 +237,3 @@ class _Groups:
         stage = int((ranks == dist.get_rank()).nonzero()[0, 0])
         mine = ranks[stage].contiguous()
         return DeviceMesh.from_group(groups, self.device_type, mine, mesh_dim_names=names)
-
-    def distinct(self) -> tuple[dist.ProcessGroup, ...]:
-        """List every group made, in the order in which all ranks made theirs."""
-        return tuple(self._made.values())

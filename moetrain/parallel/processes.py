@@ -1,22 +1,47 @@
-"""Find how many processes a run has, and their devices: on this machine, or as planned.
+"""The processes of a run: how many there are, on which devices, and how they meet on the host.
 
-Imports torch alone: a launcher begins with it.
+Ranks find one another and wait for one another through torch's store, apart from the collectives,
+which give up after a while and keep a GPU busy: what one rank does alone while the others wait
+(tokenise a corpus, download weights, write a checkpoint) takes as long as it takes. Such a wait
+ends without its goal only when a rank shows no sign of life any more.
+
+Left out on purpose: starting processes (:mod:`moetrain.cli.launch`), and noticing at once that one
+has died, which is the launcher's business.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from moetrain.config import Config, ConfigError
-from moetrain.config.environment import GIB, GPUS, launched_place
+from moetrain.config.environment import GIB, GPUS, LaunchedPlace, launched_place
+from moetrain.config.sources import RunFailed
 
 _MOST_ON_CORE = 16
 """The most processes a core: enough to try a large layout on a small machine."""
+TIMEOUT = timedelta(minutes=30)
+"""The longest that a collective may take, or that a rank may show no sign of life."""
+_BEAT_SECONDS = 10.0
+"""Seconds between a rank's signs of life."""
+_LONGEST_PAUSE = 0.2
+"""Seconds between looks at the store: short beside any work, cheap with thousands of ranks."""
+
+
+# ---- how many, and on what -----------------------------------------------------------------------
 
 
 def num_processes(config: Config) -> int:
@@ -112,3 +137,188 @@ def planned_machine(config: Config) -> Machine:
     kind = launch.gpu or "h100"
     why += ", launch.gpu" if launch.gpu else "; no GPU is here: launch.gpu names another kind"
     return Machine(kind.upper(), cuda, size, GPUS[kind].memory_gib * GIB, why)
+
+
+# ---- on the host ---------------------------------------------------------------------------------
+
+
+class Rendezvous:
+    """Messages among the ranks of one process group, on the host.
+
+    Every rank makes the same calls in the same order, as with collectives.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._store = dist.PrefixStore(f"moetrain/{next(self._numbers)}", store)
+        self._calls = itertools.count()
+        self._seen: dict[int, tuple[int, float]] = {}
+        stopped = threading.Event()
+        self.end = weakref.finalize(self, stopped.set)
+        """A call that ends this rank's signs of life."""
+        life = (self._store, f"life/{rank}", stopped)
+        threading.Thread(target=_show_life, args=life, daemon=True).start()
+
+    def barrier(self) -> None:
+        """Return when every rank has come here, however long that takes.
+
+        Raises:
+            RunFailed: a rank is gone.
+        """
+        with self._next_call("wait") as key:
+            if self._store.add(key, 1) == self.size:
+                self._store.set(f"{key}/all", "")
+            self._await(f"{key}/all")
+
+    def broadcast(self, text: str) -> str:
+        """Give every rank rank 0's ``text``; waits as :meth:`barrier` does."""
+        with self._next_call("share") as key:
+            if self.rank == 0:
+                self._store.set(key, text)
+            else:
+                self._await(key)
+            return self._store.get(key).decode()
+
+    def gather(self, text: str) -> list[str]:
+        """Give rank 0 every rank's ``text``, and the others nothing; waits likewise."""
+        with self._next_call("gather") as key:
+            if self.rank > 0:
+                self._store.set(f"{key}/{self.rank}", text)
+                return []
+            keys = [f"{key}/{rank}" for rank in range(1, self.size)]
+            texts = [text]
+            for one in keys:
+                self._await(one)
+                texts.append(self._store.get(one).decode())
+                self._store.delete_key(one)  # long ones, in a store that lives as long as the run
+            return texts
+
+    @contextmanager
+    def _next_call(self, what: str) -> Iterator[str]:
+        try:
+            yield f"{what}/{next(self._calls)}"
+        except dist.DistError as error:
+            raise RunFailed(f"lost the other ranks: {_first_line(error)}") from None
+
+    def _await(self, key: str) -> None:
+        # Asked for again and again: a wait inside the store would hold back Ctrl-C.
+        pause, looked = 0.001, time.monotonic()
+        self._seen.clear()
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            if time.monotonic() - looked > _BEAT_SECONDS:
+                looked = time.monotonic()
+                self._look_for_life(looked)
+
+    def _look_for_life(self, now: float) -> None:
+        """Raise if a rank is silent for too long: rank 0 watches all, the others watch it."""
+        silent = []
+        for rank in range(1, self.size) if self.rank == 0 else (0,):
+            beats = self._store.add(f"life/{rank}", 0)
+            before, since = self._seen.get(rank, (-1, now))
+            if beats != before:
+                self._seen[rank] = (beats, now)
+            elif now - since > TIMEOUT.total_seconds():
+                silent.append(rank)
+        if silent:
+            raise RunFailed(
+                f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {self.size} gave "
+                f"no sign of life for {TIMEOUT.total_seconds():.0f} s"
+            )
+
+
+def _show_life(store: dist.Store, key: str, stopped: threading.Event) -> None:
+    while not stopped.wait(_BEAT_SECONDS):
+        try:
+            store.add(key, 1)
+        except RuntimeError:  # the store is gone, and so is the run
+            return
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].strip()
+
+
+def find_ranks(place: LaunchedPlace, seconds: float) -> dist.Store:
+    """Connect to the store, and wait until all ranks of ``place.world_size`` have.
+
+    Args:
+        seconds: how long to wait for them (``launch.join_timeout``).
+
+    Raises:
+        ConfigError: the address is unknown, or ranks contradict one another.
+        RunFailed: nobody answers at the address, or ranks are missing after that time.
+    """
+    deadline = time.monotonic() + seconds
+    host, _, port = place.address.rpartition(":")
+    if not 0 < int(port) < 1 << 16:
+        raise ConfigError("MASTER_PORT", f"{port} is not a port; give 1 to 65535")
+    try:
+        socket.getaddrinfo(host, int(port))
+    except OSError as error:
+        raise ConfigError(
+            "MASTER_ADDR", f"{host!r}, where the ranks are to meet, is unknown: {error.strerror}"
+        ) from None
+    serves = place.rank == 0 and not place.store_is_served
+    if not serves:
+        _await_server(place, host, int(port), seconds)
+    try:
+        # The one that serves does so on every address of its machine, and need not know its name.
+        store = TCPStore(
+            "localhost" if serves else host,
+            int(port),
+            place.world_size,
+            is_master=serves,
+            timeout=TIMEOUT,
+            wait_for_workers=False,
+        )
+        # A launcher's store outlives the ranks, and knows those that it has started before.
+        store = dist.PrefixStore(f"moetrain/{place.restarts}", store)
+        _await_ranks(dist.PrefixStore("join", store), place, seconds, deadline)
+    except dist.DistError as error:
+        raise RunFailed(
+            f"rank {place.rank} of {place.world_size} could not meet the others at "
+            f"{place.address}: {_first_line(error)}"
+        ) from None
+    return store
+
+
+def _await_server(place: LaunchedPlace, host: str, port: int, seconds: float) -> None:
+    """Wait until the server answers; TCPStore's own wait would hold back Ctrl-C."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(left, 5.0))).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                raise RunFailed(
+                    f"rank {place.rank} of {place.world_size} found nobody at {host}:{port} within "
+                    f"{seconds:g} s (launch.join_timeout), where rank 0 should be: {error}; is it "
+                    "running, and are MASTER_ADDR and MASTER_PORT those of its machine?"
+                ) from None
+        time.sleep(_LONGEST_PAUSE)
+
+
+def _await_ranks(store: dist.Store, place: LaunchedPlace, seconds: float, deadline: float) -> None:
+    rank, size = place.rank, place.world_size
+    theirs = int(store.compare_set("size", "", str(size)))
+    if theirs != size:
+        raise ConfigError("WORLD_SIZE", f"{size} for rank {rank}, and {theirs} for another")
+    if store.add(f"rank/{rank}", 1) > 1:
+        raise ConfigError("RANK", f"{rank} is that of two processes of {size}; number them from 0")
+    store.add("came", 1)
+    while store.add("came", 0) < size:
+        if time.monotonic() > deadline:
+            missing = [str(r) for r in range(size) if store.add(f"rank/{r}", 0) == 0]
+            named = ", ".join([*missing[:8], "..."] if len(missing) > 8 else missing)
+            raise RunFailed(
+                f"of {size} ranks {named} did not come to {place.address} within {seconds:g} s "
+                "(launch.join_timeout); are all started, with the same MASTER_ADDR, MASTER_PORT "
+                "and WORLD_SIZE?"
+            )
+        time.sleep(_LONGEST_PAUSE)

@@ -7,13 +7,13 @@ the heads or of the width:
     x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
 
 ``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results and gives
-each its tokens; each is the other's backward. Both are functional collectives, which the compiler
-sees. Torch's own autograd form of a gather is not used: its backward adds up in the tensors' dtype,
-in the order of NCCL's ring. Here sums are made in fp32 in rank order and rounded once.
+each its tokens; each is the other's backward. Torch's own autograd form of a gather is not used:
+its backward adds up in the tensors' dtype, in the order of NCCL's ring. Here sums are made in fp32
+in rank order and rounded once.
 
 Tokens are cut as one row [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2
-rows of S=3 tokens has the second row. The plan of the family says which matrices are cut; the
-gradients of those that are not are added up by FSDP (see ``Meshes.shared_parameters``).
+rows of S=3 tokens has the second row. The gradients of matrices that the family's plan does not cut
+are added up by FSDP (see ``Meshes.shared_parameters``).
 
 :class:`ShardedVocabulary` is the embedding, the logits and the losses. Rank r holds rows
 ``[r * ceil(V/W), ...)`` of the vocabulary matrix, by ``torch.chunk``'s rule, and sees all tokens.
@@ -21,8 +21,7 @@ No rank ever has a token's logits over the whole vocabulary: each computes lse, 
 (where the target is its own) and the mean logit of its part, and these three numbers a token are
 exchanged (see :mod:`moetrain.kernels.loss.vocabulary_chunk` for how they join). Every rank gets the
 same per-token results, and the run's loss is the sum of every rank's: a loss made of them on each
-rank alike is to be divided by W, as :meth:`ShardedVocabulary.loss_sum` does. The backward adds up
-what the ranks ask for, so that ranks which use different tokens get what they are owed, too.
+rank alike is to be divided by W. The backward adds up what the ranks ask for.
 
 Left out on purpose: hiding these collectives behind the products next to them.
 
@@ -34,7 +33,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,48 +81,38 @@ class TokenParts:
         """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
         return _ScatterTokens.apply(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
 
+    def share(self, part: nn.Module, style: PartStyle) -> None:
+        """Register the hooks on ``part`` that its ``style`` asks for
+        (:mod:`moetrain.models.rules`).
 
-def share_tokens(part: nn.Module, style: PartStyle, parts: TokenParts) -> None:
-    """Register the hooks on ``part`` that its ``style`` asks for (:mod:`moetrain.models.rules`).
+        Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with
+        it.
+        """
+        if style == "all":
+            part.register_forward_pre_hook(self._gather_input)
+            part.register_forward_hook(self._scatter_output)
+        elif style == "routed":
+            part.register_forward_pre_hook(self._cut_context)
+        elif style == "gather":
+            part.register_forward_hook(self._gather_output)
 
-    Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with it.
-    """
-    hooks = {
-        "own": (None, None),
-        "vocabulary": (None, None),
-        "all": (_gather_input, _scatter_output),
-        "routed": (_cut_context, None),
-        "gather": (None, _gather_output),
-    }
-    before, after = hooks[style]
-    if before is not None:
-        part.register_forward_pre_hook(partial(before, parts))
-    if after is not None:
-        part.register_forward_hook(partial(after, parts))
+    def _gather_input(self, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_ND, context = args
+        return self.gather(x_ND).view(-1, context.rotation[0].shape[1], x_ND.shape[-1]), context
 
+    def _scatter_output(self, part: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+        return (self.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else self.scatter(y)
 
-def _gather_input(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x_ND, context = args
-    return parts.gather(x_ND).view(-1, context.rotation[0].shape[1], x_ND.shape[-1]), context
+    def _gather_output(self, part: nn.Module, args: tuple[Any, ...], x_ND: torch.Tensor) -> Any:
+        return self.gather(x_ND)
 
-
-def _scatter_output(parts: TokenParts, part: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
-    return (parts.scatter(y[0]), *y[1:]) if isinstance(y, tuple) else parts.scatter(y)
-
-
-def _cut_context(parts: TokenParts, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x_ND, context = args
-    if context.is_pad_BS is not None:
-        context = context._replace(is_pad_BS=parts.part(context.is_pad_BS.flatten()))
-    if context.routes_BSK is not None:
-        context = context._replace(routes_BSK=parts.part(context.routes_BSK.flatten(0, 1)))
-    return x_ND, context
-
-
-def _gather_output(
-    parts: TokenParts, part: nn.Module, args: tuple[Any, ...], x_ND: torch.Tensor
-) -> torch.Tensor:
-    return parts.gather(x_ND)
+    def _cut_context(self, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_ND, context = args
+        if context.is_pad_BS is not None:
+            context = context._replace(is_pad_BS=self.part(context.is_pad_BS.flatten()))
+        if context.routes_BSK is not None:
+            context = context._replace(routes_BSK=self.part(context.routes_BSK.flatten(0, 1)))
+        return x_ND, context
 
 
 class _GatherTokens(torch.autograd.Function):

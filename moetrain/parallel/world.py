@@ -1,9 +1,6 @@
 """Join the processes of a run: find this rank's device, make its process group and its meshes.
 
-This is apart from :mod:`moetrain.parallel.mesh` because it looks at the machine: its GPUs, and the
-address where ranks meet. One process is a world of one, with meshes like any other.
-
-Left out on purpose: starting processes (:mod:`moetrain.cli.launch`).
+One process is a world of one, with meshes like any other.
 """
 
 from __future__ import annotations
@@ -21,9 +18,14 @@ from moetrain.kernels.ahead import compiler_started
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.expert.deepep_ops import disconnect
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
-from moetrain.parallel.pipeline.stages import check_pipeline
-from moetrain.parallel.processes import device_capacity, num_processes
-from moetrain.parallel.rendezvous import TIMEOUT, Rendezvous, find_ranks
+from moetrain.parallel.pipeline.stages import StagePlan
+from moetrain.parallel.processes import (
+    TIMEOUT,
+    Rendezvous,
+    device_capacity,
+    find_ranks,
+    num_processes,
+)
 
 _BYTES_OF_TOKEN = 24
 """Bytes of a token in a batch on the host: its id, target and position."""
@@ -72,11 +74,7 @@ class World:
         return _sum(x, self.meshes.everyone)
 
     def barrier(self) -> None:
-        """Return when every rank has come here, however long that takes.
-
-        Raises:
-            RunFailed: a rank is gone.
-        """
+        """Return when every rank has come here. Raises RunFailed when one is gone."""
         if self.rendezvous is not None:
             self.rendezvous.barrier()
 
@@ -197,7 +195,8 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
     t = config.train
     t.micro_batches(dims.data_ranks)
     _check_rows_of_a_step(config, dims)
-    check_pipeline(config, arch, dims)
+    if dims.pp > 1:
+        StagePlan(config, arch).check(dims)
     if t.micro_batch_size * config.data.seq_len % dims.tp:
         raise ConfigError(
             "parallel.tp",

@@ -34,7 +34,7 @@ from moetrain.models.moe import Router
 from moetrain.models.transformer import Rows, Transformer
 from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
-from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Transport
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.layout import chunk_of
 from moetrain.rollout.pages import PagedAttention, PagedRows, Pages
 from moetrain.rollout.request import Request, SamplingParams
@@ -83,12 +83,12 @@ class ExpertParallel:
         model: Transformer,
         group: dist.ProcessGroup,
         backend: Backend,
-        transport: Transport | None = None,
+        dispatcher: ExpertParallelDispatcher | None = None,
     ) -> None:
         """Keep only this rank's experts of ``model``, which has all of them (on meta, say).
 
         Args:
-            transport: sends tokens to the ranks of ``group``; None: the all-to-all.
+            dispatcher: sends tokens to the ranks of ``group``; None: the all-to-all.
 
         Raises:
             ValueError: the ranks cannot share the experts equally.
@@ -96,10 +96,8 @@ class ExpertParallel:
         self.group, self.top_k = group, model.arch.num_experts_per_token
         plan = model.arch.plan()
         styles, rules = plan.styles(model), plan.rules(model)
-        number = model.arch.num_experts
-        self._transport = transport or AllToAll(number, group, backend)
-        dispatcher = ExpertParallelDispatcher(number, self._transport, backend)
-        set_dispatcher(model, styles, dispatcher)
+        self._dispatcher = dispatcher or AllToAll(model.arch.num_experts, group, backend)
+        set_dispatcher(model, styles, self._dispatcher)
         self._rows: dict[str, slice] = {}
         for name, rule in rules.items():
             if rule.style == "expert":
@@ -117,14 +115,14 @@ class ExpertParallel:
     @property
     def can_fix_sizes(self) -> bool:
         """Whether :meth:`fixed_sizes` can be called; otherwise no step can be captured."""
-        return isinstance(self._transport, DeepEP)
+        return isinstance(self._dispatcher, DeepEP)
 
     def fixed_sizes(self, most: int) -> AbstractContextManager[None]:
         """Fix all sizes inside; every rank reads ``most`` tokens, which may all go to one."""
-        transport = self._transport
-        assert isinstance(transport, DeepEP)  # can_fix_sizes
-        per_token = min(self.top_k, transport.num_experts // transport.num_ranks)
-        return transport.sized(StaticSizes(most, transport.num_ranks * most * per_token))
+        dispatcher = self._dispatcher
+        assert isinstance(dispatcher, DeepEP)  # can_fix_sizes
+        per_token = min(self.top_k, dispatcher.num_local_experts)
+        return dispatcher.sized(StaticSizes(most, dispatcher.num_ranks * most * per_token))
 
     def agree(self, size: int, flag: bool, device: torch.device) -> tuple[int, bool]:
         """Return all ranks' largest size, and whether any of them has set its flag.

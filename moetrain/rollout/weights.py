@@ -27,7 +27,7 @@ from torch import nn
 
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
-from moetrain.parallel.apply import transport_of
+from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.bucket import Member, aligned
@@ -49,13 +49,14 @@ def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
     model, _ = plan_model(config, engine.arch, engine.model.compute_dtype)
     experts = None
     if world.dims.ep > 1:
-        transport = transport_of(engine.model)
-        if isinstance(transport, DeepEP):
-            transport = transport.counted()  # how many tokens a step reads, training cannot know
+        dispatcher = dispatcher_of(engine.model)
+        if isinstance(dispatcher, DeepEP):
+            # How many tokens a step reads, training cannot know.
+            dispatcher = dispatcher.counted()
         elif config.kernels.precision == "fp8":
-            transport = None  # training's narrows tokens
+            dispatcher = None  # training's narrows tokens
         group = world.meshes.expert_parameters.get_group("ep")
-        experts = ExpertParallel(model, group, config.kernels.backend, transport)
+        experts = ExpertParallel(model, group, config.kernels.backend, dispatcher)
     for name, planned in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
         dtype = _dtype(engine, engine.stages.rules[name])

@@ -30,8 +30,9 @@ from moetrain.models.fake_step import FakeStep
 from moetrain.models.lora import own_draws
 from moetrain.models.moe import RoutingStats, update_router_bias
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.apply import resharded_blocks, static_transport
-from moetrain.parallel.fsdp.copy_engines import is_wanted
+from moetrain.parallel.apply import dispatcher_of, resharded_blocks
+from moetrain.parallel.expert.deepep import DeepEP
+from moetrain.parallel.fsdp.peers import wants_copies
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs
@@ -123,8 +124,11 @@ class Engine(ModelState):
         super().__init__(config, arch, world)
         self.pipeline = None
         if world.dims.pp > 1:
-            self.pipeline = Pipeline(config, world.dims, self.model, self.fsdp, self.stages)
-        self.schedule, self.static = schedule, static_transport(self.model)
+            self.pipeline = Pipeline(self.model, self.fsdp, self.stages)
+        self.schedule, sender = schedule, dispatcher_of(self.model)
+        if not isinstance(sender, DeepEP) or sender.static is None:
+            sender = None
+        self.static = sender
         self.retried_steps = 0
         self._since_step: list[Totals] = []
 
@@ -283,7 +287,7 @@ class Engine(ModelState):
     @property
     def batch_multiple(self) -> int:
         """The number of micro-batches of a :meth:`forward_backward` is a multiple of this."""
-        return 1 if self.pipeline is None else self.pipeline.batch_multiple
+        return 1 if self.pipeline is None else self.stages.plan.batch_multiple
 
     def _expert_load(self, routing: RoutingStats) -> ExpertLoad:
         """Add up over all ranks what this rank counted in ``routing``."""
@@ -396,7 +400,7 @@ def _fake_step(config: Config, arch: Architecture, world: World) -> FakeStep:
         world.device,
         compute_dtype(config, world.device),
         world.meshes.sharding,
-        copies=is_near and is_wanted(config.parallel, world.device.type),
+        copies=is_near and wants_copies(config.parallel, world.device.type),
         takes_turns=resharded_blocks(config, world.size, arch.num_layers) > 0,
         micro_batches=config.train.micro_batches(dims.data_ranks),
     )

@@ -32,10 +32,10 @@ from moetrain.models.architecture import FP32, Architecture, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import resharded_blocks
-from moetrain.parallel.fsdp.copy_engines import peer_bytes
+from moetrain.parallel.fsdp.peers import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.activations import link_bytes
-from moetrain.parallel.pipeline.stages import activations_in_flight, plan_stages
+from moetrain.parallel.pipeline.stages import StagePlan
 
 MARGIN = 0.1
 """Measured relative error of the estimate: a run is refused only if it cannot fit despite it."""
@@ -158,7 +158,7 @@ def sizes_of_ranks(
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return [
         RankSizes(config, arch, dims, dtype, rank, in_flight, numels, rules)
-        for rank, in_flight in enumerate(activations_in_flight(config, dims))
+        for rank, in_flight in enumerate(StagePlan(config, arch).in_flight(dims))
     ]
 
 
@@ -189,7 +189,7 @@ class RankSizes:
         self.config, self.arch, self.dims, self.width = config, arch, dims, dtype.itemsize
         tokens = config.train.micro_batch_size * config.data.seq_len
         self.share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
-        plan = plan_stages(config, arch)
+        plan = StagePlan(config, arch)
         self.layers: Counter[_Layer] = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
         """How many of this rank's blocks have the same parts."""
         self.num_stages = len(plan.stages_of(rank))
@@ -201,7 +201,7 @@ class RankSizes:
         """Vocabulary matrices here: embedding and head, or one if they are tied."""
         self.vocabulary_numbers = arch.vocab_size * arch.hidden_size / dims.tp
 
-        mine = [n for n in numels if rank in plan.holders(n, is_tied=arch.tie_embeddings)]
+        mine = [n for n in numels if rank in plan.holders(n)]
         here = set(mine)
         self.stored = sum(numels[name] * rules[name].stored_bytes for name in mine)
         """Bytes of its parameters over all ranks of a replica."""

@@ -23,7 +23,7 @@ from moetrain.config import LogSection
 from moetrain.config.environment import GPUS
 from moetrain.config.files import write_atomically
 from moetrain.models.moe import RoutingStats
-from moetrain.parallel.fsdp.mapped import peak_bytes
+from moetrain.parallel.offload.arena import DeviceBytes
 
 _LAYER_GROUPS = 4  # MoE health is logged for this many groups of neighbouring layers
 _UNHEALTHY_LOGS = 20
@@ -42,7 +42,7 @@ def _peak_flops(device: torch.device) -> float | None:
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory so far: the run's own on CUDA, the resident set on a CPU."""
     if device.type == "cuda":
-        return peak_bytes(device) / 2**30
+        return DeviceBytes.peak(device) / 2**30
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return rss / 2**30 if sys.platform == "darwin" else rss / 2**20
 

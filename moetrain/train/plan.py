@@ -36,7 +36,7 @@ from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
-from moetrain.parallel.pipeline.stages import describe_pipeline
+from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
 from moetrain.train.memory import MARGIN, MemoryEstimate, least_sleep, sizes_of_ranks
@@ -140,7 +140,7 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     dims = plan_world(plan.config, arch, machine.processes)
     if dims.pp > 1:
         by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
-        lines.append(f"{describe_pipeline(plan.config, arch, dims)}, GiB {by_rank}")
+        lines.append(f"{StagePlan(plan.config, arch).describe(dims)}, GiB {by_rank}")
     return "\n".join([*lines, _verdict(plan, found)])
 
 

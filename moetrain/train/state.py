@@ -56,7 +56,7 @@ class ModelState:
             ConfigError: ``model.path`` cannot be loaded.
         """
         self.config, self.arch, self.world = config, arch, world
-        self.stages = Stages.of(config, arch, world.meshes, world.device)
+        self.stages = Stages(config, arch, world.meshes, world.device)
         self.model, self.fsdp = place_model(config, arch, world, self.stages)
         self.optimizer = AdamW(self.fsdp, config.optim, config.train.seed)
         arenas = (self.fsdp.weights, self.fsdp.gradients, self.optimizer.arena)

@@ -10,8 +10,8 @@ Tokens are sent in e4m3, with a scale each, where ``is_narrow``: in the forward 
 the backward of combine, which sends gradients the same way. What arrives is at once what it stands
 for; experts in e4m3 make the same bits of it again.
 
-What shapes depend on is an argument of the ops: the compiler's caches do not see globals. The one
-global is a resource, the communication buffers by group and size, made before training.
+What shapes depend on is an argument of the ops, since the compiler's caches do not see globals; the
+communication buffers, by group and size, are made before training.
 
 Both generations of the package ``deep_ep`` have the interface used here, ``Buffer``, with the same
 results; 2.x calls it legacy, and insists on the NCCL that it was built with.
@@ -116,7 +116,7 @@ def disconnect() -> None:
 
 
 @contextmanager
-def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connection]:
+def _connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connection]:
     """Give the connection for calls of the package."""
     # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
     # another stream: it allocates results after its stream has waited for ours.
@@ -126,33 +126,6 @@ def connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connecti
         yield _CONNECTIONS[group, hidden_size, num_sms]
     finally:
         torch_setting.fill_uninitialized_memory = fill
-
-
-class SendCounts(NamedTuple):
-    """How many tokens go where."""
-
-    tokens_W: torch.Tensor
-    """int32: tokens for each rank."""
-    slots_E: torch.Tensor
-    """int32: slots that chose each expert."""
-    is_sent_TW: torch.Tensor
-    """bool: whether a token goes to a rank."""
-
-    @classmethod
-    def of(cls, ids_TK: torch.Tensor, num_experts: int, num_ranks: int) -> "SendCounts":
-        """Count by ids of all E experts (-1: none). Compiled, it takes a seventh of the time that
-        the package takes for it."""
-        rank_TK = ids_TK // (num_experts // num_ranks)  # rounds down: -1 stays -1
-        ranks_W, experts_E = (
-            torch.arange(n, device=ids_TK.device, dtype=ids_TK.dtype)
-            for n in (num_ranks, num_experts)
-        )
-        is_sent_TW = (rank_TK[:, :, None] == ranks_W).any(1)
-        return cls(
-            is_sent_TW.sum(0, dtype=torch.int32),
-            (ids_TK[:, :, None] == experts_E).sum((0, 1), dtype=torch.int32),
-            is_sent_TW,
-        )
 
 
 @torch.library.custom_op("moetrain::deepep_dispatch", mutates_args=())
@@ -180,11 +153,12 @@ def deepep_dispatch(
 ]:
     """Give what arrives (``x_SD``, ``ids_SK``, ``weights_SK``), ``rows_R0`` and the handle.
 
-    ``worst_tokens`` of 0 is the counted mode; else it is S and ``worst_rows`` is R. ``rows_R0``
-    holds nothing: its shape is how R comes out of an op.
+    ``send`` has the tokens for each rank, the slots that chose each expert (both int32), and
+    whether a token goes to a rank. ``worst_tokens`` of 0 is the counted mode; else it is S and
+    ``worst_rows`` is R. ``rows_R0`` holds nothing: its shape is how R comes out of an op.
     """
     tokens_W, slots_E, is_sent_TW = send
-    with annotate("deepep send", x_TD), connection(group, x_TD.shape[1], num_sms) as found:
+    with annotate("deepep send", x_TD), _connection(group, x_TD.shape[1], num_sms) as found:
         x_SD, ids_SK, weights_SK, counts, handle, _ = found.buffer.dispatch(
             _narrowed(x_TD, is_narrow),
             topk_idx=ids_TK.to(found.ids_dtype),
@@ -274,7 +248,7 @@ def _combine_backward(
     d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
 ) -> torch.Tensor:
     sent, how = _narrowed(d_y_TD, is_narrow), {"handle": tuple(handle)}
-    with annotate("deepep send", d_y_TD), connection(group, d_y_TD.shape[1], num_sms) as found:
+    with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, **how, config=found.dispatch_config)[0]
     return _widened(d_y_SD, d_y_TD.dtype)
 
@@ -294,7 +268,7 @@ def _sum_at_source(
     *others, send_head_TW = handle
     # The package rewrites send_head in place: autograd still has it.
     handle = (*others, send_head_TW.clone())
-    with annotate("deepep sum", x_SD), connection(group, x_SD.shape[1], num_sms) as found:
+    with annotate("deepep sum", x_SD), _connection(group, x_SD.shape[1], num_sms) as found:
         config = found.combine_config
         return found.buffer.combine(x_SD, handle, topk_weights=weights_SK, config=config)[:2]
 
@@ -318,7 +292,7 @@ def _differentiate_dispatch(
         ctx.group,
         ctx.num_sms,
     )
-    return d_x_TD, None, d_weights_TK, [None] * len(SendCounts._fields), *[None] * 5
+    return d_x_TD, None, d_weights_TK, [None] * 3, *[None] * 5
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

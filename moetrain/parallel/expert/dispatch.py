@@ -1,10 +1,8 @@
 """Expert parallelism: every rank holds some experts, and tokens travel to them.
 
-Rank r of W holds experts ``[r * E/W, (r+1) * E/W)``. A :class:`Transport` brings each token to
-every rank where it chose an expert, once, and brings the sum of what these ranks made of it back.
-:class:`ExpertParallelDispatcher` does what is local to a rank: it copies a token that arrived to a
-row for each of its experts here, and the experts sum these rows. Worked example with W=2, E=4, K=2
-(-: no expert)::
+Rank r of W holds experts ``[r * E/W, (r+1) * E/W)``. Each token travels to every rank where it
+chose an expert, once, and the sum of what these ranks made of it travels back. At home it is copied
+to a row for each of its experts there. Worked example with W=2, E=4, K=2 (-: no expert)::
 
                         rank 0                 rank 1
     token               a       b              c       d
@@ -19,20 +17,6 @@ row for each of its experts here, and the experts sum these rows. Worked example
 An expert thus sees its rows in the order of the concatenated batch. A sum is rounded to the tokens'
 dtype where it is sent, and once more where those of all ranks are added.
 
-:class:`AllToAll` is the transport that runs on every device, by plain collectives. Tokens are
-sorted by the rank they go to, as :mod:`moetrain.kernels.experts.permutation` sorts by expert, with
-ranks in the place of experts: of a token's choices that lead to one rank the first alone counts.
-With 8 of 128 experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of
-8. A token's ids and weights travel with every copy, and the receiver picks its own.
-
-Its two exchanges are opaque ops rather than functional collectives: how many rows travel is known
-on the host at run time alone, rows past these stay unspecified, several tensors travel together in
-one order on all ranks, and a rank without tokens must still take part. The compiler sees the
-numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph whatever the
-routing. The host waits for the device once in a forward, for these numbers; the backward reuses
-them and never waits. A forward that is recomputed in the backward exchanges, and waits, again,
-unless the recomputation policy keeps the results of both ops.
-
 With ``kernels.precision`` fp8 tokens are sent in e4m3, and so are the gradients that go the same
 way in the backward of ``combine``, each with its scale in the same message: half of the bytes.
 Experts in e4m3 would round them so anyhow; their bits are the same. Sums travel unrounded.
@@ -44,8 +28,9 @@ token, N rows to send (room for T * min(K, W)), S tokens that arrive, R rows of 
 D width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,68 +59,54 @@ class Received(NamedTuple):
     weights_SK: torch.Tensor
     """fp32, differentiable; unspecified where the id is -1."""
     num_rows: int
-    """R, the number of ids that are not -1; to the compiler a size that it does not know. A
-    transport that does not know it either gives the number of rows to have room for."""
+    """R, the number of ids that are not -1; to the compiler a size that it does not know. Where
+    sizes are fixed beforehand, the number of rows that there is room for."""
     handle: tuple[torch.Tensor, ...]
-    """Tensors for the transport's ``combine``, opaque to everyone else."""
+    """Tensors for ``combine``, opaque to everyone else."""
     may_drop: bool = False
     """Whether ``num_rows`` is only the room, which more rows may exceed."""
 
 
-class Transport(Protocol):
-    """Brings tokens to the ranks of their experts and back.
+class ExpertParallelDispatcher(Dispatcher, ABC):
+    """A :class:`moetrain.models.Dispatcher` over the ranks of ``group``.
 
-    Both methods, and the backward of each, are collective: every rank of the group calls them, with
-    any number of tokens, zero included. A transport holds no state of a call.
+    ``dispatch``, ``combine`` and the backward of each are collective: every rank of the group calls
+    them, with any number of tokens, zero included. It makes exactly the rows that the local experts
+    take. Subclasses say how tokens travel.
+
+    Raises:
+        ValueError: the ranks cannot share the experts equally.
     """
 
-    num_ranks: int
+    def __init__(
+        self, num_experts: int, group: dist.ProcessGroup, backend: Backend, precision: Precision
+    ) -> None:
+        super().__init__(num_experts, backend)
+        self.num_ranks = group.size()
+        if num_experts % self.num_ranks:
+            raise ValueError(
+                f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert "
+                "parallel ranks; use a number of ranks that divides them"
+            )
+        self.num_local_experts = num_experts // self.num_ranks
+        self.group_name: str = group.group_name
+        self.precision: Precision = precision
 
-    def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
-    ) -> Received:
+    @abstractmethod
+    def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         """Send tokens by int32 ids of all E experts (-1: none), with fp32 weights."""
-        ...
 
-    def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    @abstractmethod
+    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Give ``y_TD``, the sum over ranks of their rows for each token, in fp32, rounded once."""
-        ...
-
-
-def count_local_experts(num_experts: int, num_ranks: int) -> int:
-    """Give L.
-
-    Raises:
-        ValueError: the ranks cannot share the experts equally.
-    """
-    if num_experts % num_ranks:
-        raise ValueError(
-            f"{num_experts} experts cannot be shared equally by {num_ranks} expert parallel ranks; "
-            "use a number of ranks that divides them"
-        )
-    return num_experts // num_ranks
-
-
-class ExpertParallelDispatcher(Dispatcher):
-    """Sends tokens to their experts over the ranks that ``transport`` connects.
-
-    Collective like its transport. It makes exactly the rows that the local experts take.
-
-    Raises:
-        ValueError: the ranks cannot share the experts equally.
-    """
-
-    def __init__(self, num_experts: int, transport: Transport, backend: Backend = "auto") -> None:
-        super().__init__(count_local_experts(num_experts, transport.num_ranks), backend)
-        self.transport = transport
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         """Bring all ranks' tokens to the local experts; ids are those of all E experts."""
-        arrived = self.transport.dispatch(x_TD, topk_ids_TK, topk_weights_TK)
+        arrived = self.send(x_TD, topk_ids_TK, topk_weights_TK)
         local = expert_indices(
-            arrived.ids_SK, self.num_experts, self.backend, num_rows=arrived.num_rows
+            arrived.ids_SK, self.num_local_experts, self.backend, num_rows=arrived.num_rows
         )
         dropped = None
         if arrived.may_drop:
@@ -143,19 +114,22 @@ class ExpertParallelDispatcher(Dispatcher):
         tokens, handle = (arrived.x_SD, arrived.weights_SK), arrived.handle
         return Dispatched(*tokens, local, handle, topk_ids_TK.numel(), dropped)
 
-    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Give ``y_TD``, the sum of what all ranks' experts made of each token."""
-        return self.transport.combine(y_SD, ctx)
 
+class AllToAll(ExpertParallelDispatcher):
+    """Sends tokens by plain collectives, on every device.
 
-# ---- by all-to-all ------------------------------------------------------------------------------
+    Tokens are sorted by the rank they go to, as :mod:`moetrain.kernels.experts.permutation` sorts
+    by expert: of a token's choices that lead to one rank the first alone counts. With 8 of 128
+    experts over 4 ranks that is 3.6 rows a token (2.7 of them for other ranks) instead of 8. A
+    token's ids and weights travel with every copy, and the receiver picks its own.
 
-
-class AllToAll:
-    """The :class:`Transport` over the ranks of ``group`` by collectives.
-
-    Raises:
-        ValueError: the ranks cannot share the experts equally.
+    Its two exchanges are opaque ops rather than functional collectives: how many rows travel is
+    known on the host at run time alone, rows past these stay unspecified, several tensors travel
+    together in one order on all ranks, and a rank without tokens must still take part. The compiler
+    sees the numbers of tokens and rows that arrive as unknown sizes, so a block stays one graph
+    whatever the routing. The host waits for the device once in a forward, for these numbers; the
+    backward reuses them. A forward that is recomputed exchanges, and waits, again, unless the
+    recomputation policy keeps the results of both ops.
     """
 
     def __init__(
@@ -165,21 +139,17 @@ class AllToAll:
         backend: Backend = "auto",
         precision: Precision = "bf16",
     ) -> None:
-        self.num_ranks, self.precision = group.size(), precision
-        self.num_local_experts = count_local_experts(num_experts, group.size())
+        super().__init__(num_experts, group, backend, precision)
         self.first_expert = group.rank() * self.num_local_experts
-        self.group_name: str = group.group_name
-        self.backend: Backend = backend
 
-    def dispatch(
-        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
-    ) -> Received:
+    def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
         """Bring all ranks' tokens here; ids are those of all E experts."""
         (tokens, slots), ranks = ids_TK.shape, self.num_ranks
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
-        route = expert_indices(
-            _first_slots(rank_TK), ranks, self.backend, num_rows=tokens * min(slots, ranks)
-        )
+        is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
+        first_TK = torch.where(is_same_TKK.tril(-1).any(2), -1, rank_TK)
+        room = tokens * min(slots, ranks)
+        route = expert_indices(first_TK, ranks, self.backend, num_rows=room)
         # One tensor for both, because each one is a message. Ids are exact in fp32, up to 2^24.
         routing_TC = torch.cat((weights_TK.float(), ids_TK.float()), dim=1)
         x_ND, _ = permute(x_TD, None, route, self.backend)
@@ -209,9 +179,9 @@ class AllToAll:
             handle=(*route, sent_W, received_W),
         )
 
-    def combine(self, y_SD: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Give ``y_TD``, the sum over ranks of each token's rows, in fp32, rounded once."""
-        route, (sent_W, received_W) = ExpertIndices(*handle[:4]), handle[4:]
+        route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
         (y_ND,) = _exchange_rows(
             [y_SD],
             received_W,
@@ -221,12 +191,6 @@ class AllToAll:
             "backward" if self.precision == "fp8" else "",
         )
         return unpermute(y_ND, route, self.backend)
-
-
-def _first_slots(rank_TK: torch.Tensor) -> torch.Tensor:
-    """``rank_TK`` with -1 wherever an earlier slot of the token has the same rank."""
-    is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
-    return torch.where(is_same_TKK.tril(-1).any(2), -1, rank_TK)
 
 
 @torch.library.custom_op("moetrain::exchange_counts", mutates_args=())

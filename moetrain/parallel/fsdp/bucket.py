@@ -1,8 +1,7 @@
 """A bucket of parameters that travel together: a flat shard a rank, its gradient, its gathering.
 
-A :class:`Bucket` is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.peers`):
-its members lie end to end in one flat shard, each padded to the same length on every rank. A
-:class:`GatherBuffer` is memory at a fixed address that buckets gather into, for a time or for good.
+It is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.peers`): its members
+lie end to end in one flat shard, each padded to the same length on every rank.
 
 Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,15 +35,17 @@ Reducing = PendingReduce | Copied
 
 
 class GatherBuffer:
-    """Memory that holds the gathered parameters of one owner at a time, at one address."""
+    """Memory that holds the gathered parameters of one unit at a time, at one address.
+
+    Attributes:
+        owner: the unit that is unsharded there now.
+        content_of: the unit whose values lie there, in use or not.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.size = 0
+        self.device, self.size = device, 0
         self.owner: object | None = None
-        """The unit that is unsharded there now."""
         self.content_of: object | None = None
-        """The unit whose values lie there, in use or not."""
         self._memory: torch.Tensor | None = None
 
     def reserve(self, size: int) -> None:
@@ -113,23 +114,6 @@ class Member:
             self.float8.write(self.start, self.local.shape, here, tensor[there])
 
 
-class TiedCopy(NamedTuple):
-    """The pipeline rank that holds the tied embedding's other copy."""
-
-    group: dist.ProcessGroup
-    rank: int
-    """In the group."""
-
-    def exchange(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Send ``x_N`` and give the other rank's; both call it."""
-        theirs_N = torch.empty_like(x_N)
-        pairs = ((dist.isend, x_N), (dist.irecv, theirs_N))
-        ops = [dist.P2POp(op, x, group=self.group, group_peer=self.rank) for op, x in pairs]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        return theirs_N
-
-
 @dataclass
 class Bucket:
     """Members that the same ranks gather in the same dtype."""
@@ -153,8 +137,8 @@ class Bucket:
     has_gradient: bool = False
     unreduced_WN: torch.Tensor | None = None
     """fp32: gradients of earlier micro-batches that are still to travel."""
-    tied: TiedCopy | None = None
-    """The rank with a tied embedding's other copy, whose gradient is of another use."""
+    tied: tuple[dist.ProcessGroup, int] | None = None
+    """A group and the rank there with a tied embedding's other copy, used elsewhere."""
     peers: Peers | None = None
     """The group's ranks, if they copy from one another; else the bucket travels by collectives."""
     peers_start: int = 0
@@ -189,7 +173,7 @@ class Bucket:
     @property
     def is_never_sharded(self) -> bool:
         """Whether blocks use the shard itself."""
-        return self.group.size() == 1 and self.dtype == self.source_N.dtype
+        return self.group.size() == 1 and not self.is_cast
 
     @property
     def needs_copies(self) -> bool:
@@ -205,14 +189,11 @@ class Bucket:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether :attr:`cast_N`, or the device's copy of a host's shard, is up to date.
-
-        Every change in place counts, through whatever view of the shard or a member's DTensor.
-        """
+        """Whether :attr:`cast_N`, or the device's copy of a host's shard, is up to date."""
         return self._version == self._changes()
 
     def _changes(self) -> int:
-        """Count the shard's changes, which autograd does for all views of a tensor together."""
+        """Count changes in place, which autograd does for all views of a tensor together."""
         members = sum(member.parameter._version for member in self.members)
         return self.shard_N._version + members
 
@@ -233,6 +214,14 @@ class Bucket:
         """The copy that peers read, if an update must write it beside the master."""
         is_there = self.peers is not None and self._cast_N.numel() > 0
         return self._cast_N if is_there and self.is_cast else None
+
+    def travel_by(self, peers: Peers, *, has_inbox: bool) -> None:
+        """Travel by copies from now on, and with ``has_inbox`` gradients too."""
+        self.peers = peers
+        size = self.shard_N.numel() * self.dtype.itemsize
+        self.peers_start = peers.reserve(size)
+        if self.is_trained and has_inbox:
+            peers.reserve_inbox(self.group.size() * size)
 
     def share(self) -> None:
         """Bring the copy that peers read up to date; they do not read it meanwhile."""
@@ -368,8 +357,7 @@ class Bucket:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         Every rank must call this, even without gradients (None counts as 0): others wait for it.
-        Without ``now`` they are added up in fp32 here, until a later call or :meth:`flush` sends
-        all.
+        Without ``now`` they are added up here, until a later call or :meth:`flush` sends all.
         """
         chunks_WN = self._chunks(gradients)
         if self.unreduced_WN is not None:
@@ -443,10 +431,8 @@ class Bucket:
         return chunks_WN
 
     def complete_gradient(self) -> torch.Tensor:
-        """Complete this step's gradient.
-
-        Returns numbers (fp32, of any length) that add up to this rank's share of its square.
-        """
+        """Complete this step's gradient; give fp32 numbers that add up to this rank's share of its
+        square."""
         has_left = self.host is not None and self.host.has_gradient and self.has_gradient
         if has_left and self.squares_B is not None:
             return self.squares_B  # it is complete
@@ -467,7 +453,12 @@ class Bucket:
             dist.all_reduce(wide_N, group=self.replicas)
             copies *= self.replicas.size()
         if self.tied is not None:
-            wide_N += self.tied.exchange(wide_N)
+            (group, rank), theirs_N = self.tied, torch.empty_like(wide_N)
+            pairs = ((dist.isend, wide_N), (dist.irecv, theirs_N))
+            ops = [dist.P2POp(op, x, group=group, group_peer=rank) for op, x in pairs]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            wide_N += theirs_N
             copies *= 2
         gradient_N.copy_(wide_N)  # nothing where that is fp32: they are one
         return copies

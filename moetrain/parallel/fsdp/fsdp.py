@@ -1,43 +1,33 @@
 """FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
 Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
-tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A :class:`Unit` is a block, or
-the embedding, or the head: the parameters that are gathered together. Its life cycle is explicit:
+tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A unit is a block, the embedding,
+or the head, gathered together. Its life cycle is explicit:
 
     unshard   its full parameters lie in its region of memory, gathered there if they do not yet
     reshard   they no longer do: its region is another unit's, or free
     reduce    gradients of full parameters are summed in fp32 into this rank's gradient
 
-All of it happens within :meth:`FSDP.work`, during which parameters do not change. So a unit that is
-unsharded need not be gathered again, however many micro-batches are in flight and in whatever order
-their forwards and backwards come. Around a block its modules hold full tensors instead of their
-DTensors; one autograd function hands them out, and its backward reduces their gradients.
+All of it happens within :meth:`FSDP.work`, during which parameters do not change: a unit that is
+unsharded need not be gathered again, in whatever order forwards and backwards come. The gather lies
+outside the compiled block, which sees plain tensors: inside, it could not start before the block.
 
     forward   unshard(i + 1) starts before block i computes
     backward  unshard(i - 1) starts before block i's backward, and the reduction of block i runs
               while block i - 1 computes
 
-The gather lies outside the compiled block. Inside, the compiler would see it but could not start it
-before the block begins; outside, it runs a block ahead, and the compiled block only sees plain
-tensors, so no hook breaks its graph.
-
 Full parameters lie at fixed addresses. Every unit has a region of its own, in which they stay until
 the work is over; with experts sharded over expert parallel ranks they are small (38 MB a layer for
-Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: what one block needs is gathered
-into one while its neighbour computes with the other, in the forward and again in the backward. What
-autograd saved are tensors in a region, which has the right values whenever they are read.
-
-What is gathered is in the compute dtype. Where a unit has a region of its own, or peers read it
-(:mod:`moetrain.parallel.fsdp.copy_engines`), the optimizer writes that value beside its fp32 one
-(:meth:`FSDP.updates`), to where the gather would bring it or take it from, and nothing is cast
-until somebody else changes the parameters.
+Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: one is filled while the block in
+the other computes. What autograd saved are tensors in a region, which has the right values whenever
+they are read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,21 +36,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from moetrain.kernels.annotate import annotate
+from moetrain.config import ParallelSection
+from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.collectives import ReduceMode
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Gathering, Member, Reducing
-from moetrain.parallel.fsdp.copy_engines import CopyEngines
+from moetrain.parallel.fsdp.peers import Copied, CopyStreams, Peers, reachable
 from moetrain.parallel.layout import Sliced
 from moetrain.parallel.offload.arena import Arena
 
 
-class Unit:
-    """Parameters that are unsharded together.
-
-    Their full values lie in ``region``; what must be copied there is gathered to ``staging``. Both
-    may be shared with other units.
-    """
+class _Unit:
+    """Parameters that are unsharded together, in ``region``, some by way of ``staging``."""
 
     def __init__(
         self,
@@ -80,8 +67,7 @@ class Unit:
         self._is_laid_out = False
         size = sum(bucket.region_bytes for bucket in buckets)
         region.reserve(size)
-        self.label = f"unit {index}, {size / 2**20:.1f} MiB"
-        """The unit's name in traces."""
+        self.label = f"unit {index}, {size / 2**20:.1f} MiB"  # in traces
         staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
 
     @property
@@ -94,11 +80,6 @@ class Unit:
     def awaits_update(self) -> bool:
         """Whether the host was given an update of some of it since the last gather."""
         return any(bucket.host is not None and bucket.host.update for bucket in self.buckets)
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether every parameter of the unit is trained."""
-        return all(bucket.is_trained for bucket in self.buckets)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained later
     def move_in(self) -> None:
@@ -157,12 +138,11 @@ class FSDP(Sharding):
     """The units of one model in forward order, and the gathers and reductions under way.
 
     Args:
-        mode: how gradients are summed over ranks.
         reshard: how many of the first blocks take turns in two regions, instead of having one each.
-        is_alone: whether this is the only rank. Memory then counts for more than fixed addresses:
-            full parameters are freed after their last use, and gradients allocated at their first.
+        is_alone: whether this is the only rank, which frees full parameters after their last use,
+            and allocates gradients at their first.
         reduce_last: whether gradients of several micro-batches are added up unsharded, in fp32, and
-            travel with the last; else each micro-batch's travel by themselves.
+            travel with the last.
     """
 
     def __init__(
@@ -180,27 +160,28 @@ class FSDP(Sharding):
         self.weights = Arena("weights", device)
         # Alone, gradients come with their first use and go with the step.
         self.gradients = Arena("gradients", device, fixed=not is_alone)
-        self.units: list[Unit] = []
+        self.units: list[_Unit] = []
         self.members: dict[str, Member] = {}
         """Every parameter by its name in the model."""
-        self._unit_of: dict[nn.Module, Unit] = {}
+        self._unit_of: dict[nn.Module, _Unit] = {}
         self._turns = (GatherBuffer(device), GatherBuffer(device))
         self._staging = (GatherBuffer(device), GatherBuffer(device))
-        self.engines = CopyEngines(device)
-        self._reducing: list[Reducing] = []
-        self._reduced: list[Bucket] = []
-        """Buckets whose gradients go to the host once the reductions under way are finished."""
+        self.peers: dict[str, Peers] = {}
+        """The groups whose ranks copy from one another, by name."""
+        self._copies = CopyStreams.of(device)
+        self._reducing: list[Reducing | None] = []
+        self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
         self._num_works = 0
 
     def add(self, buckets: list[Bucket], modules: Sequence[nn.Module], *, is_block: bool) -> None:
-        """Append the unit of ``modules``; units are added in the order their forwards run."""
+        """Append the unit of ``modules``; their forwards run in the order of units."""
         index = len(self.units)
         takes_turns = is_block and sum(unit.takes_turns for unit in self.units) < self.reshards
         region = self._turns[index % 2] if takes_turns else GatherBuffer(self.device)
         staging = self._staging[index % 2]
-        unit = Unit(index, buckets, region, staging, takes_turns=takes_turns)
+        unit = _Unit(index, buckets, region, staging, takes_turns=takes_turns)
         self.units.append(unit)
         self._unit_of.update(dict.fromkeys(modules, unit))
 
@@ -210,15 +191,46 @@ class FSDP(Sharding):
         for unit in self.units:
             yield from unit.buckets
 
+    def connect(self, setting: ParallelSection, everyone: dist.ProcessGroup) -> None:
+        """Let peers copy what ``parallel.fsdp_transport`` says. Collective over ``everyone``.
+
+        Collectives still carry buckets whose master lies on the host (its copy comes up while the
+        forward runs), those of 8-bit codes, and all-reduces over replicas.
+
+        Raises:
+            ConfigError: the setting is copy, and ranks do not reach one another's memory.
+        """
+        travelling = [b for b in self.buckets if b.group.size() > 1 and not (b.host or b.float8)]
+        groups = {str(bucket.group.group_name): bucket.group for bucket in travelling}
+        near = reachable(groups, setting, self.device, everyone)
+        for bucket in travelling:
+            name = str(bucket.group.group_name)
+            if name in near:
+                if name not in self.peers:
+                    self.peers[name] = Peers(bucket.group, self._copies)
+                bucket.travel_by(self.peers[name], has_inbox=self.mode == "fp32_accum")
+
+    @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
+    @torch.no_grad()
+    @annotated("fsdp_share copy_engines")
+    def _share(self) -> None:
+        """Let every peer read all shards as they are now. Collective."""
+        for peers in self.peers.values():
+            peers.open()
+        for bucket in self.buckets:
+            if bucket.peers is not None:
+                bucket.share()
+        for peers in self.peers.values():  # whether or not this rank's were stale: others' may be
+            peers.barrier()
+
     # ---- the life cycle ------------------------------------------------------------------------
 
     @contextmanager
     def work(self) -> Iterator[None]:
         """Enclose the forwards and backwards of one step, or of one evaluation, in any order.
 
-        Parameters must not change inside. Afterwards every reduction is done, every module holds
-        its DTensors again, and nothing is unsharded. It may be entered again within itself. A
-        backward belongs into the work of its forward.
+        Parameters must not change inside. Afterwards every reduction is done, and every module
+        holds its DTensors again. It may be entered again within itself.
         """
         if self._is_working:
             yield
@@ -226,13 +238,14 @@ class FSDP(Sharding):
         self.weights.need()
         self._is_working = True
         try:
-            self.engines.begin()
+            self._share()
             yield
             self._finish_reductions()
-            self._reducing = _under_way(bucket.flush(self.mode) for bucket in self.buckets)
+            self._reducing = [bucket.flush(self.mode) for bucket in self.buckets]
             self._finish_reductions()
         finally:
-            self.engines.end()
+            if self.peers:
+                Copied.by(*self._copies).wait()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -242,86 +255,84 @@ class FSDP(Sharding):
                 self.reshard(unit)
 
     def release(self) -> None:
-        """Free the memory of full parameters until the next :meth:`work`."""
+        """Free the memory of full parameters until the next :meth:`work`. Collective."""
         self.check_idle()
         for unit in self.units:
             unit.region.free()
             unit.staging.free()
             for bucket in unit.buckets:
                 bucket.release()
-        self.engines.release()
+        for peers in self.peers.values():
+            peers.release()
 
     def check_idle(self) -> None:
         """Raise RuntimeError within :meth:`work`, whose parameters must not change."""
         if self._is_working:
             raise RuntimeError("a step, a release, or the loading of a state, within FSDP.work()")
 
-    def start_unshard(self, unit: Unit) -> None:
+    def start_unshard(self, unit: _Unit) -> None:
         """Begin to gather ``unit``, unless it is unsharded or on the way."""
         if not self._is_working:
-            raise RuntimeError(
-                "sharded parameters were asked for outside of FSDP.work(); call the model "
-                "within `with engine.work():`"
-            )
+            what = "sharded parameters were asked for outside of FSDP.work()"
+            raise RuntimeError(f"{what}; call the model within `with engine.work():`")
         if unit.region.owner is unit:
             return
-        if isinstance(unit.region.owner, Unit):
+        if isinstance(unit.region.owner, _Unit):
             self.reshard(unit.region.owner)
-        if isinstance(unit.staging.owner, Unit):  # gathered ahead, and not used yet
+        if isinstance(unit.staging.owner, _Unit):  # gathered ahead, and not used yet
             self._finish_gather(unit.staging.owner)
         unit.region.owner = unit.staging.owner = unit
         with annotate(f"fsdp_gather {unit.label}"):
             unit.start_gather()
 
-    def unshard(self, unit: Unit) -> None:
-        """Gather ``unit``'s full parameters for the work that is queued next."""
+    def unshard(self, unit: _Unit) -> None:
+        """Gather ``unit`` for the work that is queued next."""
         self.start_unshard(unit)
         self._finish_gather(unit)
 
-    def _finish_gather(self, unit: Unit) -> None:
+    def _finish_gather(self, unit: _Unit) -> None:
         if unit.works is not None:
             unit.finish_gather()
             unit.staging.owner = None
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard(self, unit: _Unit) -> None:
         """Free the region of ``unit`` for another, or to be filled anew."""
         if unit.region.owner is unit:
             self._finish_gather(unit)
             unit.region.owner = None
 
-    def reduce(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
+    def reduce(self, unit: _Unit, gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin the unit's reductions, then finish those of the unit before it."""
         with annotate(f"fsdp_reduce {unit.label}"):
-            self._start_reductions(unit, gradients)
+            started, rest = [], list(gradients)
+            for bucket in unit.buckets:
+                mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
+                if bucket.is_trained:
+                    now = self._is_last or not self.reduce_last
+                    started.append(bucket.start_reduce(mine, self.mode, now=now))
+            self._finish_reductions()
+            self._reducing = started
         unit.graphs -= 1
         if self._is_last and not unit.graphs:
             self._reduced = [bucket for bucket in unit.buckets if bucket.is_reduced_at_once]
-        if self.is_alone and self._is_last and unit.is_trained and not unit.graphs:
+        is_trained = all(bucket.is_trained for bucket in unit.buckets)
+        if self.is_alone and self._is_last and is_trained and not unit.graphs:
             self.reshard(unit)
             unit.region.free()
 
-    def _start_reductions(self, unit: Unit, gradients: Sequence[torch.Tensor | None]) -> None:
-        started, rest = [], list(gradients)
-        for bucket in unit.buckets:
-            mine, rest = rest[: len(bucket.members)], rest[len(bucket.members) :]
-            if bucket.is_trained:
-                now = self._is_last or not self.reduce_last
-                started.append(bucket.start_reduce(mine, self.mode, now=now))
-        self._finish_reductions()
-        self._reducing = _under_way(started)
-
     def _finish_reductions(self) -> None:
-        """Wait, on the device, for the reductions under way."""
         for pending in self._reducing:
-            pending.finish()
+            if pending is not None:
+                pending.finish()
         for bucket in self._reduced:
             bucket.give_gradient()
         self._reducing, self._reduced = [], []
 
     # ---- the model's seam: moetrain.models.transformer.Sharding --------------------------------
 
-    def run(self, call: Callable[..., Any], block: nn.Module, *inputs: Any) -> Any:
-        """Run ``call(block, *inputs)`` with the block's full parameters."""
+    @contextmanager
+    def unsharded(self, block: nn.Module) -> Iterator[None]:
+        """Give the modules of ``block`` its full parameters, and gather the next unit's beside."""
         unit = self._unit_of[block]
         full = self._hand_out(unit)
         ahead = self.units[unit.index + 1 : unit.index + 2]
@@ -332,13 +343,17 @@ class FSDP(Sharding):
             self.start_unshard(following)
         unit.swap_in(full)
         try:
-            outputs = call(block, *inputs)
+            yield
         finally:
             unit.swap_out()
         for following in late:
             self.start_unshard(following)
+
+    def reopen(self, block: nn.Module, outputs: Any) -> Any:
+        """Give ``outputs`` of ``block`` back, of which the backward begins with unsharding it."""
         if not self.reshards or not torch.is_grad_enabled():
             return outputs
+        unit = self._unit_of[block]
         leaves, spec = pytree.tree_flatten(outputs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         wrapped = _BeforeBackward.apply(self, unit, *(leaves[i] for i in at))
@@ -351,7 +366,7 @@ class FSDP(Sharding):
         unit = self._unit_of[module]
         unit.swap_in(self._hand_out(unit))
 
-    def _hand_out(self, unit: Unit) -> list[torch.Tensor]:
+    def _hand_out(self, unit: _Unit) -> list[torch.Tensor]:
         """Give the full parameters of ``unit``, differentiable where they are trained."""
         self.unshard(unit)
         unit.graphs += torch.is_grad_enabled()
@@ -366,8 +381,10 @@ class FSDP(Sharding):
     ) -> None:
         """Run the backward of ``outputs``; those of 0-d outputs need no ``gradients``.
 
-        Outputs that depend on nothing trained are passed over, as a first stage may have. With
-        ``is_last`` no other backward follows in this work.
+        Outputs that depend on nothing trained are passed over, as a first stage may have.
+
+        Args:
+            is_last: no other backward follows in this work.
         """
         self._is_last = is_last
         if gradients is not None:
@@ -379,7 +396,7 @@ class FSDP(Sharding):
         torch.autograd.backward(outputs, gradients)
 
     def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Do what is this rank's of ``parameter[place] = tensor``; of other stages' nothing is."""
+        """Do what is this rank's of ``parameter[place] = tensor``."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
             member.write(place, tensor)
@@ -387,10 +404,8 @@ class FSDP(Sharding):
     # ---- the step ------------------------------------------------------------------------------
 
     def gradient_norm(self) -> torch.Tensor:
-        """Complete every member's gradient after the step's work.
-
-        Returns the 2-norm of the whole gradient (0-d fp32, the same on every rank).
-        """
+        """Complete every gradient after the step's work; give the whole gradient's 2-norm (0-d
+        fp32, the same on every rank)."""
         self.check_idle()
         trained = [bucket for bucket in self.buckets if bucket.is_trained]
         squares = [torch.zeros(1, device=self.device)]  # a stage may train nothing
@@ -406,8 +421,9 @@ class FSDP(Sharding):
         """Yield every bucket that the device trains, to be updated before the next is asked for.
 
         With it comes the place where the update must also write the new values, in the dtype they
-        are gathered in, so that no gather casts them; None where there is no such place. A gradient
-        whose memory is not kept is freed after its update.
+        are gathered in, so that no gather casts them until somebody else changes the parameters;
+        None where there is no such place. A gradient whose memory is not kept is freed after its
+        update.
         """
         self.check_idle()
         for unit in self.units:
@@ -425,9 +441,7 @@ class FSDP(Sharding):
                     bucket.clear_gradient(free=True)
 
     def settle(self) -> None:
-        """Wait until every master weight holds the last step's update, before it is read.
-
-        Raises OffloadedError if the weights are in host memory."""
+        """Wait until every master weight holds the last step's update. Raises OffloadedError."""
         self.weights.need()
         for bucket in self.buckets:
             if bucket.host is not None:
@@ -439,24 +453,18 @@ class FSDP(Sharding):
         return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
-        """Forget the step's gradients."""
         for bucket in self.buckets:
             bucket.clear_gradient(free=self.is_alone)
 
 
-def _under_way(pending: Iterable[Reducing | None]) -> list[Reducing]:
-    return [one for one in pending if one is not None]
-
-
 class _Unshard(torch.autograd.Function):
-    """Hands out a unit's full parameters; its backward reduces their gradients into the shards.
-
-    The shards' gradients do not flow through autograd: they are summed in fp32 into buffers that
-    outlive the graph, while the next block's backward runs.
-    """
+    """Hands out a unit's full parameters; its backward reduces their gradients into buffers that
+    outlive the graph, while the next block's backward runs."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, fsdp: FSDP, unit: Unit) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, fsdp: FSDP, unit: _Unit
+    ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
         ctx.set_materialize_grads(False)
         rows = unit.rows()
@@ -473,12 +481,12 @@ class _Unshard(torch.autograd.Function):
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """An identity around a block's outputs: its backward runs once all their gradients are there,
-    before anything of the block's own, and unshards the block again."""
+    """An identity around a block's outputs: its backward runs before anything of the block's own,
+    and unshards the block again."""
 
     @staticmethod
     def forward(
-        ctx: Any, fsdp: FSDP, unit: Unit, *outputs: torch.Tensor
+        ctx: Any, fsdp: FSDP, unit: _Unit, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit = fsdp, unit
         ctx.set_materialize_grads(False)

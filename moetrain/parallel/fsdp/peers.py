@@ -1,4 +1,4 @@
-"""Let ranks of one machine read and write one another's memory, in place of collectives.
+"""Let ranks of one machine read and write one another's memory, in place of FSDP's collectives.
 
 Copy engines move bytes between GPUs while every SM computes, and nobody waits for a peer to send.
 The ranks of an FSDP group share one piece of memory each:
@@ -11,33 +11,32 @@ the same bits. Both go on in streams of their own, beginning at rank + 1, so tha
 at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
 
 Barriers on the device keep writers and readers apart. Shards are written by an update, after the
-gradients' norm was summed over all ranks, and between the two barriers of :meth:`Peers.open` and
-:meth:`Peers.barrier`; they are read only after the second. A barrier has two parts, to arrive and
-to wait for the others: a reduction arrives at one barrier when it has added up, which the next
-reduction waits for before it writes, and at another when it has written, which it waits for itself
-before it adds up.
+gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.barrier`;
+they are read only after the second. A reduction arrives at one barrier when it has added up, which
+the next reduction waits for before it writes, and at another when it has written, which it waits
+for itself before it adds up.
 
-No host waits at a barrier, and no SM either. A kernel that waits for another GPU holds a
+No host waits at a barrier, and no SM either: a kernel that waits for another GPU holds a
 multiprocessor for as long, and a grouped product that begins one program on each takes until that
-one is free. Here streams write and wait for words of memory (CUDA's stream memory operations, the
-driver's cuStreamWriteValue32 and cuStreamWaitValue32), which the front end of the GPU does. Nothing
-times out: a rank that died leaves the others waiting until whoever started them ends them, or
-torch's monitor of NCCL does, some time after its timeout, by SIGABRT.
+one is free. Streams write and wait for words of memory, which the front end of the GPU does.
+Nothing times out: a rank that died leaves the others waiting until whoever started them ends them,
+or torch's monitor of NCCL does, some time after its timeout, by SIGABRT.
 
 On CPUs processes map the same memory, and copies are done at once.
 
-Left out on purpose: several machines, multicast, and sums on the way (a bf16 ring's).
+Left out on purpose: several machines, multicast, sums on the way (a bf16 ring's), and shards that
+lie nowhere but in peers' memory. That would spare frozen ones a copy, and tie their offloading to
+the memory of peers.
 
 Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
+import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,19 +44,23 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory
+from torch.distributed.tensor import Shard
 
+from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.optim.reduction import sum_chunks
-from moetrain.parallel.fsdp.mapped import count_bytes
-from moetrain.parallel.offload.arena import aligned
+from moetrain.models.rules import Rule
+from moetrain.parallel.layout import STYLES
+from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.offload.arena import DeviceBytes, aligned, call_driver
+from moetrain.parallel.processes import machine
+
+_logger = logging.getLogger("moetrain")
 
 _SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
 
 
 # ---- words of memory ----------------------------------------------------------------------------
-
-_AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ: the difference, as int32, is 0 or more; so counts may wrap around."""
 
 
 def write_word(word: torch.Tensor, value: int) -> None:
@@ -69,7 +72,7 @@ def write_word(word: torch.Tensor, value: int) -> None:
     Raises:
         RuntimeError: the driver refuses.
     """
-    _call("cuStreamWriteValue32_v2", word, value, 0)
+    _call_on_stream("cuStreamWriteValue32_v2", word, value)
 
 
 def wait_for_word(word: torch.Tensor, value: int) -> None:
@@ -79,21 +82,14 @@ def wait_for_word(word: torch.Tensor, value: int) -> None:
     Raises:
         RuntimeError: the driver refuses.
     """
-    _call("cuStreamWaitValue32_v2", word, value, _AT_LEAST)
+    # A flag of 0 (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more; so counts may
+    # wrap around.
+    _call_on_stream("cuStreamWaitValue32_v2", word, value)
 
 
-def _call(name: str, word: torch.Tensor, value: int, flags: int) -> None:
+def _call_on_stream(name: str, word: torch.Tensor, value: int) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    arguments = ctypes.c_void_p(stream), ctypes.c_uint64(word.data_ptr())
-    error = _driver()[name](*arguments, ctypes.c_uint32(value & 0xFFFFFFFF), flags)
-    if error:
-        raise RuntimeError(f"{name} failed: CUresult {error}")
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    """Give the library that torch has loaded."""
-    return ctypes.CDLL("libcuda.so.1")
+    call_driver(name, stream, word.data_ptr(), value & 0xFFFFFFFF, 0)
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -131,8 +127,8 @@ class _DeviceMemory:
         self._counts = [0 for _ in _BARRIERS]
         """By barrier, how often this rank has arrived."""
         self._own, self._handle = own, handle  # which parts do not keep
-        count_bytes(device, whole)
-        weakref.finalize(self, count_bytes, device, -whole).atexit = False
+        DeviceBytes.add(device, whole)
+        weakref.finalize(self, DeviceBytes.add, device, -whole).atexit = False
 
     def arrive(self, barrier: int) -> None:
         """Tell all ranks when the current stream has come here."""
@@ -172,14 +168,14 @@ class _MappedMemory:
 class Copied(NamedTuple):
     """Copies that are under way or done."""
 
-    streams: tuple[CopyStream, ...]
+    streams: tuple[_CopyStream, ...]
     done: tuple[torch.cuda.Event, ...]
     """Events at their ends; none where they are done."""
     kept: tuple[torch.Tensor, ...] = ()
     """The tensors they read, whose memory must not be reused before."""
 
     @classmethod
-    def by(cls, *streams: CopyStream, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
+    def by(cls, *streams: _CopyStream, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
         """Take everything that ``streams`` have been given so far."""
         streams_on_cuda = [one.stream for one in streams if one.stream is not None]
         done = tuple(torch.cuda.Event() for _ in streams_on_cuda)
@@ -195,7 +191,7 @@ class Copied(NamedTuple):
     finish = wait
 
 
-class CopyStream:
+class _CopyStream:
     """A stream of copies; on a CPU there is none, and copies are done at once."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -215,18 +211,18 @@ class CopyStream:
 class CopyStreams(NamedTuple):
     """One rank's streams, for copies in all groups."""
 
-    pull: CopyStream
-    own: CopyStream
+    pull: _CopyStream
+    own: _CopyStream
     """For what does not leave the device: SMs may copy it, and those are busy, so that nothing else
     should wait for it."""
-    push: CopyStream
+    push: _CopyStream
 
     @classmethod
     def of(cls, device: torch.device) -> CopyStreams:
         """Make those of ``device``."""
         # Sums come before others' work: they are short, and peers wait for them.
-        first = [CopyStream(device, priority=-1) for _ in range(2)]
-        return cls(CopyStream(device), *first)
+        first = [_CopyStream(device, priority=-1) for _ in range(2)]
+        return cls(_CopyStream(device), *first)
 
 
 class Peers:
@@ -334,3 +330,95 @@ class Peers:
             sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
             memory.arrive(_SUMMED)
         return Copied.by(push, kept=(chunks_WN,))
+
+
+# ---- where peers copy ---------------------------------------------------------------------------
+
+
+def wants_copies(setting: ParallelSection, device_type: str) -> bool:
+    """Tell whether ranks of one machine, with devices of this type, are to use copy engines."""
+    return {"nccl": False, "copy": True, "auto": device_type == "cuda"}[setting.fsdp_transport]
+
+
+def reachable(
+    groups: Mapping[str, dist.ProcessGroup],
+    setting: ParallelSection,
+    device: torch.device,
+    everyone: dist.ProcessGroup,
+) -> list[str]:
+    """List the names of the groups whose ranks copy as ``parallel.fsdp_transport`` says.
+
+    Collective over ``everyone``.
+
+    Raises:
+        ConfigError: the setting is copy, and ranks do not reach one another's memory.
+    """
+    if not wants_copies(setting, device.type) or everyone.size() == 1:
+        return []
+    mine: _Device = (machine(), device.index)
+    devices: list[_Device] = [mine] * everyone.size()
+    dist.all_gather_object(devices, mine, group=everyone)
+    found = []
+    for name, group in groups.items():
+        ranks = dist.get_process_group_ranks(group)
+        reason = why_not([devices[rank] for rank in ranks])
+        if reason is None:
+            found.append(name)
+        elif setting.fsdp_transport == "copy":
+            raise ConfigError("parallel.fsdp_transport", f"'copy' cannot be: {reason}; use nccl")
+        else:
+            _logger.info("FSDP uses collectives among ranks %s: %s", ranks, reason)
+    return found
+
+
+_Device = tuple[str, int | None]
+"""A rank's machine, and the number of its GPU there."""
+
+
+def why_not(devices: Sequence[_Device]) -> str | None:
+    """Say why the ranks of ``devices`` do not reach one another's memory, or None if they do."""
+    hosts, gpus = zip(*devices, strict=True)
+    if len(set(hosts)) > 1:
+        return f"its {len(devices)} ranks are on {len(set(hosts))} machines, not on one"
+    if gpus[0] is None:
+        return None
+    if len(set(gpus)) < len(gpus):
+        return f"ranks call their GPUs {', '.join(map(str, gpus))}, and each must see all"
+    for a in gpus:
+        for b in gpus:
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"GPU {a} cannot reach the memory of GPU {b}"
+    return None
+
+
+def peer_bytes(
+    config: Config,
+    numels: Mapping[str, int],
+    rules: Mapping[str, Rule],
+    here: Iterable[str],
+    dims: ParallelDims,
+    dtype: torch.dtype,
+) -> float:
+    """Estimate the bytes of a rank's :class:`Peers`, if all ranks are on one machine.
+
+    Args:
+        numels, rules: of every parameter, by name.
+        here: those of this rank's stages.
+        dtype: what parameters are gathered in where their rule does not say.
+    """
+    on_cpu = config.train.device == "cpu"
+    if not wants_copies(config.parallel, "cpu" if on_cpu else "cuda"):
+        return 0.0
+    shards, inbox = 0.0, 0.0
+    for name in here:
+        rule, cut = rules[name], 1
+        if isinstance(STYLES[rule.style], Shard):
+            cut = dims.ep if rule.style == "expert" else dims.tp
+        if dims.sharding_ranks == cut or rule.is_narrow:  # nobody copies it
+            continue
+        size = numels[name] * (rule.gather or dtype).itemsize / cut
+        on_device = 1 - config.optim.offload_fraction * rule.trainable
+        shards += on_device * size * cut / dims.sharding_ranks
+        if rule.trainable and on_device and config.parallel.reduce == "fp32_accum":
+            inbox = max(inbox, size)
+    return shards + inbox

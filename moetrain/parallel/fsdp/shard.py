@@ -206,10 +206,8 @@ def load_whole_state(
 def check_like(
     name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype.
-
-    Copies would otherwise broadcast, cut or round it in silence.
-    """
+    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
+    would broadcast, cut or round it in silence."""
     if saved.shape != torch.Size(shape) or saved.dtype != dtype:
         theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
         raise ConfigError(

@@ -4,18 +4,15 @@
 gathered, and nothing else: gradients go down as they are reduced, and updated weights come back
 into the copy (ZeRO-Offload, arXiv 2101.06840). Both ways are streams of their own, so that a copy
 down, a copy up and computing overlap. Only what travels is pinned. Weights return through the
-memory that their gradient came to: an update reads that before it writes. The optimizer updates
-masters.
+memory that their gradient came to: an update reads that before it writes.
 
 :class:`Float8Shard` holds frozen weights in OCP's MXFP8: e4m3, and a scale for each 32 numbers
-(``lora.base_dtype``). What is not trained needs no more precision than its product has, and half
-the memory. QLoRA (arXiv 2305.14314) stores 4 bits, by a table and with scales of scales; here it is
-a cast and a product. Codes and scales are what is gathered, half the bytes; they are widened into
-the memory where the parameters lie gathered, which blocks take turns at. A scale is a power of two,
-the least with which its group's largest number is in range. So widening rounds nothing, what is
-widened and written again has the same values, and in a group that is written in parts each number
-is rounded once, but for those below the smallest normal code. Groups are of neighbours in a rank's
-shard: the same on any layout that leaves every rank's part of a row a multiple of 32 numbers.
+(``lora.base_dtype``). Codes and scales are what is gathered, half the bytes; they are widened into
+the memory where the parameters lie gathered. A scale is a power of two, the least with which its
+group's largest number is in range. So widening rounds nothing, what is widened and written again
+has the same values, and in a group that is written in parts each number is rounded once, but for
+those below the smallest normal code. Groups are of neighbours in a rank's shard: the same on any
+layout that leaves every rank's part of a row a multiple of 32 numbers.
 
 Legend: N numbers of one rank's shard of a bucket (of whole groups, in 8 bits), G groups, W ranks.
 """
@@ -137,8 +134,6 @@ class Float8Shard:
         codes_WN, scales_WG = bytes_W[:, : self._codes], bytes_W[:, self._codes :]
         return codes_WN.view(E4M3), scales_WG
 
-    # ---- for whoever reads and writes values ----------------------------------------------------
-
     def read(self, start: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Copy the tensor that begins at number ``start``, in ``dtype`` or as it is used."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.bytes.device)
@@ -168,8 +163,6 @@ class Float8Shard:
         codes_N, scales_G = quantise_groups(wide_N)
         codes_WN[0, outer:end].copy_(codes_N)
         scales_WG[0, outer // SCALED : end // SCALED].copy_(scales_G)
-
-    # ---- gathering -----------------------------------------------------------------------------
 
     def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> dist.Work | None:
         """Begin to bring every rank's codes and scales to ``staging``."""

@@ -9,18 +9,12 @@ view it:
     backward  before that of block i, the storages of block i - 1 begin to come back
 
 Parameters and what all blocks share stay. So do small tensors, and a stage's last blocks, which are
-needed again before a copy would be done.
-
-``activation.offload`` says how much travels: a share of the bytes, or, with ``auto``, what the link
-carries while blocks compute. Then nothing waits: what travels in one block takes no longer than its
-backward, and memory is freed when the link has had the time, not before.
-
-Results have the same bits as without. A tensor that is changed in place before it has left is an
-error, as in autograd, which does not look where there are hooks.
+needed again before a copy would be done. With ``activation.offload`` auto nothing waits: what
+travels in one block takes no longer than its backward, and memory is freed when the link has had
+the time. Results have the same bits as without.
 
 Left out on purpose: tensors that recomputation in eager mode keeps for itself, and storages that
-two blocks save, which then travel twice. torchtune and Megatron offload activations too; here they
-go by storage, as many as the link has time for.
+two blocks save, which then travel twice.
 """
 
 from __future__ import annotations
@@ -28,7 +22,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -49,8 +44,6 @@ SMALLEST = 2**23
 BYTES_PER_FLOP = 50e9 / 450e12
 """Bytes that the link carries while a block computes a FLOP, at most: over PCIe 5.0 x16, beside the
 fastest MoE block on an H200. Older GPUs have slower links, but they compute slower still."""
-
-Offload = float | Literal["auto"]
 
 
 def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
@@ -154,7 +147,7 @@ class HostCopy:
     def offload(self) -> None:
         """Free the memory on the device, for what its stream runs from now on."""
         for tensor, version in self.saved:
-            check_version(tensor, version)
+            _unchanged(tensor, version)
         self.saved = []
         if self.stream is not None:
             self.stream.wait_event(self.last)
@@ -172,10 +165,15 @@ class HostCopy:
         self.reload()
         assert self.here is not None
         for tensor, version in self.saved:
-            check_version(tensor, version)
+            _unchanged(tensor, version)
         if (stream := self.host.current()) is not None:
             stream.wait_event(self.last)
         return self.here.untyped_storage()
+
+    def tensor(self, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+        """Give the tensor at an offset of the storage, with a shape and strides."""
+        storage = self.storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
     def __del__(self) -> None:
         if self.here is not None and self.stream is not None:
@@ -187,37 +185,15 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise RuntimeError if ``tensor`` was changed after it was saved."""
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Give ``tensor``. Raises RuntimeError if it was changed after it was saved, as autograd does,
+    which does not look where there are hooks."""
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that is needed for a gradient has been "
             f"changed in place: it is at version {tensor._version}, and was saved at {version}"
         )
-
-
-class _Kept(NamedTuple):
-    """Autograd's record of a saved tensor that stays."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def get(self) -> torch.Tensor:
-        check_version(self.tensor, self.version)
-        return self.tensor
-
-
-class _Sent(NamedTuple):
-    """Autograd's record of a saved tensor that travels."""
-
-    copy: HostCopy
-    dtype: torch.dtype
-    place: tuple[Any, ...]
-    """Offset, shape and strides in the storage."""
-
-    def get(self) -> torch.Tensor:
-        storage = self.copy.storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.place)
+    return tensor
 
 
 class _Stash:
@@ -229,20 +205,18 @@ class _Stash:
         """By address, while the block runs; then the graph decides how long they live."""
         self.copies: list[ref[HostCopy]] = []
 
-    def pack(self, x: torch.Tensor) -> _Kept | _Sent:
-        """Make the record of ``x``, which autograd is saving."""
+    def pack(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Make what gives ``x`` back, which autograd is saving."""
         saved = x.detach()  # else a graph that saves an output of its own nodes would hold itself
         copy = self._copy_of(saved)
         if copy is None:
-            return _Kept(saved, x._version)
+            return partial(_unchanged, saved, x._version)
         copy.saved.append((saved, x._version))
-        return _Sent(copy, x.dtype, (x.storage_offset(), x.shape, x.stride()))
+        return partial(copy.tensor, x.dtype, x.storage_offset(), x.shape, x.stride())
 
     def _copy_of(self, x: torch.Tensor) -> HostCopy | None:
-        if (
-            type(x) is not torch.Tensor or x.layout != torch.strided
-        ):  # a collective's, say, under way
-            return None
+        if type(x) is not torch.Tensor or x.layout != torch.strided:
+            return None  # a collective's, say, under way
         storage = x.untyped_storage()
         address = storage.data_ptr()
         if address in self._foreign or storage.nbytes() < SMALLEST:
@@ -281,7 +255,7 @@ class ActivationOffload:
         call: Callable[..., Any],
         numbers: Mapping[nn.Module, int],
         stay: frozenset[int],
-        offload: Offload,
+        offload: float | Literal["auto"],
         allowance: Callable[[int, torch.Tensor], float],
         device: torch.device,
     ) -> None:
@@ -312,7 +286,7 @@ class ActivationOffload:
         if number in self.stay:
             outputs = self.call(block, x_BSD, context)
         else:
-            with torch.autograd.graph.saved_tensors_hooks(stash.pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(stash.pack, lambda get: get()):
                 outputs = self.call(block, x_BSD, context)
         stash.close()
 
@@ -357,10 +331,6 @@ class ActivationOffload:
         return copy
 
 
-def _unpack(saved: _Kept | _Sent) -> torch.Tensor:
-    return saved.get()
-
-
 def _not_its_own(block: nn.Module, context: Context) -> frozenset[int]:
     """Addresses of storages that outlive a call of ``block`` anyway."""
     tensors = [*block.parameters(), *block.buffers(), *pytree.tree_leaves(context)]
@@ -376,7 +346,7 @@ def stays(ranges: Sequence[range]) -> frozenset[int]:
 
 def offload_activations(
     model: Transformer,
-    offload: Offload,
+    offload: float | Literal["auto"],
     ranges: Sequence[range],
     seq_len: int,
     device: torch.device,

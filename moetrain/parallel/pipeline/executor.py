@@ -22,30 +22,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moetrain.config import Config
 from moetrain.kernels.annotate import annotate
 from moetrain.models.moe import RouterStats, RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.mesh import ParallelDims
-from moetrain.parallel.pipeline.schedules import (
-    SCHEDULES,
-    Action,
-    Schedule,
-    Step,
-    Transfers,
-    forward_only,
-    plan_steps,
-)
-from moetrain.parallel.pipeline.stages import Stages, schedule_of
-
-REMEMBERED = 8
-"""Objectives whose terms' names all ranks keep; a run has one or two."""
+from moetrain.parallel.pipeline.schedules import Action, Schedule, Transfers
+from moetrain.parallel.pipeline.stages import Stages
 
 _Finish = Callable[[torch.Tensor, RoutingStats | None, Any], torch.Tensor]
 _Tensors = tuple[torch.Tensor, ...]
@@ -55,10 +42,10 @@ _Tensors = tuple[torch.Tensor, ...]
 class Pipeline:
     """This rank's stages, and the ranks before and after them."""
 
-    def __init__(
-        self, config: Config, dims: ParallelDims, model: Transformer, fsdp: FSDP, stages: Stages
-    ) -> None:
-        self.config, self.dims = config, dims
+    REMEMBERED = 8
+    """Objectives whose terms' names all ranks keep; a run has one or two."""
+
+    def __init__(self, model: Transformer, fsdp: FSDP, stages: Stages) -> None:
         self.model, self.fsdp, self.stages = model, fsdp, stages
         self.plan = lru_cache(self._plan)
         self.watch: Callable[[Action], AbstractContextManager[Any]] = lambda _: nullcontext()
@@ -67,22 +54,18 @@ class Pipeline:
         """The terms' names of objectives, the latest last. Held here, for all ranks must forget
         the same ones: a rank's garbage collector forgets them in its own time."""
 
-    @property
-    def batch_multiple(self) -> int:
-        """The number of which the schedule takes a multiple as micro-batches."""
-        return self.dims.pp if SCHEDULES[self.config.parallel.pp_schedule].by_rounds else 1
-
-    def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
-        """The schedule of a call and this rank's steps of it.
+    def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Action | Transfers]]:
+        """Give the schedule of a call and this rank's steps of it.
 
         Raises:
             ConfigError: there is no schedule of so many micro-batches.
         """
+        plan = self.stages.plan
         if learns:
-            schedule = schedule_of(self.config, self.dims, micro_batches)
+            schedule = plan.schedule(micro_batches)
         else:
-            schedule = forward_only(self.stages.plan.rank_of_stage, micro_batches)
-        return schedule, plan_steps(schedule)[self.stages.rank]
+            schedule = Schedule.forward_only(plan.rank_of_stage, micro_batches)
+        return schedule, schedule.steps()[self.stages.rank]
 
     def run(self, batches: Sequence[Any], finish: _Finish, *, learns: bool) -> None:
         """Run every stage of this rank on all ``batches``, within :meth:`FSDP.work`. Collective.
@@ -99,8 +82,7 @@ class Pipeline:
     def broadcast_names(self, objective: object, names: list[str]) -> list[str]:
         """Give all ranks the names of ``objective``'s terms, which the last stage's rank has.
 
-        An objective's names are always the same, so only the first call for one of them
-        communicates, and waits for the device. Collective.
+        Only the first call for an objective communicates, and waits for the device. Collective.
         """
         if objective in self._names:
             self._names.move_to_end(objective)
@@ -109,7 +91,7 @@ class Pipeline:
             last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
             dist.broadcast_object_list(found, group=group, group_src=last)
             self._names[objective] = found[0]
-            while len(self._names) > REMEMBERED:
+            while len(self._names) > self.REMEMBERED:
                 self._names.popitem(last=False)
         return self._names[objective]
 
@@ -135,13 +117,6 @@ class Pipeline:
         return sums, RoutingStats(*(x.view(shape).to(dtype) for x, shape, dtype in together))
 
 
-class _StageGraph(NamedTuple):
-    """The ends of the autograd graph that a stage made of a micro-batch."""
-
-    inputs: _Tensors
-    outputs: _Tensors
-
-
 class _Run:
     """One call of :meth:`Pipeline.run`."""
 
@@ -160,12 +135,12 @@ class _Run:
         """The tensors that an action made for a stage, made here or received."""
         self.arriving: dict[tuple[Action, int], list[dist.Work]] = {}
         """The receives under way of entries of :attr:`made`."""
-        self.graphs: dict[tuple[int, int], _StageGraph] = {}
-        """By stage and micro-batch, until the backward."""
+        self.graphs: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = {}
+        """The inputs and outputs of a stage for a micro-batch, until the backward."""
         self.sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
         self.backwards_left = sum(a.kind == "B" for a in schedule.actions[self.stages.rank])
 
-    def run(self, steps: Sequence[Step]) -> None:
+    def run(self, steps: Sequence[Action | Transfers]) -> None:
         """Do all of this rank's steps."""
         for step in steps:
             if isinstance(step, Transfers):
@@ -201,7 +176,7 @@ class _Run:
             else:
                 self.made[action, stage + 1] = tuple(y.detach() for y in outputs)
             if self.learns:
-                self.graphs[action[1:]] = _StageGraph(inputs, outputs)
+                self.graphs[action[1:]] = inputs, outputs
 
     def backward(self, action: Action) -> None:
         """Make the gradients of a stage's parameters and of its inputs."""

@@ -1,10 +1,6 @@
 """Pipeline schedules as data: who runs what in which order, and what time and messages it takes.
 
-A stage is a range of a model's blocks, and every rank has one or several. An :class:`Action` is the
-forward (F) or the backward (B) of one micro-batch in one stage. F needs the activations of the
-stage before; B needs the gradient that the stage after makes. A :class:`Schedule` lists every
-rank's actions in order, and everything else follows from it: :func:`simulate` finds time, bubble
-and deadlocks, :func:`in_flight` memory, :func:`plan_steps` the messages. Worked example, 1f1b of 2
+A stage is a range of a model's blocks, and every rank has one or several. Worked example, 1f1b of 2
 ranks and 3 micro-batches::
 
     rank 0   F0 F1    B0 F2    B1    B2
@@ -26,12 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Literal, NamedTuple
+from itertools import accumulate, product
+from typing import Any, Literal, NamedTuple
+
+from moetrain.config import ConfigError
 
 
 class Action(NamedTuple):
-    """The forward or the backward of one micro-batch in one stage."""
+    """The forward (F) or the backward (B) of one micro-batch in one stage.
+
+    F needs the activations of the stage before, B the gradient that the stage after makes.
+    """
 
     kind: Literal["F", "B"]
     stage: int
@@ -40,6 +41,31 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         """``F3.1`` is the forward of micro-batch 3 in stage 1."""
         return f"{self.kind}{self.micro_batch}.{self.stage}"
+
+    @property
+    def unit_time(self) -> float:
+        """Its time in forwards: a backward takes two."""
+        return 1.0 if self.kind == "F" else 2.0
+
+
+class _Transfer(NamedTuple):
+    """One message: the outcome of ``made``, for the stage ``receiver``, between two ranks."""
+
+    made: Action
+    receiver: int
+    source: int
+    target: int
+
+
+class Transfers(NamedTuple):
+    """The messages that a rank sends and receives at one time, in one order on all ranks."""
+
+    time: float
+    transfers: tuple[_Transfer, ...]
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,43 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     """By rank, in order."""
 
+    @classmethod
+    def make(cls, name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+        """Make the schedule ``name`` of ``ranks``, each with every ``ranks``-th stage.
+
+        Raises:
+            ConfigError: there is none; the message lists what is possible.
+        """
+        problem = None
+        if name not in SCHEDULES:
+            problem = f"{name!r} is no schedule; use one of {', '.join(SCHEDULES)}"
+        elif ranks < 1 or micro_batches < 1:
+            problem = f"{ranks} ranks and {micro_batches} micro-batches; use 1 or more of each"
+        elif SCHEDULES[name].by_rounds and micro_batches % ranks:
+            others = ", ".join(other for other, kind in SCHEDULES.items() if not kind.by_rounds)
+            problem = (
+                f"{micro_batches} micro-batches, where {name} takes a multiple of its {ranks} "
+                f"ranks; {others} take any number"
+            )
+        if problem is not None:
+            raise ConfigError("parallel.pp_schedule", problem)
+        kind = SCHEDULES[name]
+        kind.check_stages(name, stages_per_rank)
+        counts = ranks, stages_per_rank, micro_batches
+        actions = tuple(tuple(kind.actions(rank, *counts)) for rank in range(ranks))
+        return cls(name, tuple(range(ranks)) * stages_per_rank, micro_batches, actions)
+
+    @classmethod
+    def forward_only(cls, rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
+        """Make the schedule of every stage's forward of each micro-batch, in turn."""
+        stages = list(enumerate(rank_of_stage))
+        numbers = range(micro_batches)
+        actions = tuple(
+            tuple(Action("F", s, k) for k in numbers for s, owner in stages if owner == rank)
+            for rank in range(max(rank_of_stage) + 1)
+        )
+        return cls("forward", rank_of_stage, micro_batches, actions)
+
     @property
     def num_stages(self) -> int:
         return len(self.rank_of_stage)
@@ -61,7 +124,7 @@ class Schedule:
         return len(self.actions)
 
     def needs(self, action: Action) -> list[Action]:
-        """The actions that must be done before ``action``."""
+        """List the actions that must be done before ``action``."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -69,13 +132,128 @@ class Schedule:
         is_last = stage == self.num_stages - 1
         return [own] if is_last else [own, Action("B", stage + 1, micro_batch)]
 
-    def receiver(self, action: Action) -> int | None:
-        """The stage that needs what ``action`` makes, or None if no stage does."""
-        after = action.stage + (1 if action.kind == "F" else -1)
-        return after if 0 <= after < self.num_stages else None
+    def in_flight(self, rank: int) -> list[int]:
+        """Count, after each action of ``rank``, the (stage, micro-batch) pairs whose activations it
+        has: those with a forward whose backward is still to come."""
+        changes = (1 if action.kind == "F" else -1 for action in self.actions[rank])
+        return list(accumulate(changes))
+
+    def simulate(
+        self,
+        time_of: Callable[[Action], float] = lambda action: action.unit_time,
+        communication: float = 0.0,
+    ) -> Timeline:
+        """Find when every action runs, if each starts as soon as its rank and what it needs allow.
+
+        Args:
+            time_of: how long an action takes, in any unit.
+            communication: how long after an action another rank has what it made.
+
+        Raises:
+            ScheduleError: actions are missing, doubled or in an order that cannot be; or ranks wait
+                for each other for ever, and the message names what each of them waits with.
+        """
+        self._check_order()
+        times: dict[Action, tuple[float, float]] = {}
+        position, now = [0] * self.num_ranks, [0.0] * self.num_ranks
+        waiting = set(range(self.num_ranks))
+        while waiting:
+            before = sum(position)
+            for rank in sorted(waiting):
+                for action in self.actions[rank][position[rank] :]:
+                    needed = self.needs(action)
+                    if any(other not in times for other in needed):
+                        break
+                    for other in needed:
+                        is_here = self.rank_of_stage[other.stage] == rank
+                        arrival = times[other][1] + (0.0 if is_here else communication)
+                        now[rank] = max(now[rank], arrival)
+                    times[action] = now[rank], now[rank] + time_of(action)
+                    now[rank] = times[action][1]
+                    position[rank] += 1
+            waiting = {r for r in waiting if position[r] < len(self.actions[r])}
+            if waiting and sum(position) == before:
+                blocked = (f"rank {r} at {self.actions[r][position[r]]}" for r in sorted(waiting))
+                raise ScheduleError(f"{self.name}: deadlock, with {', '.join(blocked)}")
+        return Timeline(self, times)
+
+    def _check_order(self) -> None:
+        """Raise :class:`ScheduleError` unless every stage's rank, and no other, does all that is to
+        be done to every micro-batch, once, each thing after what it needs of the same rank."""
+        done: set[Action] = set()
+        for rank, actions in enumerate(self.actions):
+            for action in actions:
+                if action in done:
+                    raise ScheduleError(f"{self.name}: {action} twice")
+                if self.rank_of_stage[action.stage] != rank:
+                    raise ScheduleError(f"{self.name}: {action} on rank {rank}, which lacks it")
+                for other in self.needs(action):
+                    if self.rank_of_stage[other.stage] == rank and other not in done:
+                        raise ScheduleError(f"{self.name}: {action} before {other}")
+                done.add(action)
+        kinds = "F" if self.name == "forward" else "FB"
+        wanted = product(kinds, range(self.num_stages), range(self.num_micro_batches))
+        if odd := set(wanted) ^ {tuple(action) for action in done}:
+            raise ScheduleError(f"{self.name}: {len(odd)} actions missing or unasked")
+
+    def steps(self) -> list[list[Action | Transfers]]:
+        """List every rank's actions and transfers in an order in which no ranks can deadlock.
+
+        What an action makes for a stage of another rank leaves when the action ends, in times that
+        all ranks know: those of :meth:`simulate` in whole numbers. All that leaves or arrives at
+        one time is one batch of a rank. A rank posts its batches in the order of time: the earlier
+        ones, then an action, then the batch of the moment in which the action ends.
+
+        No rank can wait for ever. Take the earliest batch that does. Each of its senders made what
+        it sends with an action that began before, for which it needed earlier batches alone; these
+        are done. So its senders have posted it, or are about to, and its receivers have done only
+        earlier things. This holds even if a batch blocks its rank until all of it is done.
+        """
+        times = self.simulate().times
+        batches: list[dict[float, list[_Transfer]]] = [{} for _ in self.actions]
+        for action, (_, end) in sorted(times.items(), key=lambda item: (item[1][1], item[0])):
+            receiver = action.stage + (1 if action.kind == "F" else -1)
+            if not 0 <= receiver < self.num_stages:
+                continue
+            source, target = (self.rank_of_stage[s] for s in (action.stage, receiver))
+            if source != target:
+                for rank in (source, target):
+                    transfer = _Transfer(action, receiver, source, target)
+                    batches[rank].setdefault(end, []).append(transfer)
+        plans: list[list[Action | Transfers]] = []
+        for actions, mine in zip(self.actions, batches, strict=True):
+            steps: list[tuple[float, int, Any]] = [(times[a][1], 0, a) for a in actions]
+            steps += [(time, 1, Transfers(time, tuple(found))) for time, found in mine.items()]
+            plans.append([step for _, _, step in sorted(steps, key=lambda item: item[:2])])
+        return plans
 
 
-# ---- what every rank does -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a schedule runs."""
+
+    schedule: Schedule
+    times: Mapping[Action, tuple[float, float]]
+    """Start and end of every action, in the order in which they were found."""
+
+    @property
+    def makespan(self) -> float:
+        """When the last action ends; the first starts at 0."""
+        return max(end for _, end in self.times.values())
+
+    def busy(self, rank: int) -> float:
+        """Add up the time for which ``rank`` works."""
+        times = [self.times[action] for action in self.schedule.actions[rank]]
+        return sum(end - start for start, end in times)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which a rank idles, a mean over ranks."""
+        ranks = self.schedule.num_ranks
+        return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
+
+
+# ---- the kinds of schedules ----------------------------------------------------------------------
 
 
 def _weave(
@@ -113,11 +291,12 @@ class _ScheduleKind(NamedTuple):
     """Whether micro-batches must be a multiple of the ranks."""
 
     def check_stages(self, name: str, stages: int) -> None:
-        """Raise ValueError unless a rank can have ``stages`` stages."""
+        """Raise ConfigError unless a rank can have ``stages`` stages."""
         low, high = self.stages_per_rank[0], self.stages_per_rank[-1]
         if not low <= stages <= high:
             wanted = str(low) if low == high else f"{low} to {high}"
-            raise ValueError(f"{stages} stages a rank, where {name} takes {wanted}")
+            problem = f"{stages} stages a rank, where parallel.pp_schedule {name} takes {wanted}"
+            raise ConfigError("parallel.pp_stages", problem)
 
 
 SCHEDULES: Mapping[str, _ScheduleKind] = {
@@ -125,205 +304,3 @@ SCHEDULES: Mapping[str, _ScheduleKind] = {
     "1f1b": _ScheduleKind(_one_by_one),
     "interleaved_1f1b": _ScheduleKind(_one_by_one, range(2, 65), by_rounds=True),
 }
-
-
-def make_schedule(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
-    """Make the schedule ``name`` of ``ranks`` with ``stages_per_rank`` stages each.
-
-    Raises:
-        ValueError: there is none; the message lists what is possible.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"{name!r} is no schedule; use one of {', '.join(SCHEDULES)}")
-    kind = SCHEDULES[name]
-    kind.check_stages(name, stages_per_rank)
-    if ranks < 1 or micro_batches < 1:
-        raise ValueError(f"{ranks} ranks and {micro_batches} micro-batches; use 1 or more of each")
-    if kind.by_rounds and micro_batches % ranks:
-        raise ValueError(
-            f"{micro_batches} micro-batches, where {name} takes a multiple of its {ranks} ranks; "
-            f"{', '.join(other for other, k in SCHEDULES.items() if not k.by_rounds)} take any "
-            "number"
-        )
-    counts = ranks, stages_per_rank, micro_batches
-    actions = tuple(tuple(kind.actions(rank, *counts)) for rank in range(ranks))
-    return Schedule(name, place_stages(ranks, stages_per_rank), micro_batches, actions)
-
-
-def forward_only(rank_of_stage: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Make the schedule of every stage's forward of each micro-batch, in turn."""
-    stages = list(enumerate(rank_of_stage))
-    actions = tuple(
-        tuple(Action("F", s, k) for k in range(micro_batches) for s, owner in stages if owner == r)
-        for r in range(max(rank_of_stage) + 1)
-    )
-    return Schedule("forward", rank_of_stage, micro_batches, actions)
-
-
-def place_stages(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Give the rank of every stage: round after round."""
-    return tuple(range(ranks)) * stages_per_rank
-
-
-# ---- what it takes ------------------------------------------------------------------------------
-
-
-class ScheduleError(ValueError):
-    """A schedule cannot run."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When every action runs, if each starts as soon as its rank and what it needs allow."""
-
-    schedule: Schedule
-    times: Mapping[Action, tuple[float, float]]
-    """Start and end of every action, in the order in which they were found."""
-
-    @property
-    def makespan(self) -> float:
-        """When the last action ends; the first starts at 0."""
-        return max(end for _, end in self.times.values())
-
-    def busy(self, rank: int) -> float:
-        """Add up the time for which ``rank`` works."""
-        times = [self.times[action] for action in self.schedule.actions[rank]]
-        return sum(end - start for start, end in times)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the time in which a rank idles, a mean over ranks."""
-        ranks = self.schedule.num_ranks
-        return 1 - sum(map(self.busy, range(ranks))) / (ranks * self.makespan)
-
-
-def unit_time(action: Action) -> float:
-    """The time of an action in forwards: a backward takes two."""
-    return 1.0 if action.kind == "F" else 2.0
-
-
-def simulate(
-    schedule: Schedule,
-    time_of: Callable[[Action], float] = unit_time,
-    communication: float = 0.0,
-) -> Timeline:
-    """Find when every action runs.
-
-    Args:
-        time_of: how long an action takes, in any unit.
-        communication: how long after an action another rank has what it made.
-
-    Raises:
-        ScheduleError: actions are missing, doubled or in an order that cannot be; or ranks wait
-            for each other for ever, and the message names what each of them waits with.
-    """
-    _check_order(schedule)
-    times: dict[Action, tuple[float, float]] = {}
-    position, now = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
-    waiting = set(range(schedule.num_ranks))
-    while waiting:
-        before = sum(position)
-        for rank in sorted(waiting):
-            for action in schedule.actions[rank][position[rank] :]:
-                needed = schedule.needs(action)
-                if any(other not in times for other in needed):
-                    break
-                for other in needed:
-                    is_here = schedule.rank_of_stage[other.stage] == rank
-                    arrival = times[other][1] + (0.0 if is_here else communication)
-                    now[rank] = max(now[rank], arrival)
-                times[action] = now[rank], now[rank] + time_of(action)
-                now[rank] = times[action][1]
-                position[rank] += 1
-        waiting = {r for r in waiting if position[r] < len(schedule.actions[r])}
-        if waiting and sum(position) == before:
-            blocked = (f"rank {r} at {schedule.actions[r][position[r]]}" for r in sorted(waiting))
-            raise ScheduleError(f"{schedule.name}: deadlock, with {', '.join(blocked)}")
-    return Timeline(schedule, times)
-
-
-def _check_order(schedule: Schedule) -> None:
-    """Raise :class:`ScheduleError` unless every stage's rank, and no other, does all that is to be
-    done to every micro-batch, once, each thing after what it needs of the same rank."""
-    done: set[Action] = set()
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action in done:
-                raise ScheduleError(f"{schedule.name}: {action} twice")
-            if schedule.rank_of_stage[action.stage] != rank:
-                raise ScheduleError(f"{schedule.name}: {action} on rank {rank}, which lacks it")
-            for other in schedule.needs(action):
-                if schedule.rank_of_stage[other.stage] == rank and other not in done:
-                    raise ScheduleError(f"{schedule.name}: {action} before {other}")
-            done.add(action)
-    kinds = "F" if schedule.name == "forward" else "FB"
-    wanted = product(kinds, range(schedule.num_stages), range(schedule.num_micro_batches))
-    if odd := set(wanted) ^ {tuple(action) for action in done}:
-        raise ScheduleError(f"{schedule.name}: {len(odd)} actions missing or unasked")
-
-
-def in_flight(schedule: Schedule, rank: int) -> list[int]:
-    """Count, after each action of ``rank``, the (stage, micro-batch) pairs whose activations it
-    has: those with a forward whose backward is still to come."""
-    counts, held = [], 0
-    for action in schedule.actions[rank]:
-        held += 1 if action.kind == "F" else -1
-        counts.append(held)
-    return counts
-
-
-# ---- messages -----------------------------------------------------------------------------------
-
-
-class _Transfer(NamedTuple):
-    """One message: the outcome of ``made``, for the stage ``receiver``."""
-
-    made: Action
-    receiver: int
-    source: int
-    """Rank."""
-    target: int
-    """Rank."""
-
-
-class Transfers(NamedTuple):
-    """The messages that a rank sends and receives at one time, in one order on all ranks."""
-
-    time: float
-    transfers: tuple[_Transfer, ...]
-
-
-Step = Action | Transfers
-
-
-def plan_steps(schedule: Schedule) -> list[list[Step]]:
-    """List every rank's actions and transfers in an order in which no ranks can deadlock.
-
-    What an action makes for a stage of another rank leaves when the action ends, in times that all
-    ranks know: those of :func:`simulate` in whole numbers. All that leaves or arrives at one time
-    is one batch of a rank. A rank posts its batches in the order of time: the earlier ones, then an
-    action, then the batch of the moment in which the action ends.
-
-    No rank can wait for ever. Take the earliest batch that does. Each of its senders made what it
-    sends with an action that began before, for which it needed earlier batches alone; these are
-    done. So its senders have posted it, or are about to, and its receivers have done only earlier
-    things. This holds even if a batch blocks its rank until all of it is done, which is more than
-    the executor asks: it waits for what is received where it is needed.
-    """
-    times = simulate(schedule).times
-    batches: list[dict[float, list[_Transfer]]] = [{} for _ in schedule.actions]
-    for action, (_, end) in sorted(times.items(), key=lambda item: (item[1][1], item[0])):
-        receiver = schedule.receiver(action)
-        if receiver is None:
-            continue
-        source, target = (schedule.rank_of_stage[s] for s in (action.stage, receiver))
-        if source != target:
-            for rank in (source, target):
-                transfer = _Transfer(action, receiver, source, target)
-                batches[rank].setdefault(end, []).append(transfer)
-    plans: list[list[Step]] = []
-    for actions, mine in zip(schedule.actions, batches, strict=True):
-        steps: list[tuple[float, int, Step]] = [(times[a][1], 0, a) for a in actions]
-        steps += [(time, 1, Transfers(time, tuple(found))) for time, found in mine.items()]
-        plans.append([step for _, _, step in sorted(steps, key=lambda item: item[:2])])
-    return plans

@@ -9,8 +9,7 @@ the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, permutations
 from typing import NamedTuple
@@ -19,21 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config, ConfigError, ParallelSection
+from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, compute_dtype, plan_model
 from moetrain.parallel.layout import TensorSlice
 from moetrain.parallel.mesh import Meshes, ParallelDims
-from moetrain.parallel.pipeline.schedules import (
-    SCHEDULES,
-    Schedule,
-    in_flight,
-    make_schedule,
-    place_stages,
-    simulate,
-    unit_time,
-)
+from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
 
 # Rates of an H200; for other GPUs only their ratio is used.
 _PRODUCTS = 640e12
@@ -44,13 +35,52 @@ _BYTES_MOVED = 16
 """For each parameter and micro-batch: two reads in bf16, a gradient written and added in fp32."""
 
 
-@dataclass(frozen=True)
 class StagePlan:
-    """The model cut into stages."""
+    """The model cut into the stages that ``config.parallel`` asks for.
 
-    ranges: tuple[range, ...]
-    """The blocks of every stage."""
-    rank_of_stage: tuple[int, ...]
+    Attributes:
+        ranges: the blocks of every stage.
+        rank_of_stage: the pipeline rank that has it.
+
+    Raises:
+        ConfigError: there are more stages than blocks, or the split does not add up to the blocks.
+    """
+
+    def __init__(self, config: Config, arch: Architecture) -> None:
+        self.config, self.arch = config, arch
+        ranks, virtual = config.parallel.pp, self._stages_per_rank
+        self.rank_of_stage = tuple(range(ranks)) * virtual
+        count, blocks, sizes = ranks * virtual, arch.num_layers, config.parallel.pp_split
+        if count > blocks:
+            fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
+            raise ConfigError(
+                "parallel.pp",
+                f"{ranks} ranks with {virtual} stage{'s' * (virtual > 1)} each are {count} "
+                f"stages, and the model has {blocks} blocks; use {max(1, blocks // virtual)} or "
+                f"fewer{fewer}",
+            )
+        if sizes is None:
+            *costs, head = self._costs()
+            sizes = self.balance(tuple(costs), head, self.rank_of_stage)
+        elif len(sizes) != count or sum(sizes) != blocks:
+            raise ConfigError(
+                "parallel.pp_split",
+                f"{','.join(map(str, sizes))} are {len(sizes)} stages of {sum(sizes)} blocks; give "
+                f"{count} numbers that add up to the model's {blocks} blocks",
+            )
+        ends = accumulate(sizes)
+        self.ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    @property
+    def _stages_per_rank(self) -> int:
+        parallel = self.config.parallel
+        if parallel.pp == 1:
+            return 1
+        kind, wanted = SCHEDULES[parallel.pp_schedule], parallel.pp_stages
+        if wanted == "auto":
+            return kind.stages_per_rank[0]
+        kind.check_stages(parallel.pp_schedule, wanted)
+        return wanted
 
     def stages_of(self, rank: int) -> list[int]:
         """List the stages of pipeline rank ``rank``, in the order of the model."""
@@ -60,7 +90,7 @@ class StagePlan:
         """List the blocks of pipeline rank ``rank``."""
         return [i for stage in self.stages_of(rank) for i in self.ranges[stage]]
 
-    def holders(self, name: str, *, is_tied: bool) -> tuple[int, ...]:
+    def holders(self, name: str) -> tuple[int, ...]:
         """Give the pipeline ranks that hold the tensor ``name``, its first user's first."""
         first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
         kind, _, rest = name.partition(".")
@@ -69,180 +99,126 @@ class StagePlan:
             stage = next(s for s, blocks in enumerate(self.ranges) if block in blocks)
             return (self.rank_of_stage[stage],)
         if kind == "embed":
-            return (first, last) if is_tied and first != last else (first,)
+            return (first, last) if self.arch.tie_embeddings and first != last else (first,)
         return (last,)
 
-
-def plan_stages(config: Config, arch: Architecture) -> StagePlan:
-    """Make the stages that ``config.parallel`` asks for.
-
-    Raises:
-        ConfigError: there are more stages than blocks, or the split does not add up to the blocks.
-    """
-    parallel = config.parallel
-    virtual = _stages_per_rank(parallel)
-    rank_of_stage = place_stages(parallel.pp, virtual)
-    count, blocks = len(rank_of_stage), arch.num_layers
-    if count > blocks:
-        fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
-        raise ConfigError(
-            "parallel.pp",
-            f"{parallel.pp} ranks with {virtual} stage{'s' * (virtual > 1)} each are {count} "
-            f"stages, and the model has {blocks} blocks; use {max(1, blocks // virtual)} or fewer"
-            f"{fewer}",
-        )
-    if parallel.pp_split is None:
-        *costs, head = _costs(config, arch)
-        sizes = balance(tuple(costs), head, rank_of_stage)
-    else:
-        sizes = parallel.pp_split
-        if len(sizes) != count or sum(sizes) != blocks:
+    def check(self, dims: ParallelDims) -> None:
+        """Raise :class:`ConfigError` unless several ranks of ``dims`` can train by these stages."""
+        if self.config.moe.dispatch_mode == "static":
             raise ConfigError(
-                "parallel.pp_split",
-                f"{','.join(map(str, sizes))} are {len(sizes)} stages of {sum(sizes)} blocks; give "
-                f"{count} numbers that add up to the model's {blocks} blocks",
+                "moe.dispatch_mode",
+                f"'static' does not work with parallel.pp {dims.pp}: a step cannot be done again "
+                "over stages; use exact",
             )
-    ends = [sum(sizes[: i + 1]) for i in range(count)]
-    starts = [0, *ends[:-1]]
-    ranges = tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
-    return StagePlan(ranges, rank_of_stage)
+        number = self.config.train.micro_batches(dims.data_ranks)
+        if number < dims.pp:
+            raise ConfigError(
+                "parallel.pp",
+                f"{dims.pp} is more than the {number} micro-batches of a step, which leaves ranks "
+                "idle throughout; raise train.global_batch_size, or lower train.micro_batch_size "
+                "or this",
+            )
+        self.schedule(number)
 
+    @property
+    def batch_multiple(self) -> int:
+        """The number of which the schedule takes a multiple as micro-batches."""
+        parallel = self.config.parallel
+        return parallel.pp if SCHEDULES[parallel.pp_schedule].by_rounds else 1
 
-def check_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> None:
-    """Raise :class:`ConfigError` if ``dims.pp`` ranks cannot train ``arch`` as ``config`` says."""
-    if dims.pp == 1:
-        return
-    plan_stages(config, arch)
-    if config.moe.dispatch_mode == "static":
-        raise ConfigError(
-            "moe.dispatch_mode",
-            f"'static' does not work with parallel.pp {dims.pp}: a step cannot be done again over "
-            "stages; use exact",
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Make the schedule of a step of ``micro_batches``.
+
+        Raises:
+            ConfigError: there is none; the message lists what is possible.
+        """
+        parallel = self.config.parallel
+        counts = parallel.pp, self._stages_per_rank, micro_batches
+        return Schedule.make(parallel.pp_schedule, *counts)
+
+    def in_flight(self, dims: ParallelDims) -> list[int]:
+        """Give the most (stage, micro-batch) pairs whose activations each rank has at once."""
+        if dims.pp == 1:
+            return [1]
+        schedule = self.schedule(self.config.train.micro_batches(dims.data_ranks))
+        return [max(schedule.in_flight(rank)) for rank in range(dims.pp)]
+
+    def describe(self, dims: ParallelDims) -> str:
+        """Describe in a line what a step's schedule takes: stages, bubble, activations by rank.
+
+        The bubble is simulated with the stages' own costs, a backward of twice the forward, and no
+        time for communication.
+        """
+        number = self.config.train.micro_batches(dims.data_ranks)
+        schedule = self.schedule(number)
+        *costs, head = self._costs()
+        scale = [sum(costs[i] for i in blocks) for blocks in self.ranges]
+        scale[-1] += head
+        timeline = schedule.simulate(lambda action: action.unit_time * scale[action.stage])
+        sizes = ",".join(str(len(blocks)) for blocks in self.ranges)
+        held = " ".join(map(str, self.in_flight(dims)))
+        return (
+            f"pipeline {schedule.name}: stages of {sizes} blocks, {number} micro-batches, bubble "
+            f"{timeline.bubble:.1%}; by rank: activations in flight {held} (stages x micro-batches)"
         )
-    number = config.train.micro_batches(dims.data_ranks)
-    if number < dims.pp:
-        raise ConfigError(
-            "parallel.pp",
-            f"{dims.pp} is more than the {number} micro-batches of a step, which leaves ranks idle "
-            "throughout; raise train.global_batch_size, or lower train.micro_batch_size or this",
-        )
-    schedule_of(config, dims, number)
 
+    def _costs(self) -> list[float]:
+        """Estimate seconds a token of every block and of the head, for forward and backward."""
+        config, arch = self.config, self.arch
+        tokens = config.train.micro_batch_size * config.data.seq_len
+        share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
 
-def schedule_of(config: Config, dims: ParallelDims, micro_batches: int) -> Schedule:
-    """Make the schedule of a step of ``micro_batches``.
+        def seconds(products: float, numbers: float) -> float:
+            flops = 6 * products / share.tp
+            return flops / _PRODUCTS + _BYTES_MOVED * numbers / share.tokens / _MEMORY
 
-    Raises:
-        ConfigError: there is none; the message lists what is possible.
-    """
-    parallel = config.parallel
-    try:
-        return make_schedule(
-            parallel.pp_schedule, dims.pp, _stages_per_rank(parallel), micro_batches
-        )
-    except ValueError as error:
-        raise ConfigError("parallel.pp_schedule", str(error)) from None
+        found = []
+        for parts in arch.layers():
+            products = sum(part.products_per_token(config.data.seq_len) for part in parts)
+            found.append(seconds(products, sum(part.numbers(share) for part in parts)))
+        matrix = arch.vocab_size * arch.hidden_size
+        return [*found, seconds(matrix, matrix / share.tp)]
 
+    @staticmethod
+    @lru_cache
+    def balance(
+        costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Give each stage a number of blocks of ``costs``, one at least; the last also has
+        ``head``.
 
-def _stages_per_rank(parallel: ParallelSection) -> int:
-    if parallel.pp == 1:
-        return 1
-    kind, wanted = SCHEDULES[parallel.pp_schedule], parallel.pp_stages
-    if wanted == "auto":
-        return kind.stages_per_rank[0]
-    try:
-        kind.check_stages(f"parallel.pp_schedule {parallel.pp_schedule}", wanted)
-    except ValueError as error:
-        raise ConfigError("parallel.pp_stages", str(error)) from None
-    return wanted
+        Starting from equal numbers, one block at a time moves from a stage to another, as long as
+        that makes the slowest rank faster, or else ranks more alike, or else stages more alike.
+        """
+        sums = [0.0, *accumulate(costs)]
 
+        def weights(sizes: tuple[int, ...]) -> tuple[float, ...]:
+            pairs = zip(accumulate(sizes), sizes, strict=True)
+            stages = [sums[end] - sums[end - size] for end, size in pairs]
+            stages[-1] += head
+            ranks = [0.0] * (max(rank_of_stage) + 1)
+            for rank, cost in zip(rank_of_stage, stages, strict=True):
+                ranks[rank] += cost
+            return max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)
 
-def activations_in_flight(config: Config, dims: ParallelDims) -> list[int]:
-    """Give the most (stage, micro-batch) pairs whose activations each pipeline rank has at once."""
-    if dims.pp == 1:
-        return [1]
-    schedule = schedule_of(config, dims, config.train.micro_batches(dims.data_ranks))
-    return [max(in_flight(schedule, rank)) for rank in range(dims.pp)]
-
-
-def describe_pipeline(config: Config, arch: Architecture, dims: ParallelDims) -> str:
-    """Describe in a line what a step's schedule takes: stages, bubble, activations by rank.
-
-    The bubble is simulated with the stages' own costs, a backward of twice the forward, and no time
-    for communication.
-    """
-    number = config.train.micro_batches(dims.data_ranks)
-    plan = plan_stages(config, arch)
-    schedule = schedule_of(config, dims, number)
-    *costs, head = _costs(config, arch)
-    scale = [sum(costs[i] for i in blocks) for blocks in plan.ranges]
-    scale[-1] += head
-    bubble = simulate(schedule, lambda action: unit_time(action) * scale[action.stage]).bubble
-    sizes = ",".join(str(len(blocks)) for blocks in plan.ranges)
-    held = " ".join(map(str, activations_in_flight(config, dims)))
-    return (
-        f"pipeline {schedule.name}: stages of {sizes} blocks, {number} micro-batches, bubble "
-        f"{bubble:.1%}; by rank: activations in flight {held} (stages x micro-batches)"
-    )
-
-
-def _costs(config: Config, arch: Architecture) -> list[float]:
-    """Estimate seconds a token of every block and of the head, for forward and backward."""
-    tokens = config.train.micro_batch_size * config.data.seq_len
-    share = Workload(tokens, config.parallel.tp, config.parallel.ep, 2, config.compile.is_on)
-
-    def seconds(products: float, numbers: float) -> float:
-        flops = 6 * products / share.tp
-        return flops / _PRODUCTS + _BYTES_MOVED * numbers / share.tokens / _MEMORY
-
-    found = []
-    for parts in arch.layers():
-        products = sum(part.products_per_token(config.data.seq_len) for part in parts)
-        found.append(seconds(products, sum(part.numbers(share) for part in parts)))
-    matrix = arch.vocab_size * arch.hidden_size
-    return [*found, seconds(matrix, matrix / share.tp)]
-
-
-@lru_cache
-def balance(
-    costs: tuple[float, ...], head: float, rank_of_stage: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Give each stage a number of blocks of ``costs``, one at least; the last also has ``head``.
-
-    Starting from equal numbers, one block at a time moves from a stage to another, as long as that
-    makes the slowest rank faster, or else ranks more alike, or else stages more alike.
-    """
-    sums = [0.0, *accumulate(costs)]
-
-    def weights(sizes: tuple[int, ...]) -> tuple[float, ...]:
-        pairs = zip(accumulate(sizes), sizes, strict=True)
-        stages = [sums[end] - sums[end - size] for end, size in pairs]
-        stages[-1] += head
-        ranks = [0.0] * (max(rank_of_stage) + 1)
-        for rank, cost in zip(rank_of_stage, stages, strict=True):
-            ranks[rank] += cost
-        return max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)
-
-    even, more = divmod(len(costs), len(rank_of_stage))
-    sizes = tuple(even + (i < more) for i in range(len(rank_of_stage)))
-    while True:
-        better = min(_moves(sizes), key=weights, default=sizes)
-        if weights(better) >= weights(sizes):
-            return sizes
-        sizes = better
-
-
-def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield ``sizes`` with one block moved from a stage to another, in every way."""
-    for source, target in permutations(range(len(sizes)), 2):
-        if sizes[source] > 1:
-            yield tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
+        even, more = divmod(len(costs), len(rank_of_stage))
+        sizes = tuple(even + (i < more) for i in range(len(rank_of_stage)))
+        while True:
+            moves = (
+                tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
+                for source, target in permutations(range(len(sizes)), 2)
+                if sizes[source] > 1
+            )
+            better = min(moves, key=weights, default=sizes)
+            if weights(better) >= weights(sizes):
+                return sizes
+            sizes = better
 
 
 # ---- one rank's view ----------------------------------------------------------------------------
 
 
-class ModelTensor(NamedTuple):
+class _ModelTensor(NamedTuple):
     """A tensor of the whole model."""
 
     shape: torch.Size
@@ -256,54 +232,36 @@ class _RemoteStage(nn.Module):
     """A placeholder for a part of the model that another rank has."""
 
 
-@dataclass(frozen=True)
 class Stages:
-    """This rank's part of the model, and which ranks have the rest."""
+    """This rank's part of the model, and which ranks have the rest.
 
-    plan: StagePlan
-    arch: Architecture
-    table: Mapping[str, ModelTensor]
-    """Every parameter, then every buffer, in the model's order."""
-    tp: int
-    """Tensor parallel ranks of each stage."""
-    group: dist.ProcessGroup
-    """The ranks with the stages of the same data; its ranks are pipeline ranks."""
-    device: torch.device
+    Attributes:
+        table: every parameter, then every buffer, in the model's order.
+        tp: the tensor parallel ranks of each stage.
+        group: the ranks with the stages of the same data; its ranks are pipeline ranks.
+        rank: this pipeline rank.
+        blocks: its blocks.
+    """
 
-    @classmethod
-    def of(cls, config: Config, arch: Architecture, meshes: Meshes, device: torch.device) -> Stages:
-        plan = plan_stages(config, arch)
+    def __init__(
+        self, config: Config, arch: Architecture, meshes: Meshes, device: torch.device
+    ) -> None:
+        self.plan, self.arch, self.device = StagePlan(config, arch), arch, device
+        self.tp, self.group = meshes.dims.tp, meshes.dense.get_group("pp")
+        self.rank = self.group.rank()
+        self.blocks = self.plan.blocks_of(self.rank)
         model, rules = plan_model(config, arch, compute_dtype(config, device))
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        is_tied = arch.tie_embeddings
-        table = {
-            name: ModelTensor(x.shape, rules.get(name), plan.holders(name, is_tied=is_tied))
-            for name, x in tensors
+        self.table = {
+            name: _ModelTensor(x.shape, rules.get(name), self.plan.holders(name))
+            for name, x in (*model.named_parameters(), *model.named_buffers())
         }
-        trained = [entry.holders for entry in table.values() if entry.rule and entry.rule.trainable]
         for rank in range(meshes.dims.pp):
-            if not any(rank in holders for holders in trained):
+            if not any(rank in entry.holders for entry in self.trained.values()):
                 raise ConfigError(
                     "train.freeze" if config.train.freeze else "lora.targets",
                     f"pipeline rank {rank} of {meshes.dims.pp} has nothing to train, which is not "
                     "supported; train something in each stage, or use parallel.pp 1",
                 )
-        return cls(plan, arch, table, meshes.dims.tp, meshes.dense.get_group("pp"), device)
-
-    @cached_property
-    def rank(self) -> int:
-        """This pipeline rank."""
-        return self.group.rank()
-
-    @cached_property
-    def blocks(self) -> list[int]:
-        """The blocks of this rank."""
-        return self.plan.blocks_of(self.rank)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the last stage is here."""
-        return self.rank == self.plan.rank_of_stage[-1]
 
     @property
     def moe_rows(self) -> list[int]:
@@ -321,25 +279,26 @@ class Stages:
     def cut(self, model: Transformer) -> list[Sequence[nn.Module]]:
         """Leave only this rank's parts in ``model``; returns modules that are unsharded together,
         in order."""
-        ends = ["embed"], ["norm"] if model.lm_head is None else ["norm", "lm_head"]
-        is_here = self.rank in self.table["embed.weight"].holders, self.has_loss
+        head = ["norm"] if model.lm_head is None else ["norm", "lm_head"]
         units: list[list[nn.Module]] = []
-        for names, here in zip(ends, is_here, strict=True):
-            units += [[model.get_submodule(name) for name in names]] if here else []
-            for name in () if here else names:
-                setattr(model, name, _RemoteStage())
+        for names in (["embed"], head):
+            if self.rank in self.plan.holders(names[0]):
+                units.append([model.get_submodule(name) for name in names])
+            else:
+                for name in names:
+                    setattr(model, name, _RemoteStage())
         for i in set(range(self.arch.num_layers)) - set(self.blocks):
             model.layers[i] = _RemoteStage()
         first = self.rank == self.plan.rank_of_stage[0]  # there the embedding comes before blocks
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
 
     @cached_property
-    def trained(self) -> dict[str, ModelTensor]:
+    def trained(self) -> dict[str, _ModelTensor]:
         """The entries of the table that are trained."""
         return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
 
     @cached_property
-    def saved(self) -> dict[str, ModelTensor]:
+    def saved(self) -> dict[str, _ModelTensor]:
         """The entries of the table that a checkpoint holds: trained ones and buffers."""
         kept = self.table.items()
         return {name: e for name, e in kept if e.rule is None or e.rule.trainable}
@@ -356,7 +315,7 @@ class Stages:
         number, copies = holders.index(self.rank), part.copies * len(holders)
         return part._replace(copy=part.copy * len(holders) + number, copies=copies)
 
-    def whole(self, entry: ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def whole(self, entry: _ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Give all pipeline ranks the tensor that ``make()`` gives on the entry's first holder."""
         holder = entry.holders[0]
         x = make() if self.rank == holder else None
