@@ -108,7 +108,8 @@ class AdamW(torch.optim.Optimizer):
         self.steps += ~skipped
         (group,) = self.param_groups
         # A skipped first step is no step: its rates, which nobody reads, would be infinite.
-        steps, decay = self.steps.clamp(min=1), self.config.weight_decay
+        steps = self.steps.clamp(min=1)
+        decay = self.config.weight_decay
         rates_S = self.settings.rates(steps, clip, skipped, group["lr"], decay)
         hosted = self._host.buckets
         if hosted:  # first, since it takes longest
@@ -239,7 +240,8 @@ class HostUpdates:
     """Updates ``buckets`` in this order; their masters lie in host memory (:attr:`Bucket.host`)."""
 
     def __init__(self, buckets: Sequence[Bucket], config: OptimSection) -> None:
-        self.buckets, self.config = buckets, config
+        self.buckets = buckets
+        self.config = config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moetrain-optim")
 
     def start(self, rates_S: torch.Tensor, lr: float, moments: Sequence[_Moments]) -> None:

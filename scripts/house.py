@@ -56,7 +56,8 @@ def _names(statement: ast.stmt) -> list[str]:
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else ()
     targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    found = [node for target in targets for node in ast.walk(target)]  # of tuples too
+    return [node.id for node in found if isinstance(node, ast.Name)]
 
 
 def measure(package: Path) -> Figures:

@@ -51,9 +51,9 @@ def test_the_package_stays_small():
     assert len(figures.chain) <= 25
     assert figures.shared_class_names == {}
     assert figures.median_line <= 46  # no packing of lines
-    assert figures.lines <= 36_300  # to be 31,000
-    assert figures.modules <= 168  # to be 150
-    assert figures.names_per_thousand_lines <= 24  # to be 15
+    assert figures.lines <= 34_050  # to be 31,000
+    assert figures.modules <= 151  # to be 150
+    assert figures.names_per_thousand_lines <= 17.5  # to be 15
 
 
 def test_the_environment_is_read_in_config_alone():
@@ -66,7 +66,7 @@ def test_the_environment_is_read_in_config_alone():
 
 
 def test_six_files_from_the_command_to_the_experts_product(tiny_words, monkeypatch, capsys):
-    """Six files lie between the command and the file of the product; this prints them."""
+    """The command, the product and four files between them; this prints them."""
     product, files = mlp.grouped_mm, []
 
     def seen(*tensors):
@@ -83,4 +83,4 @@ def test_six_files_from_the_command_to_the_experts_product(tiny_words, monkeypat
     with capsys.disabled():
         print("", *names, sep="\n  ")
     assert (names[0], names[-1]) == ("cli/train", "kernels/experts/mlp")
-    assert len(names[1:-1]) <= 6, names
+    assert len(names) <= 6, names

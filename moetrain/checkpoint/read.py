@@ -45,7 +45,8 @@ from moetrain.config.sources import shortened
 
 FORMAT = 2
 """Version of the files. Version 1, which is no longer read, had whole tensors and no manifest."""
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 CHUNK = 4 << 20
 """Bytes under one checksum: few to read in vain where a piece is cut, and many for a disk."""
 _CRC_DIGITS = 8
@@ -274,7 +275,8 @@ class StoredTensor:
             return 1
         sizes = [stop - start for start, stop in mine]
         row = self.dtype.itemsize * torch.Size(sizes[1:]).numel()
-        first, last = both[0][0] - piece.starts[0], both[0][1] - piece.starts[0]
+        first = both[0][0] - piece.starts[0]
+        last = both[0][1] - piece.starts[0]
         if both[1:] == mine[1:] and target.is_contiguous():
             self._read(piece, first * row, last * row, target)
         else:
@@ -296,7 +298,8 @@ class StoredTensor:
         def read(index: int) -> None:
             first = index * CHUNK
             last = min(first + CHUNK, size)
-            low, high = max(first, start), min(last, stop)
+            low = max(first, start)
+            high = min(last, stop)
             is_all = (low, high) == (first, last)
             into = buffer[low - start : high - start]
             chunk = into if is_all else np.empty(last - first, np.uint8)

@@ -160,7 +160,8 @@ class Saver:
 
     def wait(self) -> Saved | None:
         """Wait until the save is complete; otherwise like :meth:`finished`."""
-        future, self._under_way = self._under_way, None
+        future = self._under_way
+        self._under_way = None
         return None if future is None else future.result()
 
     # ---- in the thread -------------------------------------------------------------------------
@@ -317,7 +318,8 @@ class Staging:
 
     def hold_changes(self) -> None:
         """Make device work that is queued from here on wait for the copies."""
-        copied, self._copied = self._copied, None
+        copied = self._copied
+        self._copied = None
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 

@@ -142,7 +142,9 @@ def _diff(words: argparse.Namespace) -> int:
     )
     lines = [*_only_in(words.path, one, two), *_only_in(words.other, two, one)]
     for key in one.keys() & two.keys():
-        a, b, name = one[key], two[key], " ".join(key)
+        a = one[key]
+        b = two[key]
+        name = " ".join(key)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             lines.append(f"{name}: {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}")
             continue
@@ -151,7 +153,8 @@ def _diff(words: argparse.Namespace) -> int:
         apart = (x - y).masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
         if apart.any():
             norm = x.nan_to_num(0.0, 0.0, 0.0).norm()
-            largest, rest = apart.abs().max().item(), apart.norm() / norm
+            largest = apart.abs().max().item()
+            rest = apart.norm() / norm
             share = (apart != 0).double().mean().item()
             lines.append(f"{name}: by {largest:.3g} at most, {rest:.3g} of its norm, {share:.1%}")
     print("\n".join(sorted(lines)) or "no tensor differs")
@@ -164,7 +167,8 @@ _Key = tuple[str, str]
 
 def _only_in(path: Path, mine: Iterable[_Key], others: Iterable[_Key]) -> Iterator[str]:
     """Write a line for each name that ``others`` lack, or one for a whole group (optim, say)."""
-    absent, groups = {*mine} - {*others}, {group for group, _ in others}
+    absent = {*mine} - {*others}
+    groups = {group for group, _ in others}
     for group, count in Counter(group for group, _ in absent).items():
         if group not in groups:
             yield f"{group}: all {count} tensors are only in {path}"
@@ -206,7 +210,8 @@ def _hf_tensors(found: Checkpoint, model: Any) -> Iterator[tuple[str, torch.Tens
     before, whole = "", torch.empty(0)
     for name, parameter, place in model.pieces():
         if parameter != before:
-            before, whole = parameter, stored[parameter][()]
+            before = parameter
+            whole = stored[parameter][()]
         yield name, whole[place]
 
 

@@ -209,7 +209,8 @@ def _launch(config: Config, words: Sequence[str], program: _Program) -> int:
     # These import torch, which --help or a misspelt setting need not wait for.
     from moetrain.parallel.processes import num_processes
 
-    nproc, max_restarts = num_processes(config), config.launch.max_restarts
+    nproc = num_processes(config)
+    max_restarts = config.launch.max_restarts
     if nproc == 1 and not max_restarts:
         return _fit(config, program, None)
 

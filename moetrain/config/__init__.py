@@ -104,7 +104,8 @@ class Config(Section):
         """
         reader, environ = Reader(cls), os.environ if environ is None else environ
         config, origins, recipe = reader.read(source, overrides, environ, recipes, once=once)
-        config._origins, config._recipe = origins, recipe
+        config._origins = origins
+        config._recipe = recipe
         config = config.fitting()
         config.check()
         if config.is_set("output_dir"):

@@ -26,7 +26,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
-        self.field, self.problem = field, problem
+        self.field = field
+        self.problem = problem
         super().__init__(f"{field}: {problem}")
 
 
@@ -46,7 +47,9 @@ class Recipes(Enum):
 
         If the last two differ, the kind of data must be known.
         """
-        self.default, self.of_path, self.of_chats = default, of_path, of_chats
+        self.default = default
+        self.of_path = of_path
+        self.of_chats = of_chats
 
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
@@ -299,7 +302,8 @@ def _recipe_under(
     if _is_recipe(source):
         return None, f"  recipe {source}"
     given = _given(layers)
-    path, data = given.get("model.path"), given.get("data.path")
+    path = given.get("model.path")
+    data = given.get("data.path")
     if path is None:
         if source is not None:
             return None, ""

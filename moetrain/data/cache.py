@@ -96,7 +96,8 @@ class TokenCache(NamedTuple):
     def _mapped(cls, folder: Path) -> TokenCache:
         """Map the cache in ``folder``; a ValueError, or any error of reading, means damage."""
         meta = json.loads((folder / "meta.json").read_bytes())
-        num_tokens, num_documents = meta["num_tokens"], meta["num_documents"]
+        num_tokens = meta["num_tokens"]
+        num_documents = meta["num_documents"]
 
         def mapped(name: str, dtype: str, length: int) -> np.ndarray:
             file = folder / name
@@ -129,7 +130,8 @@ def _checksum(file: Path) -> int:
 
 
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
-    prefix, parent = f"{folder.name}.", folder.parent
+    prefix = f"{folder.name}."
+    parent = folder.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as temporary:
@@ -221,7 +223,8 @@ def _encoded(
     for batch in _batches(parts):
         texts = [part.text for part in batch]
         for part, encoded in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            ids_T, masked_T = encoded.ids, None
+            ids_T = encoded.ids
+            masked_T = None
             if part.loss_spans is not None:
                 masked_T = _masked(encoded.offsets(), part.loss_spans)
             elif starts_document and tokenizer.bos_ids:

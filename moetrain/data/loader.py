@@ -156,7 +156,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
-        train, held_out = _rows(cache, data, 0, border), _rows(cache, data, border)
+        train = _rows(cache, data, 0, border)
+        held_out = _rows(cache, data, border)
         if len(train) and len(held_out):
             _logger.info(
                 "data.eval_fraction %s of the documents leaves a side without a row: held out are "

@@ -67,8 +67,10 @@ class StreamDataset:
         """Take rows ``first:stop`` of the stream (None: to the last). There may be none."""
         stop = len(cache.tokens) // seq_len if stop is None else stop
         self.identity: list[Any] = ["stream", cache.content, seq_len, first, stop]
-        self._cache, self._seq_len = cache, seq_len
-        self._first, self._num_rows = first, stop - first
+        self._cache = cache
+        self._seq_len = seq_len
+        self._first = first
+        self._num_rows = stop - first
         # No target lies in another's rows; the corpus may also end right at a row.
         self._end = len(cache.tokens) if stop == len(cache.tokens) // seq_len else stop * seq_len
 
@@ -76,7 +78,8 @@ class StreamDataset:
         return self._num_rows
 
     def row(self, index: int) -> Row:
-        cache, size = self._cache, self._seq_len
+        cache = self._cache
+        size = self._seq_len
         start = (self._first + index) * size
         stop = start + size
         # One token more than the row, for its last target, if there is one.
@@ -103,7 +106,9 @@ class SyntheticDataset:
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, first: int = 0
     ) -> None:
         """Take rows ``first:first + num_rows`` of the endless sequence that ``seed`` decides."""
-        self._num_rows, self._seq_len, self._vocab_size = num_rows, seq_len, vocab_size
+        self._num_rows = num_rows
+        self._seq_len = seq_len
+        self._vocab_size = vocab_size
         self._seed, self._first = seed, first
         self.identity: list[Any] = ["synthetic", num_rows, seq_len, vocab_size, seed, first]
 
@@ -154,7 +159,9 @@ class WholeDataset:
         """Pack documents ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
         stop = cache.num_documents if stop is None else stop
         self.identity: list[Any] = ["whole", cache.content, seq_len, first, stop]
-        self._cache, self._seq_len, self._num_documents = cache, seq_len, stop - first
+        self._cache = cache
+        self._seq_len = seq_len
+        self._num_documents = stop - first
         self._items = _items(cache, seq_len, first, stop)
         rows_I = best_fit(self._items.lengths_I, seq_len)
         self._order_I = np.argsort(rows_I, kind="stable")
@@ -164,9 +171,12 @@ class WholeDataset:
         return len(self._ends)
 
     def row(self, index: int) -> Row:
-        cache, size = self._cache, self._seq_len
+        cache = self._cache
+        size = self._seq_len
         tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-        positions_S, lengths, at = np.empty(size, np.int64), [], 0
+        positions_S = np.empty(size, np.int64)
+        lengths = []
+        at = 0
         for i in self._order_I[self._ends[index - 1] if index else 0 : self._ends[index]]:
             start, length = int(self._items.starts_I[i]), int(self._items.lengths_I[i])
             tokens_S[at : at + length] = cache.tokens[start : start + length]
@@ -184,7 +194,8 @@ class WholeDataset:
 
     def describe(self) -> str:
         """Say in one line how full the rows are, and what did not fit."""
-        items, size = self._items, self._seq_len
+        items = self._items
+        size = self._seq_len
         fill = int(items.lengths_I.sum()) / max(1, len(self) * size)
         what = "documents" if self._cache.masked is None else "conversations"
         text = (

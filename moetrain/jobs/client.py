@@ -90,7 +90,8 @@ class RemoteJob:
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
         """Return the result of a request; raises as :meth:`Client.call`."""
-        number, here = self.next_number, f"/v1/jobs/{self.id}"
+        number = self.next_number
+        here = f"/v1/jobs/{self.id}"
         path = f"{here}/requests/{kind}?number={number}"
         try:
             reply = self.client.call("POST", path, body)

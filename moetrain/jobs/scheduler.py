@@ -99,7 +99,8 @@ class Service:
 
     def _check_same_base(self, arch: Architecture) -> None:
         """Raise ConfigError for jobs of other frozen weights, or of adapters of another shape."""
-        path, lora = self.folder / "base.json", self.config.lora
+        path = self.folder / "base.json"
+        lora = self.config.lora
         mine = {
             "architecture": arch.model_dump(mode="json"),
             "frozen": self.session.fingerprint,
@@ -145,7 +146,8 @@ class Service:
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
         with self._lock:  # not written down: the next start may find it put right
-            job.status, job.error = "failed", error
+            job.status = "failed"
+            job.error = error
             job.tell_waiting(error)
         _logger.warning("job %s is set aside, with its folder as it is: %s", job.label, error)
 
@@ -325,7 +327,8 @@ class Service:
             self.session.pass_over(number, "error" in answer and not answer["refused"])
 
     def _serve(self, job: Job) -> None:
-        number, session = job.done, self.session
+        number = job.done
+        session = self.session
         try:
             session.is_given_up = partial(self._is_given_up, job)
             answer: dict[str, Any] = {"result": session.serve(number, request_file(number))}

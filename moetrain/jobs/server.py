@@ -96,7 +96,8 @@ class _JobRoutes:
         return reply({})
 
     async def ask(self, request: HTTPRequest) -> Response:
-        name, kind = request.path_params["job"], request.path_params["kind"]
+        name = request.path_params["job"]
+        kind = request.path_params["kind"]
         wait, number = _wait_of(request), request.query_params.get("number")
         given = None if number is None else _number_of(number)
         take = partial(self.service.submit, name, kind, number=given)

@@ -80,7 +80,8 @@ class JobSession(Spread):
             ConfigError: settings that do not fit the model or the device.
         """
         start = Session(config, arch, sleep="never")
-        self.world, self.config = start.world, start.config
+        self.world = start.world
+        self.config = start.config
         config = self.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
         self.is_given_up: Callable[[], bool] = lambda: False
@@ -88,7 +89,8 @@ class JobSession(Spread):
         self.engine = SharedEngine(config, arch, self.world)
         self.snapshots = Snapshots(self.engine)
         model, experts = replica(self.engine)
-        pages, most = pages_of(config), config.rl.max_sequences
+        pages = pages_of(config)
+        most = config.rl.max_sequences
         self.generator = Generator(model, num_pages=pages, max_sequences=most, experts=experts)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = Limits(
@@ -219,7 +221,9 @@ class JobSession(Spread):
         for group in self.engine.GROUPS:  # one at a time: each takes host memory
             self.engine.load_state({group: found.group(group)})
         state = found.state
-        job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
+        job.seen = state["step"]
+        job.steps = state["steps"]
+        job.tokens = state["tokens"]
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -300,7 +304,8 @@ class JobSession(Spread):
 
     def _packed(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
         """Pack this rank's share of ``samples``."""
-        config, ranks = self.config, self.world.dims.data_ranks
+        config = self.config
+        ranks = self.world.dims.data_ranks
         longest = max(len(sample.tokens) for sample in samples) - 1
         length = min(config.data.seq_len, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
         rows = min(config.train.micro_batch_size, -(-len(samples) // ranks))
@@ -352,7 +357,8 @@ class JobSession(Spread):
     def _save(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
             raise BadRequest("a step is not over: its gradients are part of no save; step first")
-        root, name = self.now.folder / "saves", request.name
+        root = self.now.folder / "saves"
+        name = request.name
         found = list_checkpoints(root / name)
         # One of this very request: it was saved, and its answer was not.
         if found and step_of(found[-1]) != self.now.seen:

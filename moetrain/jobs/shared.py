@@ -110,7 +110,8 @@ class SharedEngine(Engine):
         copies |= {name: to_host(tensor) for name, tensor in self._tensors()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        job.tensors, job.since_step = copies, self._since_step
+        job.tensors = copies
+        job.since_step = self._since_step
         self.forget()
 
     @torch.no_grad()
@@ -175,7 +176,9 @@ class Spread:
             self.world.broadcast("null")
 
     def _run(self, method: Callable[..., _R], *args: Any) -> _R:
-        self.is_told, result, error = True, None, None
+        self.is_told = True
+        result = None
+        error = None
         try:
             result = method(self, *args)
         except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it

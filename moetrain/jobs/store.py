@@ -35,7 +35,9 @@ KEPT_ANSWERS = 100
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
 _Status = Literal["open", "cancelled", "failed"]
 _JOB = "job.json"
-_REQUESTS, _ANSWERS, _SAVES = "requests", "answers", "saves"
+_REQUESTS = "requests"
+_ANSWERS = "answers"
+_SAVES = "saves"
 _NAME = re.compile(r"([0-9]{8,})\.json")
 
 
@@ -158,7 +160,9 @@ class Job:
             known = read(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
             if len(known) != 3 or known["status"] not in get_args(_Status):
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
-            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
+            self.seed = known["seed"]
+            self.status = known["status"]
+            self.error = known["error"]
             RunFolder(self.folder).checkpoints.mkdir(parents=True, exist_ok=True)
             steps = map(step_of, list_checkpoints(RunFolder(self.folder).checkpoints))
             seen = max(filter(None, steps), default=0)
@@ -185,14 +189,16 @@ class Job:
                 if not is_ours and not entry.name.startswith("."):
                     raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
         fsync(self.folder)
-        requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
+        requests = self._numbers(_REQUESTS)
+        answers = self._numbers(_ANSWERS)
         done = 1 + max(answers, default=-1)
         accepted = max(done, 1 + max(requests, default=-1))
         # Requests that every checkpoint has seen may be gone; later ones are needed to go on.
         for kind, known, end in ((_REQUESTS, requests, accepted), (_ANSWERS, answers, done)):
             if (lost := next((n for n in range(seen, end) if n not in known), None)) is not None:
                 raise DamagedJob(_file(kind, lost), "it is not there")
-        self.accepted, self.done = accepted, done
+        self.accepted = accepted
+        self.done = done
 
     def note(self, status: _Status) -> None:
         """Write the new status to disk, then adopt it. Raises OSError, and changes nothing then."""

@@ -79,7 +79,8 @@ class GroupedQueryAttention(AttentionPart):
         They are of all tokens and this rank's heads. With q/k norms, the results of the products
         are kept beside the inputs of attention.
         """
-        w, numbers = share.width, sum(self.widths)
+        w = share.width
+        numbers = sum(self.widths)
         values = 2 * w * numbers  # the result and the values; queries and keys, as taken
         if self.qk_norm:
             values += (w if share.is_compiled else FP32 + w) * numbers
@@ -149,6 +150,7 @@ class Attention(nn.Module):
         """Normalise queries or keys where there is a norm, and rotate them by their positions."""
         cos_Sd, sin_Sd = (angles.flatten(0, 2) for angles in context.rotation)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        x_THd, fusible = x_BSHd.flatten(0, 1), not self.batch_invariant
+        x_THd = x_BSHd.flatten(0, 1)
+        fusible = not self.batch_invariant
         y_THd = rotary(x_THd, cos_Sd, sin_Sd, weight, eps, self.backend, fusible=fusible)
         return y_THd.unflatten(0, x_BSHd.shape[:2])

@@ -93,7 +93,8 @@ class FakeStep:
 
     def _run_update(self, dtype: torch.dtype) -> None:
         """Run the cast, the sums of gradients and AdamW, for a shard gathered in ``dtype``."""
-        optim, size = self.config.optim, 16 * BLOCK
+        optim = self.config.optim
+        size = 16 * BLOCK
         empty = partial(torch.empty, device=self.device)
         master_N, cast_N = empty(size), None
         if dtype != master_N.dtype:
@@ -116,7 +117,9 @@ class FakeStep:
         self, gradient_N: torch.Tensor, dtype: torch.dtype, ranks: int, rank: int
     ) -> None:
         """Sum the gradients that rank ``rank`` of ``ranks`` receives in ``dtype``."""
-        config, size, mode = self.config, len(gradient_N), self.config.parallel.reduce
+        config = self.config
+        size = len(gradient_N)
+        mode = self.config.parallel.reduce
         is_kept_back = config.parallel.reduce_at == "last" and ranks > 1
         accumulates = self.micro_batches > 1 and not is_kept_back
         if mode != "fp32_accum":

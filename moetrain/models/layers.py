@@ -92,10 +92,13 @@ def _yarn_frequencies(arch: Architecture, dim: int, inv_freq: torch.Tensor) -> t
     def pair_of(turns: float) -> float:  # the (real-valued) pair that turns so often in a context
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
 
-    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    low = pair_of(rope.beta_fast)
+    high = pair_of(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     width = high - low or 0.001  # a step is a very steep ramp
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / width
     keep = 1 - ramp.clamp(0, 1)
@@ -220,7 +223,8 @@ class Linear(Adaptable):
 
 def linears(x: torch.Tensor, modules: "Sequence[Linear]") -> "tuple[torch.Tensor, ...]":
     """Apply each of ``modules``, which have equal settings, to ``x`` [..., in]: [..., out] each."""
-    x_TD, leading = x.flatten(0, -2), x.shape[:-1]
+    x_TD = x.flatten(0, -2)
+    leading = x.shape[:-1]
     weights = [module.weight.to(x.dtype) for module in modules]
     biases = [None if module.bias is None else module.bias.to(x.dtype) for module in modules]
     if modules[0].precision == "fp8":
@@ -290,7 +294,9 @@ class SwiGLU(Part):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        dim, width, bias = self.hidden_size, self.intermediate_size, self.mlp_bias
+        dim = self.hidden_size
+        width = self.intermediate_size
+        bias = self.mlp_bias
         found = linear("w_gate", width, dim, COLWISE, bias=bias)
         found |= linear("w_up", width, dim, COLWISE, bias=bias)
         return found | linear("w_down", dim, width, ROWWISE, bias=bias)
@@ -316,7 +322,9 @@ class _DenseMLP(nn.Module):
         super().__init__()
         self.batch_invariant = kernels.batch_invariant
         self.backend: Backend = kernels.backend
-        dim, width, bias = sizes.hidden_size, sizes.intermediate_size, sizes.mlp_bias
+        dim = sizes.hidden_size
+        width = sizes.intermediate_size
+        bias = sizes.mlp_bias
         self.w_gate = Linear(dim, width, kernels, bias=bias)
         self.w_up = Linear(dim, width, kernels, bias=bias)
         self.w_down = Linear(width, dim, kernels, bias=bias)

@@ -71,7 +71,8 @@ def add_adapters(layers: nn.ModuleList, lora: LoraSection) -> None:
         if lora.dropout and not module.can_drop:
             problem = f"{lora.dropout}, but of what {name} gets nothing can be dropped"
             raise ConfigError("lora.dropout", f"{problem}; use 0, or other lora.targets")
-        module.lora_scale, module.lora_dropout = lora.scale, lora.dropout
+        module.lora_scale = lora.scale
+        module.lora_dropout = lora.dropout
         for leaf in module.weights:
             weight = module.get_parameter(leaf)
             *stack, out_dim, in_dim = weight.shape

@@ -63,7 +63,9 @@ class RoutedExperts(Part):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        e, dim, width = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        e = self.num_experts
+        dim = self.hidden_size
+        width = self.moe_intermediate_size
         return {
             # Computed in fp32 whatever the dtype.
             "router.weight": Weight((e, dim), Rule("replicate", decay=False, gather=torch.float32)),
@@ -302,7 +304,8 @@ class _Experts(Adaptable):
 
     def __init__(self, sizes: RoutedExperts, kernels: KernelsSection) -> None:
         super().__init__()
-        num_experts, dim = sizes.num_experts, sizes.hidden_size
+        num_experts = sizes.num_experts
+        dim = sizes.hidden_size
         width = sizes.moe_intermediate_size
         self.backend: Backend = kernels.backend
         self.precision: Precision = kernels.precision
@@ -344,7 +347,8 @@ class MoE(nn.Module):
     def forward(self, x_BSD: torch.Tensor, context: Context) -> tuple[torch.Tensor, RouterStats]:
         """Return ``y_BSD`` in ``x_BSD``'s dtype (zeros for pads), and the routing statistics."""
         x_TD = x_BSD.flatten(0, 1)
-        is_pad_BS, routes_BSK = context.is_pad_BS, context.routes_BSK
+        is_pad_BS = context.is_pad_BS
+        routes_BSK = context.routes_BSK
         routed = self.router(
             x_TD,
             None if is_pad_BS is None else is_pad_BS.flatten(),
@@ -380,7 +384,8 @@ def load_balancing_loss(
             losses of the parts add up to the loss of the batch.
         num_tokens: tokens a layer of the whole batch.
     """
-    share_LE, mean_prob_LE = counts_LE / num_tokens, prob_sum_LE / num_tokens
+    share_LE = counts_LE / num_tokens
+    mean_prob_LE = prob_sum_LE / num_tokens
     if pooled:
         share_LE, mean_prob_LE = share_LE.mean(0, keepdim=True), mean_prob_LE.mean(0, keepdim=True)
     return counts_LE.shape[1] * (share_LE * mean_prob_LE).sum(1).mean()

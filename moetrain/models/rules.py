@@ -110,12 +110,15 @@ class Rule:
             else:
                 width = 1 / shape[-2] if self.init == "gaussian" else std
                 values.normal_(0.0, width, generator=generator)
-            low, high = max(first, start), min(stop, start + size)
+            low = max(first, start)
+            high = min(stop, start + size)
             kept = values[(slice(low - start, high - start), *columns)]
             out[low - first : high - first] = kept
 
 
-COLWISE, ROWWISE, EXPERT = Rule("colwise"), Rule("rowwise"), Rule("expert")
+COLWISE = Rule("colwise")
+ROWWISE = Rule("rowwise")
+EXPERT = Rule("expert")
 NORM = Rule("replicate", init="ones", decay=False)
 
 ADAPTER = ("_lora_a", "_lora_b")
@@ -187,7 +190,9 @@ _T = TypeVar("_T")
 
 def _match(patterns: Mapping[str, _T], names: Iterable[str]) -> dict[str, _T]:
     """Map each name to the value of the first pattern that matches it."""
-    unused, found, uncovered = set(patterns), {}, []
+    unused = set(patterns)
+    found = {}
+    uncovered = []
     for name in names:
         pattern = next((p for p in patterns if fnmatchcase(name, p)), None)
         if pattern is None:

@@ -43,7 +43,8 @@ from moetrain.models.lora import add_adapters
 from moetrain.models.moe import RouterStats, RoutingStats
 from moetrain.models.rules import Rule
 
-_KERNELS, _MOE = KernelsSection(), MoeSection()
+_KERNELS = KernelsSection()
+_MOE = MoeSection()
 
 
 class Block(nn.Module):
@@ -156,7 +157,8 @@ class Transformer(nn.Module):
         self, arch: Architecture, *, kernels: KernelsSection = _KERNELS, moe: MoeSection = _MOE
     ) -> None:
         super().__init__()
-        self.arch, self.kernels = arch, kernels
+        self.arch = arch
+        self.kernels = kernels
         blocks = [Block(arch, i, kernels, moe) for i in range(arch.num_layers)]
         self.compute_dtype: torch.dtype | None = None
         self.call_block: Callable[..., Any] = nn.Module.__call__

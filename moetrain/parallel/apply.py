@@ -59,7 +59,8 @@ def place_model(
     model.compute_dtype = dtype
     model.set_recomputation(config.activation)
     if offload := config.activation.offload:
-        ranges, seq_len = stages.plan.ranges, config.data.seq_len
+        ranges = stages.plan.ranges
+        seq_len = config.data.seq_len
         offload_activations(model, offload, ranges, seq_len, world.device)
     if config.compile.is_on:
         compile_blocks(model)
@@ -70,7 +71,9 @@ def _parallelize(
     model: Transformer, config: Config, world: World, stages: Stages, dtype: torch.dtype
 ) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
-    meshes, device, parallel = world.meshes, world.device, config.parallel
+    meshes = world.meshes
+    device = world.device
+    parallel = config.parallel
     styles = model.arch.plan().styles(model)
     units = stages.cut(model)
     here = {

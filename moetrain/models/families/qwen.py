@@ -22,7 +22,8 @@ from moetrain.models.hf.files import error
 from moetrain.models.layers import SwiGLU
 from moetrain.models.moe import RoutedExperts
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 _DEFAULTS = {
     **COMMON_DEFAULTS,
     "vocab_size": 151936,

@@ -111,7 +111,8 @@ def exported_config(arch: Architecture, source: Mapping[str, Any] | None) -> dic
         return _to_hf(arch)
     if architecture_from_hf(source) == _canonical(arch):
         return dict(source)
-    own, family = _to_hf(arch), _family_of(arch.family)
+    own = _to_hf(arch)
+    family = _family_of(arch.family)
     spelled = {*own, *family.defaults, *family.aliases, *_ROPE_KEYS}
     return {key: value for key, value in source.items() if key not in spelled} | own
 

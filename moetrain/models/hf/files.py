@@ -32,7 +32,9 @@ from moetrain.models.family import Piece
 
 _logger = logging.getLogger(__name__)
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 EXPORT = "hf"
 """Name of the folder, in a run's output folder, that the run exports to."""
@@ -164,7 +166,8 @@ def _is_within(path: Path, folder: Path) -> bool:
     In the hub's cache it may also lie among the files that the revisions of a checkpoint share
     (``snapshots/REVISION/config.json -> ../../blobs/HASH``).
     """
-    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(path))
+    root = Path(os.path.realpath(folder))
     is_cache = root.parent.name == "snapshots"
     return real.is_relative_to(root) or (
         is_cache and real.is_relative_to(root.parents[1] / "blobs")

@@ -41,7 +41,8 @@ from moetrain.models.hf.files import (
 )
 from moetrain.models.transformer import Transformer
 
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBED = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _Index = tuple[int | slice, ...]
 _WritePiece = Callable[[str, _Index, Any], None]
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -240,7 +241,8 @@ def resolve_architecture(section: ModelSection) -> Architecture:
         return arch
     preset = PRESETS.get(section.preset or "")
     if preset is None:
-        name, known = section.preset or "", sorted(PRESETS)
+        name = section.preset or ""
+        known = sorted(PRESETS)
         near = "".join(f"did you mean {n}? " for n in get_close_matches(name.lower(), known, 1))
         raise ConfigError(
             "model.preset",

@@ -35,7 +35,8 @@ from moetrain.models.lora import Adapter, adaptable, add_adapters
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 
-_SETTINGS, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_SETTINGS = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _FUSED = {"w_gate_up": ("base_layer.", "gate_up_proj"), "w_down": ("", "down_proj")}
@@ -115,7 +116,8 @@ def save_peft(
 
     ``base`` is the path or hub id of the model that they adapt.
     """
-    folder, family = Path(folder), FAMILIES[arch.family]
+    folder = Path(folder)
+    family = FAMILIES[arch.family]
     layout = family.lora_layout if lora.layout == "auto" else lora.layout
     tensors: dict[str, torch.Tensor] = {}
     modules: set[str] = set()
@@ -123,7 +125,8 @@ def save_peft(
     for name, shape, adapter in adapters:
         a, b = adapter.a, adapter.b
         if len(shape) == 3 and layout == "fused":
-            module, rank = _fused_module(name), a.shape[1]
+            module = _fused_module(name)
+            rank = a.shape[1]
             wide = b.permute(1, 2, 0).reshape(shape[1], rank * shape[0])
             parameters.add(f"mlp.experts.{_FUSED[name.rpartition('.')[2]][1]}")
             tensors |= _written(module, a.flatten(0, 1), wide)
@@ -263,7 +266,9 @@ class _AdapterFiles:
         Raises:
             ConfigError: tensors are missing, or of no site.
         """
-        stored, wanted, missing = set(self.file.keys()), set(), []
+        stored = set(self.file.keys())
+        wanted = set()
+        missing = []
         found: dict[str, list[_Site]] = {}
         for name, own in sites.items():
             kinds = {site.kind for site in own if not stored.isdisjoint(site.tensors)}
@@ -303,7 +308,8 @@ class _AdapterFiles:
                 rows[site.a].append(own_a)
             columns.append((site.b, first, own_b))
         rank = max(sum(a.shape[-2] for a in own) for own in rows.values())
-        a, b = torch.zeros(*stack, rank, in_dim), torch.zeros(*stack, out_dim, rank)
+        a = torch.zeros(*stack, rank, in_dim)
+        b = torch.zeros(*stack, out_dim, rank)
         for place, own in rows.items():
             whole = torch.cat(own, -2)
             a[place][..., : whole.shape[-2], :] = whole
@@ -335,7 +341,8 @@ class _Settings:
     """Interprets ``adapter_config.json`` by PEFT's rules; ConfigError unless it is plain LoRA."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
-        self.folder, self.values = folder, values
+        self.folder = folder
+        self.values = values
         if values.get("peft_type") != "LORA":
             raise self._bad("peft_type", "and only LORA is read")
         for key in sorted(values.keys() - _READ - _WITHOUT_EFFECT):

@@ -105,7 +105,9 @@ class Export:
             wait: waits until every process has called it.
         """
         self.model, self.folder, self.max_shard_bytes = model, Path(folder), max_shard_bytes
-        self.rank, self.ranks, self.wait = rank, ranks, wait
+        self.rank = rank
+        self.ranks = ranks
+        self.wait = wait
         source, parameters = model.source, dict(model.named_parameters())
         self._pieces, self._own = model.pieces(), []
         for name, parameter, place in self._pieces:

@@ -49,7 +49,8 @@ _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
 _MAX_TOP_K = 32  # a lane of one warp each
 _MAX_LOCAL_EXPERTS = 128  # a thread of the counting kernel each
 # Half a token is one copy, of whole 16 bytes, through 8 KiB of shared memory.
-_HIDDEN_MULTIPLE, _MAX_HIDDEN = {"bf16": 16, "fp8": 32}, 8176
+_HIDDEN_MULTIPLE = {"bf16": 16, "fp8": 32}
+_MAX_HIDDEN = 8176
 
 _AUTO_NUM_SMS = {2: 80, 4: 48, 8: 48}
 """By ranks, where nothing runs beside the communication: about as many as it takes to reach what
@@ -111,13 +112,15 @@ class DeepEP(ExpertParallelDispatcher):
     def counted(self) -> "DeepEP":
         """Make another over the same connection, in the counted mode, that sends tokens in bf16."""
         other = copy(self)
-        other.static, other.precision = None, "bf16"
+        other.static = None
+        other.precision = "bf16"
         return other
 
     @contextmanager
     def sized(self, static: StaticSizes | None) -> Iterator[None]:
         """Use these sizes inside; None is the counted mode."""
-        before, self.static = self.static, static
+        before = self.static
+        self.static = static
         try:
             yield
         finally:
@@ -180,7 +183,9 @@ def choose_dispatcher(
     Raises:
         ConfigError: the settings need DeepEP, and it cannot run here.
     """
-    moe, train, kernels = config.moe, config.train, config.kernels
+    moe = config.moe
+    train = config.train
+    kernels = config.kernels
     reason = "moe.dispatcher asks for it"
     if moe.dispatcher != "alltoall":
         reason = why_not(arch, group, device, dtype, kernels.precision)
@@ -243,7 +248,8 @@ def why_not_here(
     precision: Precision = "bf16",
 ) -> str | None:
     """Say as much of :func:`why_not` as a rank knows by itself."""
-    local_experts, width = arch.num_experts // ranks, arch.hidden_size
+    local_experts = arch.num_experts // ranks
+    width = arch.hidden_size
     top_k = arch.num_experts_per_token
     if ranks not in _RANKS:
         return f"parallel.ep is {ranks}, and it takes 2, 4 or 8"

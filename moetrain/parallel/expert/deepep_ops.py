@@ -65,7 +65,8 @@ def _libraries_of_other_wheels() -> Iterator[Path]:
             yield from sorted(Path(folder).glob(pattern))
 
 
-_SEND_TOKENS, _RECEIVE_TOKENS = {2: (24, 16), 4: (16, 16)}, 256
+_SEND_TOKENS = {2: (24, 16), 4: (16, 16)}
+_RECEIVE_TOKENS = 256
 """Tokens that a channel sends at once in dispatch and in combine, by ranks, and tokens of each rank
 that it has room for; for other numbers of ranks what the package takes, which on four H200s is 30%
 slower at 24 SMs and 7 to 15% at 48 (LOG.md)."""
@@ -247,7 +248,8 @@ def _(y_SD, handle, group, num_sms, is_narrow):
 def _combine_backward(
     d_y_TD: torch.Tensor, handle: Sequence[torch.Tensor], group: str, num_sms: int, is_narrow: bool
 ) -> torch.Tensor:
-    sent, how = _narrowed(d_y_TD, is_narrow), {"handle": tuple(handle)}
+    sent = _narrowed(d_y_TD, is_narrow)
+    how = {"handle": tuple(handle)}
     with annotate("deepep send", d_y_TD), _connection(group, d_y_TD.shape[1], num_sms) as found:
         d_y_SD = found.buffer.dispatch(sent, **how, config=found.dispatch_config)[0]
     return _widened(d_y_SD, d_y_TD.dtype)

@@ -208,7 +208,8 @@ def _exchange_counts(
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     sent_W2, received_W2 = torch.stack((counts_W2, received_W2)).cpu().long()
     tokens, rows = received_W2.sum(0).tolist()
-    tokens_S0, rows_R0 = counts_W2.new_empty(tokens, 0), counts_W2.new_empty(rows, 0)
+    tokens_S0 = counts_W2.new_empty(tokens, 0)
+    rows_R0 = counts_W2.new_empty(rows, 0)
     return tokens_S0, rows_R0, sent_W2[:, 0].clone(), received_W2[:, 0].clone()
 
 
@@ -237,7 +238,8 @@ def _exchange_rows(
     results as in ``rows``, is unspecified. ``e4m3`` says which way the first tensor's rows travel
     in e4m3: "forward", "backward" or neither.
     """
-    sent, received = sent_W.tolist(), received_W.tolist()
+    sent = sent_W.tolist()
+    received = received_W.tolist()
     first = rows[0]
     if e4m3 == "forward":
         rows = [_pack(first), *rows[1:]]

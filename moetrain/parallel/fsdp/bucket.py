@@ -282,7 +282,9 @@ class Bucket:
     def lay_out(self, memory: torch.Tensor) -> None:
         """Place the gathered members in ``memory``, of :attr:`region_bytes`."""
         whole_N = self.source_N.detach() if self.is_never_sharded else memory.view(self.dtype)
-        self._gathered_N, self._rows, start = whole_N, [], 0
+        self._gathered_N = whole_N
+        self._rows = []
+        start = 0
         for member in self.members:
             shape = member.layout.gathered_shape
             first = start if self.needs_copies else member.start
@@ -370,7 +372,8 @@ class Bucket:
 
     def flush(self, mode: ReduceMode) -> Reducing | None:
         """Begin to sum the gradients that :meth:`start_reduce` has kept back."""
-        chunks_WN, self.unreduced_WN = self.unreduced_WN, None
+        chunks_WN = self.unreduced_WN
+        self.unreduced_WN = None
         return None if chunks_WN is None else self._send(chunks_WN, mode)
 
     def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Reducing | None:
@@ -475,7 +478,8 @@ class Bucket:
 
     def clear_gradient(self, *, free: bool) -> None:
         """Forget this step's gradient, and with ``free`` give its memory back."""
-        self.has_gradient, self.unreduced_WN = False, None
+        self.has_gradient = False
+        self.unreduced_WN = None
         if self.host is not None:
             self.host.has_gradient = False
         if free or self.host is not None:
