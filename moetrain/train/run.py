@@ -289,10 +289,13 @@ class Run(ABC):
     def count_step(self, skipped: torch.Tensor) -> None:
         """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
         # By the main rank's clock, since all must decide alike.
-        seconds = 60 * self.config.checkpoint.minutes
-        is_time = 0 < seconds <= time.monotonic() - self.saved_time
-        self.watch.update(skipped, self.sum_requests(save=is_time))
+        self.watch.update(skipped, self.sum_requests(save=self.is_time_to_save()))
         self.profile.step_done(self.step)
+
+    def is_time_to_save(self) -> bool:
+        """Whether ``checkpoint.minutes`` have passed since the last save."""
+        seconds = 60 * self.config.checkpoint.minutes
+        return 0 < seconds <= time.monotonic() - self.saved_time
 
     @property
     def is_logged(self) -> bool:
