@@ -83,7 +83,11 @@ def completed(bucket, gradient_N):
     if bucket.replicas is not None:
         dist.all_reduce(wide_N, group=bucket.replicas)
     if bucket.tied is not None:
-        wide_N = wide_N + bucket.tied.exchange(wide_N)
+        (group, peer), theirs_N = bucket.tied, torch.empty_like(wide_N)
+        sent = dist.isend(wide_N, group=group, group_dst=peer)
+        dist.recv(theirs_N, group=group, group_src=peer)
+        sent.wait()
+        wide_N = wide_N + theirs_N
     return wide_N.bfloat16()
 
 
