@@ -113,7 +113,9 @@ def tell(words):
     evaluate()
     learn(50)
     step("written")
-    for method in ("reduce", "unshard") if world.dims.pp == 1 else ():  # stages would wait for stages
+    for method in (
+        ("reduce", "unshard") if world.dims.pp == 1 else ()
+    ):  # stages would wait for stages
         with failing_at_its_third_call(method), pytest.raises(ZeroDivisionError):
             learn(60)
     with engine.work():  # two at once gather once

@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
 from moetrain.cli import checkpoint, generate, serve
+from moetrain.cli.main import main as named
 from moetrain.cli.train import _PROGRAMS, main
 from moetrain.config import Config, Recipes
 from moetrain.rl.trainer import RlTrainer
@@ -129,6 +130,10 @@ def check(words, monkeypatch):
         python, m, module, *words = rest[len(options) :]
         assert (python, m) == ("python", "-m")
         check_module(module, words, world)
+    elif program == "moetrain" and rest[0] in ("completion", "version"):
+        assert named(rest[:2]) == 0
+    elif program == "moetrain":
+        check_module(f"moetrain.{rest[0]}", rest[1:], 1)
     elif program == "curl":
         check_request(rest)
     else:
