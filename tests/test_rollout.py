@@ -212,6 +212,32 @@ def test_log_probabilities_at_the_temperature_of_sampling():
         SamplingParams(top_k=3, tempered=True)
 
 
+def test_log_probabilities_of_prompts_are_the_models():
+    """Read in chunks, with too few pages for all, beside others whose pages they could share."""
+    generator, model = make_generator(page_size=4, num_pages=9, max_tokens=5), make_model()
+    known = generator.tokenizer.vocab_size  # tokens from there on are never chosen
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, 64, (n,), generator=draw).tolist() for n in (1, 2, 11, 16, 13, 9)]
+    texts.append(texts[2] + [3, 4])  # begins alike
+    plain = [
+        Request(f"plain {i}", tuple(x), SamplingParams(max_tokens=12)) for i, x in enumerate(texts)
+    ]
+    asked = SamplingParams(max_tokens=9, prompt_logprobs=True)
+    scored = [Request(str(i), tuple(text), asked) for i, text in enumerate(texts)]
+    mixed = [request for pair in zip(plain, scored, strict=True) for request in pair]
+    found = {c.request_id: c for (c,) in generator.generate(mixed)}
+    assert generator.scheduler.num_preempted > 0
+    for request, beside in zip(scored, plain, strict=True):
+        completion = found[request.id]
+        assert found[beside.id].tokens[:9] == completion.tokens
+        assert found[beside.id].prompt_logprobs == []
+        with torch.no_grad():
+            expected = model(torch.tensor([request.tokens]))[0, :-1].log_softmax(-1)
+        assert completion.prompt_likeliest == expected[:, :known].argmax(-1).tolist()
+        logprobs = expected.gather(1, torch.tensor(request.tokens[1:], dtype=torch.int64)[:, None])
+        assert completion.prompt_logprobs == pytest.approx(logprobs[:, 0].tolist(), rel=1e-4)
+
+
 def test_what_begins_alike_is_read_once():
     generator = make_generator(page_size=4, num_pages=64)
     read = []

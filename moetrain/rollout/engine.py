@@ -13,6 +13,7 @@ where projections have biases, the two agree to rounding. Not there yet: tensor 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -139,6 +140,7 @@ class Generator:
         step = self.steps.run(planned, routes=wants_routes)
         if step is None:
             return []
+        self._score_prompts(planned, step.read_TD)
         for sequence, number in planned:
             self.scheduler.was_read(sequence, number)
         if wants_routes and step.routes:
@@ -170,6 +172,24 @@ class Generator:
             if completion.finish_reason is not None:
                 self._finish(sequence)
         return [sequence.completion for sequence in due.values()]
+
+    def _score_prompts(self, planned: Sequence[tuple[Running, int]], read_TD: torch.Tensor) -> None:
+        """Append the scores of the prompts' tokens that those just read come before."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        parts: list[tuple[Running, int]] = []
+        first = 0
+        for sequence, number in planned:
+            if sequence.params.prompt_logprobs:
+                after = sequence.request.tokens[sequence.num_read + 1 :][:number]
+                rows += range(first, first + len(after))
+                tokens += after
+                parts.append((sequence, len(after)))
+            first += number
+        if rows:
+            scores = iter(self.steps.score(read_TD[rows], tokens))
+            for sequence, count in parts:
+                sequence.scores += islice(scores, count)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Serve ``requests`` beside those under way, and yield each completion as it goes on."""
@@ -291,6 +311,9 @@ class Generator:
         completion = sequence.completion
         if sequence.params.routes:
             completion.routes = torch.cat(sequence.routes) if sequence.routes else None
+        for logprob, likeliest in sequence.scores:
+            completion.prompt_logprobs.append(logprob)
+            completion.prompt_likeliest.append(likeliest)
         self.scheduler.remove(sequence)
         others = self._live[completion.request_id]
         if all(other.completion.finish_reason is not None for other in others):

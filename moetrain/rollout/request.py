@@ -54,6 +54,8 @@ class SamplingParams:
     """How many of the likeliest tokens to report beside each chosen one."""
     routes: bool = False
     """Whether to report which experts each token was sent to."""
+    prompt_logprobs: bool = False
+    """Whether to report the log-probability of every token of the prompt but the first."""
     tempered: bool = False
     """Report log-probabilities at ``temperature``, as training at it needs; otherwise, and at
     temperature 0, they are those at 1. They ignore filters, so there must be none."""
@@ -81,6 +83,11 @@ class SamplingParams:
         for name, is_good in good.items():
             if not is_good:
                 raise ValueError(f"{name} {shortened(getattr(self, name))} is out of range")
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether every token of the prompt must be read for this request itself."""
+        return self.routes or self.prompt_logprobs
 
     @property
     def has_filters(self) -> bool:
@@ -133,6 +140,11 @@ class Completion:
     ``tempered``."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """The likeliest tokens at each position and their log-probabilities; empty: not asked for."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each token of the prompt but the first, nats, at temperature 1; empty: not
+    asked for."""
+    prompt_likeliest: list[int] = field(default_factory=list)
+    """The likeliest token in the place of each of those."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that chose each token: how often they had been updated."""
     routes: torch.Tensor | None = None

@@ -36,6 +36,9 @@ class Running:
         """Tokens whose keys and values lie in ``pages``."""
         self.routes: list[torch.Tensor] = []
         """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
+        self.scores: list[tuple[float, int]] = []
+        """Of each token of the prompt but the first, if asked for: its log-probability, and the
+        likeliest token in its place."""
 
     @property
     def num_unread(self) -> int:
@@ -85,7 +88,7 @@ class Scheduler:
             if not left or len(self.running) >= self.max_sequences:
                 break
             request, size = sequence.request, self.pages.page_size
-            if not request.params.routes:  # for which each token must be read
+            if not request.params.reads_all:
                 if request.id in reading and len(request.tokens) > size:
                     continue  # it waits until another completion has read the prompt
                 # The last token is read in any case.
@@ -107,7 +110,7 @@ class Scheduler:
         """Note that ``number`` more tokens of ``sequence`` lie in its pages."""
         before, size = sequence.num_read, self.pages.page_size
         sequence.num_read += number
-        if not sequence.params.routes and before // size < sequence.num_read // size:
+        if not sequence.params.reads_all and before // size < sequence.num_read // size:
             self.pages.publish(sequence.pages[: sequence.num_read // size], sequence.tokens)
 
     def remove(self, sequence: Running) -> None:
@@ -149,4 +152,4 @@ class Scheduler:
 
     def _give_back(self, sequence: Running) -> None:
         self.pages.release(sequence.pages)
-        sequence.pages, sequence.num_read, sequence.routes = [], 0, []
+        sequence.pages, sequence.num_read, sequence.routes, sequence.scores = [], 0, [], []

@@ -52,8 +52,10 @@ _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # columns of a 
 class _Step(NamedTuple):
     """The result of one step; on the device, and valid until the next."""
 
+    read_TD: torch.Tensor
+    """Hidden states of every token that was read, after the final norm."""
     hidden_ND: torch.Tensor
-    """Hidden states of each sequence's last token that was read, after the final norm."""
+    """Those of each sequence's last token."""
     chosen_2N: torch.Tensor
     """fp64: the next token of each and its log-probability. Filters have not been applied."""
     routes: list[torch.Tensor]
@@ -62,7 +64,8 @@ class _Step(NamedTuple):
     def first(self, number: int) -> _Step:
         """Return what concerns the first ``number`` lanes; the others are empty."""
         routes = [ids_TK[:number] for ids_TK in self.routes]
-        return _Step(self.hidden_ND[:number], self.chosen_2N[:, :number], routes)
+        hidden_ND = self.hidden_ND[:number]
+        return _Step(hidden_ND, hidden_ND, self.chosen_2N[:, :number], routes)
 
 
 class _CapturedStep(NamedTuple):
@@ -252,7 +255,8 @@ class Steps:
         with self._noted(routes) as chosen:
             hidden_TD = self._read(tokens_T, positions_T, rows, None)
         last_N = ends_N[1:].long() - 1
-        return self._choose(hidden_TD[last_N], streams_N, positions_T[last_N], how_2N, chosen)
+        how = (streams_N, positions_T[last_N], how_2N)
+        return self._choose(hidden_TD, hidden_TD[last_N], *how, chosen)
 
     def _read(
         self,
@@ -271,6 +275,7 @@ class Steps:
 
     def _choose(
         self,
+        read_TD: torch.Tensor,
         hidden_ND: torch.Tensor,
         streams_N: torch.Tensor,
         positions_N: torch.Tensor,
@@ -281,7 +286,7 @@ class Steps:
         backend, head_VD = model.kernels.backend, model.head_weight
         inverse_N, scales_N = how_2N
         chosen = sample_tokens(hidden_ND, head_VD, keys_N, inverse_N, scales_N, self.known, backend)
-        return _Step(hidden_ND, torch.stack([x.double() for x in chosen]), routes)
+        return _Step(read_TD, hidden_ND, torch.stack([x.double() for x in chosen]), routes)
 
     @contextmanager
     def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
@@ -332,7 +337,7 @@ class Steps:
         rows = PagedRows(slots_L, ends, positions_L.contiguous(), pages_LM, lanes)
         with self._noted(routes) as chosen:
             hidden_LD = self._read(tokens_L.long(), positions_L.long(), rows, is_empty_L)
-        return self._choose(hidden_LD, streams_L, positions_L, how_2L, chosen)
+        return self._choose(hidden_LD, hidden_LD, streams_L, positions_L, how_2L, chosen)
 
     def _capture(self, size: int) -> _CapturedStep:
         """Capture the graph of ``size`` lanes. Collective: the warm-up sends tokens as steps do."""
@@ -352,7 +357,22 @@ class Steps:
         self._graphs[size] = _CapturedStep(graph, lanes_LC, step)
         return self._graphs[size]
 
-    # ---- tokens chosen from all logits ---------------------------------------------------------
+    # ---- tokens of prompts, and tokens chosen from all logits ----------------------------------
+
+    def score(self, hidden_ND: torch.Tensor, tokens: Sequence[int]) -> list[tuple[float, int]]:
+        """Return the log-probability of each of ``tokens``, and the likeliest token in its place.
+
+        Args:
+            hidden_ND: hidden states, after the final norm, of the tokens before them.
+        """
+        model, count = self.model, len(tokens)
+        tokens_N = torch.tensor(tokens, device=self.device)
+        losses = model.vocabulary.token_losses(hidden_ND, model.head_weight, tokens_N)
+        keys_N = torch.zeros(count, dtype=torch.int32, device=self.device)
+        greedy_N, scales_N = torch.zeros(count, device=self.device), torch.ones_like(losses.loss_T)
+        words = (keys_N, greedy_N, scales_N, self.known, model.kernels.backend)
+        likeliest_N, _ = sample_tokens(hidden_ND, model.head_weight, *words)
+        return list(zip((-losses.loss_T).tolist(), likeliest_N.tolist(), strict=True))
 
     def consider(
         self, sequences: Sequence[Running], hidden_ND: torch.Tensor
