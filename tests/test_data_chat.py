@@ -305,7 +305,7 @@ def test_conversations_are_packed_whole(
             begins |= set(row.tokens_S[np.cumsum(row.lengths) - row.lengths].tolist())
             assert (row.is_pad_S is None) == cut
         assert (begins != {ord("<")}) == cut
-    lines = [r.getMessage() for r in caplog.records if "packed" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "packed " in r.getMessage()]
     assert len(lines) == 2 * (not cut)
     if not cut:
         assert "conversations into" in lines[0]

@@ -160,7 +160,7 @@ def _help(name: str, recipes: Recipes) -> str:
     """Describe usage, recipes, and every setting with its type, default and docstring."""
     with_path = recipes.of_path
     if recipes.of_chats != with_path:
-        with_path = f"{recipes.of_chats} for jsonl, else {with_path}"
+        with_path = f"{recipes.of_chats} for records, else {with_path}"
     lines = [
         f"usage: python -m moetrain.{name} [RECIPE | FILE.toml] [--section.key value ...]",
         "",

@@ -91,7 +91,7 @@ class Config(Section):
         Args:
             source: a recipe's name, a TOML file, or a nested mapping; None: the recipe ``debug``.
                 If ``model.path`` is set and no recipe is named, a recipe for fine-tuning lies under
-                all other sources: ``sft`` for jsonl data (by ``data.source`` or the suffix of
+                all other sources: ``sft`` for records (by ``data.source`` or the suffix of
                 ``data.path``), else ``continue``.
             overrides: command-line words, ``["--train.steps", "3"]`` or ``["train.steps=3"]``. The
                 last value of a setting counts, unless ``once``.
@@ -171,7 +171,7 @@ class Config(Section):
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
-        if self.data.source in ("text", "jsonl") and self.data.path is None:
+        if self.data.source in ("text", "records", "jsonl") and self.data.path is None:
             raise ConfigError(
                 "data.path", f"not set, and data.source {self.data.source!r} needs it"
             )

@@ -59,14 +59,18 @@ class _Need(NamedTuple):
         return name in self.settings.split() or (is_in_section and name not in self.of)
 
 
-_TEXTS = {"text", "jsonl"}
+_RECORDS = {"records", "jsonl"}
+_TEXTS = {"text", *_RECORDS}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
 NEEDS: tuple[_Need, ...] = (
     _Need("model.*", {"model.path": {None}}),  # else its config.json decides
     _Need("data.path data.eval_path", {"data.source": _TEXTS}),
-    _Need("data.text_field data.chat_template", {"data.source": {"jsonl"}}),
+    _Need("data.text_field data.chat_template data.format", {"data.source": _RECORDS}),
+    _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
+    _Need("data.text_field", {"data.format": {"auto", "text"}}),
+    _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer", _OF_TEXT),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),

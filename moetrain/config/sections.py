@@ -119,18 +119,33 @@ class ModelSection(Section):
 class DataSection(Section):
     """Where text comes from, and how it becomes packed rows of tokens."""
 
-    source: Literal["stdlib", "text", "jsonl", "synthetic"] = "stdlib"
+    source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
     """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
-    folder of them; jsonl: a .jsonl file, or a folder of them; synthetic: random tokens."""
+    folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
+    data set that was saved or that a hub has; jsonl: another name for records; synthetic: random
+    tokens. Unset, the end of data.path decides."""
     path: str | None = None
-    """File or folder to read, for the sources text and jsonl."""
+    """File, folder or pattern (data/*.parquet) to read, or a hub's OWNER/NAME of records."""
+    split: str = "train"
+    """Split of a data set that was saved or that a hub has."""
+    subset: str | None = None
+    """Configuration of a hub's data set; unset: its default."""
+    format: Literal[
+        "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "text"
+    ] = "auto"
+    """Form of the records. messages: chats; sharegpt: `conversations`; preference: `chosen` and
+    `rejected`; completion: `prompt` and `completion`; alpaca: `instruction` and `output`; text:
+    data.text_field. auto: by the fields of each record."""
+    train_on: Literal["all", "completion", "last"] = "all"
+    """Turns of the assistant that are learned: all; completion: those behind the user's last turn;
+    last: the last one. Of a prompt and its completion only the completion is ever learned."""
     eval_path: str | None = None
     """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents that is held out for evaluation, chosen by a hash of their names or
     text; of too few documents the last tokens, as large a share."""
     text_field: str = "text"
-    """Field of a jsonl line that holds its text. Lines with `messages` are conversations."""
+    """Field of a record that holds its text, if it is no conversation."""
     chat_template: str | None = None
     """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
     tokenizer: str = "byte"

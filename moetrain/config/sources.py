@@ -43,7 +43,7 @@ class Recipes(Enum):
     JOBS = "jobs-debug", "jobs", "jobs"
 
     def __init__(self, default: str, of_path: str, of_chats: str) -> None:
-        """Take the recipe without ``model.path``, with it, and with it and jsonl data.
+        """Take the recipe without ``model.path``, with it, and with it and records.
 
         If the last two differ, the kind of data must be known.
         """
@@ -313,29 +313,37 @@ def _recipe_under(
         recipe = recipes.of_path
         return recipe, f"  recipe {recipe}, as model.path is set and none is named"
     kind = given.get("data.source") or (None if data is None else _source_by_suffix(data))
-    recipe = recipes.of_chats if kind == "jsonl" else recipes.of_path
+    recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
     return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
 
 
 def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
     """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
     given, users = _given(layers), _given(layer for layer in layers if layer.is_users)
-    path, reads_files = given.get("data.path"), given.get("data.source") in ("text", "jsonl")
+    path, reads_files = given.get("data.path"), given.get("data.source") in _READ_FILES
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return []
     return [_Layer("end of data.path", {"data.source": _source_by_suffix(path)}, is_users=False)]
 
 
+_READ_FILES = ("text", "records", "jsonl")
+_RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
+_OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text"} | dict.fromkeys(_RECORDS, "records")
+
+
 def _source_by_suffix(path: object) -> str:
     # To guess text for other files would train on their format: braces, commas, binary.
-    kind = {".jsonl": "jsonl", ".txt": "text"}.get(PurePath(str(path)).suffix.lower())
+    suffix = PurePath(str(path)).suffix.lower()
+    if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # the end of a folder's or a hub's name
+        suffix = ""
+    kind = _OF_SUFFIX.get(suffix)
     if kind is None:
         raise ConfigError(
             "data.source",
-            f"not set, and data.path {shortened(path)} is neither .jsonl nor .txt; set text (a "
-            "file of any text, or a folder of such) or jsonl (a file or folder of .jsonl); stdlib "
-            "and synthetic take no path, and Parquet, Arrow, compressed files and a hub's data "
-            "sets are not read: write them as .jsonl",
+            f"not set, and data.path {shortened(path)} ends in none of "
+            f"{', '.join(filter(None, _OF_SUFFIX))}; set text (a file of any text, or a folder of "
+            "such) or records (a file or folder of records, or a hub's data set); stdlib and "
+            "synthetic take no path",
         )
     return kind
 

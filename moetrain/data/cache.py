@@ -40,7 +40,7 @@ from moetrain.data.tokenizer import Tokenizer
 
 _logger = logging.getLogger("moetrain")
 
-_FORMAT = 3
+_FORMAT = 4
 """Part of every key. Raise it when the files, or the way tokens are made, change."""
 
 _FILES = ("tokens.bin", "documents.bin", "targets.bin", "masked.bin")
@@ -150,7 +150,7 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         ExitStack() as stack,
     ):
         files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
-        task = progress.add_task("Tokenising", total=source.total_bytes())
+        task = progress.add_task("Tokenising", total=source.container.total_bytes())
         writer = _Writer(tokenizer.vocab_size, files)
         for part, ids_T, masked_T in _encoded(source.parts(), tokenizer):
             writer.add(ids_T, masked_T, part.ends_document)
@@ -216,19 +216,22 @@ def _encoded(
 ) -> Iterator[tuple[TextPart, np.ndarray, np.ndarray | None]]:
     """Yield each part with its ids [T], and [T] whether a token has no loss (None: all have).
 
-    Documents of plain text begin with ``bos_ids``, conversations as their template does; all end
-    with EOS.
+    Documents begin with ``bos_ids``, unless a template says how; all end with EOS.
     """
     starts_document = True
     for batch in _batches(parts):
-        texts = [part.text for part in batch]
+        texts = [part.document.text for part in batch]
         for part, encoded in zip(batch, tokenizer.encode_batch(texts), strict=True):
             ids_T = encoded.ids
             masked_T = None
-            if part.loss_spans is not None:
-                masked_T = _masked(encoded.offsets(), part.loss_spans)
-            elif starts_document and tokenizer.bos_ids:
-                ids_T = np.concatenate([np.array(tokenizer.bos_ids, np.uint32), ids_T])
+            document = part.document
+            if document.loss_spans is not None:
+                masked_T = _masked(encoded.offsets(), document.loss_spans)
+            if starts_document and tokenizer.bos_ids and not document.is_rendered:
+                bos_T = np.array(tokenizer.bos_ids, np.uint32)
+                ids_T = np.concatenate([bos_T, ids_T])
+                if masked_T is not None:
+                    masked_T = np.concatenate([np.ones(len(bos_T), np.uint8), masked_T])
             has_eos = len(ids_T) > 0 and ids_T[-1] == tokenizer.eos_id
             if part.ends_document and not has_eos:
                 ids_T = np.append(ids_T.astype(np.uint32), np.uint32(tokenizer.eos_id))
@@ -243,7 +246,7 @@ def _batches(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
     batch, characters = [], 0
     for part in parts:
         batch.append(part)
-        characters += len(part.text)
+        characters += len(part.document.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -23,7 +23,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2.ext import Extension
@@ -51,6 +51,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks around text to learn, with a secret that no conversation can contain.
 _MARK = secrets.token_hex(8)
 _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
+
+TrainOn = Literal["all", "completion", "last"]
+"""Which of the assistant's turns are learned: all, those behind the last turn of the user, or the
+last one."""
+_READS_PARTS = re.compile(
+    r"content is (not )?(string|iterable|mapping)|\.type\b|\[['\"]type['\"]\]"
+)
+"""How a template looks that takes ``content`` as a list of parts."""
 
 # What templates raise: programs, if small ones.
 _TEMPLATE_ERRORS = (
@@ -145,33 +153,39 @@ class ChatTemplate:
         raise ConfigError("data.chat_template", problem)
 
     def documents(
-        self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        messages: object,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        train_on: TrainOn = "all",
+        given: int = 0,
     ) -> list[tuple[str, list[tuple[int, int]]]]:
         """Render a conversation to its texts, each with the spans of its assistant turns.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``; other keys go to the template.
             variables: further variables of the template; see :func:`template_variables`.
+            train_on: which of the assistant's turns are learned.
+            given: first turns of which none is learned, since they are a prompt.
 
         Returns:
-            Texts, and characters ``(start, end)`` of each. Every turn has loss in one text, where
-            it is in its final form.
+            Texts, and characters ``(start, end)`` of each. Every learned turn has loss in one text,
+            where it is in its final form.
 
         Raises:
             BadLineError: ``messages`` has another shape, no assistant turn, or the template fails.
             ConfigError: the template itself is wrong.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
-            return self.with_tools.documents(messages, variables)
-        turns = _checked(messages)
-        if not any(message["role"] == "assistant" for message in turns):
+            return self.with_tools.documents(messages, variables, train_on, given)
+        turns = self._checked(messages)
+        learned = _learned(turns, train_on, given)
+        if not learned:
             raise BadLineError("`messages` has no assistant turn to learn from")
         if re.search(r"{%[-+]?\s*generation\b", self.source):
-            return [self._marked_document(turns, variables)]
+            return [self._marked_document(turns, variables, learned[0])]
         documents: list[tuple[str, list[tuple[int, int]]]] = []
-        for i, message in enumerate(turns):
-            if message["role"] != "assistant":
-                continue
+        for i in learned:
+            message = turns[i]
             prompt = self._render(turns[:i], variables, add_generation_prompt=True)
             text = self._render(turns[: i + 1], variables, add_generation_prompt=False)
             if not text.startswith(prompt):
@@ -180,7 +194,10 @@ class ChatTemplate:
                     f"messages[{i}]; give another template in data.chat_template"
                 )
             text = prompt + text[len(prompt) :].rstrip()
-            says = message.get("content", "").strip() or message.get("tool_calls")
+            content = message.get("content", "")
+            says = (content.strip() if isinstance(content, str) else content) or message.get(
+                "tool_calls"
+            )
             if len(text) == len(prompt) and says:
                 raise BadLineError(
                     f"the chat template renders no text for messages[{i}], an assistant's turn; "
@@ -194,9 +211,27 @@ class ChatTemplate:
         return documents
 
     def _marked_document(
+        self, turns: list[dict[str, Any]], variables: Mapping[str, Any], first: int
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render the conversation up to the last text that the template marks.
+
+        Returns:
+            The text, and the marked spans behind those of the turns before turn ``first``.
+        """
+        text, spans = self._marks(turns, variables)
+        is_later = any(turn["role"] == "assistant" for turn in turns[:first])
+        spans = spans[len(self._marks(turns[:first], variables)[1]) if is_later else 0 :]
+        if not spans:
+            raise BadLineError(
+                "the chat template marks no text with {% generation %}, though there is an "
+                "assistant's turn; give another one",
+                "data.chat_template",
+            )
+        return text[: spans[-1][1]], spans
+
+    def _marks(
         self, turns: list[dict[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render the conversation up to the last text that the template marks, with its marks."""
         marked = self._render(turns, {**variables, _MARK: True}, add_generation_prompt=False)
         text, spans, starts = "", [], []
         for piece in re.split(f"({_OPEN}|{_CLOSE})", marked):
@@ -208,13 +243,7 @@ class ChatTemplate:
                     spans.append((start, len(text)))
             else:
                 text += piece
-        if not spans:
-            raise BadLineError(
-                "the chat template marks no text with {% generation %}, though there is an "
-                "assistant's turn; give another one",
-                "data.chat_template",
-            )
-        return text[: spans[-1][1]], spans
+        return text, spans
 
     def prompt(self, messages: object, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """Render the text that the assistant's next turn continues.
@@ -224,7 +253,33 @@ class ChatTemplate:
         """
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.prompt(messages, variables)
-        return self._render(_checked(messages), variables, add_generation_prompt=True)
+        return self._render(self._checked(messages), variables, add_generation_prompt=True)
+
+    def _checked(self, messages: object) -> list[dict[str, Any]]:
+        """Check the turns, and return them as ``transformers`` passes them to templates.
+
+        Parts of a ``content`` are joined unless the template reads them itself.
+        """
+        if not isinstance(messages, list) or not messages:
+            raise BadLineError("`messages` is not a list of turns")
+        joins = not _READS_PARTS.search(self.source)
+        turns = []
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict):
+                raise BadLineError(f"messages[{i}] is not an object")
+            turn = {key: value for key, value in message.items() if value is not None}
+            if isinstance(parts := turn.get("content"), list):
+                texts = [_text_of(part, i) for part in parts]
+                turn["content"] = "".join(texts) if joins else parts
+            for key in ("role", "content"):
+                if key == "content" and key not in turn and turn.get("tool_calls"):
+                    continue  # it only calls tools
+                if not isinstance(turn.get(key), str | list if key == "content" else str):
+                    raise BadLineError(f"messages[{i}].{key} is missing or not text")
+            if reasoning := [turn[key] for key in _REASONING if key in turn]:
+                turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
+            turns.append(turn)
+        return turns
 
     def _render(
         self,
@@ -290,24 +345,22 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
         raise BadLineError(f"`{key}` is text that is not JSON") from None
 
 
-def _checked(messages: object) -> list[dict[str, Any]]:
-    """Check the turns, and return them as ``transformers`` passes them to templates."""
-    if not isinstance(messages, list) or not messages:
-        raise BadLineError("`messages` is not a list of turns")
-    turns = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise BadLineError(f"messages[{i}] is not an object")
-        turn = {key: value for key, value in message.items() if value is not None}
-        for key in ("role", "content"):
-            if key == "content" and key not in turn and turn.get("tool_calls"):
-                continue  # it only calls tools
-            if not isinstance(turn.get(key), str):
-                raise BadLineError(f"messages[{i}].{key} is missing or not text")
-        if reasoning := [turn[key] for key in _REASONING if key in turn]:
-            turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
-        turns.append(turn)
-    return turns
+def _learned(turns: list[dict[str, Any]], train_on: TrainOn, given: int) -> list[int]:
+    """Return the numbers of the assistant's turns to learn, from turn ``given`` on."""
+    spoken = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if train_on == "last":
+        spoken = spoken[-1:]
+    if train_on == "completion" and spoken:
+        asked = (i for i in range(spoken[-1]) if turns[i]["role"] == "user")
+        given = max(given, *asked, 0)
+    return [i for i in spoken if i >= given]
+
+
+def _text_of(part: object, i: int) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise BadLineError(f"messages[{i}].content has a part that is no text")
+    return text
 
 
 def _say(error: Exception) -> str:

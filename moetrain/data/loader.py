@@ -102,6 +102,8 @@ def _from_text(
 ) -> tuple[Dataset, Dataset | None, str | None]:
     """Return the rows of both sides, and the template of the conversations among them."""
     sources = open_sources(data, tokenizer)
+    if said := sources.undivided.describe():
+        _logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
 
     def read(source: Source) -> TokenCache:

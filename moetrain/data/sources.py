@@ -1,30 +1,31 @@
-"""Reads documents from the standard library, text files or jsonl.
+"""The documents of a run: from the standard library, text files, or files of records.
 
 A source lists its files when it is made, and reads them a bounded part at a time: a corpus, and
 even a single file, may be larger than memory. Held-out documents are chosen by a hash of their name
-(files) or text (jsonl lines), so the split is the same on every machine, and a document never
+(files) or content (records), so the split is the same on every machine, and a document never
 changes sides when others are added.
 
-Left out on purpose: synthetic data, which needs no text (packing.py), compressed or remote files.
+Left out on purpose: synthetic data, which needs no text (packing.py).
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import logging
 import os
-import stat
 import sysconfig
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError, DataSection
-from moetrain.data.chat import BadLineError, ChatTemplate, template_variables
+from moetrain.data.chat import BadLineError, ChatTemplate
+from moetrain.data.containers import Container, Raw, document_name, list_files, open_container
+from moetrain.data.formats import Document, RecordReader
 from moetrain.data.tokenizer import Tokenizer
 
 _logger = logging.getLogger("moetrain")
@@ -35,18 +36,15 @@ _PART_BYTES = 1 << 20
 # Parts of the library folder that are not the library: installed packages, tests, their fixtures.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
-# Formats that data sets come in instead of text. A folder that holds tables is a data set, and its
-# other files only describe it; a compressed file in a folder is skipped with a warning.
-_TABLES = {".arrow", ".parquet"}
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"}
+
+_FIRST = 64
+"""Records that are looked at to say what forms a source has."""
 
 
 class TextPart(NamedTuple):
     """A document, or the next part of one that is too large to hold."""
 
-    text: str
-    loss_spans: list[tuple[int, int]] | None
-    """The characters ``start:end`` to learn; None: all."""
+    document: Document
     ends_document: bool
     num_bytes: int
     """Bytes of the source that were read for it, for the progress bar."""
@@ -59,7 +57,7 @@ class _HashRange(NamedTuple):
     high: float
 
     def holds(self, key: bytes) -> bool:
-        """Return whether the document identified by ``key`` (its name or text) is in the range."""
+        """Return whether the document identified by ``key`` (its name or content) is in it."""
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
@@ -69,17 +67,19 @@ _EVERYTHING = _HashRange(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Source:
-    """Files of documents, of one format."""
+    """Documents of one setting."""
 
-    files: list[Path]
-    field: str
-    """The setting that named the files, for error messages."""
-    path: str
-    """Its value."""
+    container: Container
 
-    def total_bytes(self) -> int:
-        """Return how many bytes :meth:`parts` reads."""
-        return sum(path.stat().st_size for path in self.files)
+    @property
+    def field(self) -> str:
+        """The setting that named the files, for messages."""
+        return self.container.field
+
+    @property
+    def path(self) -> str:
+        """The value of that setting."""
+        return self.container.path
 
     def identity(self) -> list[Any]:
         """Return what decides the documents, as JSON for the key of the token cache."""
@@ -93,84 +93,71 @@ class Source:
         """
         raise NotImplementedError
 
-    def _stamps(self) -> list[Any]:
-        stats = [(file, file.stat()) for file in self.files]
-        return [[str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-
-    @contextmanager
-    def _reading(self, file: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            problem = f"{str(file)!r} cannot be read: {error.strerror}"
-            raise ConfigError(self.field, problem) from None
+    def describe(self) -> str:
+        """Say in a line which forms the first records have; raises as :meth:`parts`."""
+        return ""
 
 
 class _TextSource(Source):
     """Text files, one document each. Bytes that are not UTF-8 become U+FFFD."""
 
     def identity(self) -> list[Any]:
-        return ["text", self._stamps()]
+        return ["text", self.container.stamps()]
 
     def parts(self) -> Iterator[TextPart]:
-        for path in self.files:
-            with self._reading(path):
+        for path in self.container.files:
+            with self.container.reading(path):
                 yield from _text_parts(path)
 
 
 @dataclass(frozen=True)
-class _JsonlSource(Source):
-    """Lines of JSON objects with a text or ``messages``, of which a share is chosen by hash."""
+class _RecordSource(Source):
+    """Records, of which a share is chosen by hash."""
 
     share: _HashRange
-    text_field: str
-    template: ChatTemplate
+    reader: RecordReader
+    limit: int | None = None
+    """Records to read at most, before the share is chosen; None: all."""
 
     def identity(self) -> list[Any]:
-        template = self.template.identity()
-        return ["jsonl", self._stamps(), self.share, self.text_field, template]
+        reader = self.reader.identity()
+        return ["records", self.container.stamps(), self.share, self.limit, reader]
+
+    def raws(self) -> Iterator[Raw]:
+        """Yield the records of the share as they lie in the files."""
+        pieces = self.container.pieces()
+        every = (raw for piece in pieces for raw in self.container.records(piece))
+        return (raw for raw in islice(every, self.limit) if self.share.holds(raw.key))
 
     def parts(self) -> Iterator[TextPart]:
-        num_bytes = 0
-        for path in self.files:
-            with self._reading(path), path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    num_bytes += len(line)
-                    if not line.strip() or not self.share.holds(line.strip()):
-                        continue
-                    try:
-                        documents = self._documents(line)
-                    except BadLineError as error:
-                        field = error.field or self.field
-                        raise ConfigError(field, f"{path}:{number}: {error}") from None
-                    for text, spans in documents:
-                        yield TextPart(text, spans, True, num_bytes)
-                        num_bytes = 0
+        return self.parts_of(self.raws())
 
-    def _documents(self, line: bytes) -> list[tuple[str, list[tuple[int, int]] | None]]:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadLineError(f"not JSON: {error.msg} at column {error.colno}") from None
-        except UnicodeDecodeError as error:
-            raise BadLineError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-        except ValueError as error:  # an integer of thousands of digits
-            raise BadLineError(f"not JSON that can be read: {error}") from None
-        except RecursionError:
-            raise BadLineError("nested too deeply") from None
-        if not isinstance(entry, dict):
-            raise BadLineError("not a JSON object")
-        if "messages" in entry:
-            documents = self.template.documents(entry["messages"], template_variables(entry))
-            return [(_unicode(text), spans) for text, spans in documents]
-        if self.text_field not in entry:
-            raise BadLineError(
-                f"no {self.text_field!r} and no 'messages'; name the field in data.text_field"
-            )
-        text = entry[self.text_field]
-        if not isinstance(text, str):
-            raise BadLineError(f"{self.text_field!r} is not text")
-        return [(_unicode(text), None)] if text.strip() else []
+    def parts_of(self, raws: Iterator[Raw]) -> Iterator[TextPart]:
+        """Yield the documents of ``raws``."""
+        for raw in raws:
+            num_bytes = raw.num_bytes
+            try:
+                documents = self.reader.documents(raw.value())
+            except BadLineError as error:
+                raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
+            for document in documents:
+                yield TextPart(document, True, num_bytes)
+                num_bytes = 0
+
+    def describe(self) -> str:
+        forms: Counter[str] = Counter()
+        for raw in islice(self.raws(), _FIRST):
+            try:
+                record = raw.value()
+                if not isinstance(record, dict):
+                    raise BadLineError("not a JSON object")
+                forms[self.reader.form_of(record)] += 1
+            except BadLineError as error:
+                raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
+        found = ", ".join(f"{name} ({count})" for name, count in forms.most_common())
+        if not found:
+            return ""
+        return f"{self.path}: the first {forms.total()} records are {found}"
 
 
 class _Sources(NamedTuple):
@@ -192,19 +179,21 @@ def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
         ConfigError: a path or template file is missing or cannot be read, a template is malformed,
             or a folder has no files.
     """
-    template = ChatTemplate.of(tokenizer, data.chat_template) if data.source == "jsonl" else None
+    reads_records = data.source in ("records", "jsonl")
+    template = ChatTemplate.of(tokenizer, data.chat_template) if reads_records else None
     source = None if template is None else template.source
 
     def opened(field: str, path: str, *shares: _HashRange) -> list[Source]:
-        skipped = _NOT_STDLIB if data.source == "stdlib" else frozenset()
-        suffix = {"stdlib": ".py", "jsonl": ".jsonl"}.get(data.source, "")
-        files = _list_files(field, path, suffix, skipped)
         if template is not None:
-            settings = data.text_field, template
-            return [_JsonlSource(files, field, path, share, *settings) for share in shares]
-        named = [(file, os.fsencode(_name(file, Path(path)))) for file in files]
+            container = open_container(field, path, data.split, data.subset)
+            reader = RecordReader(template, data.format, data.text_field, data.train_on)
+            return [_RecordSource(container, share, reader) for share in shares]
+        is_stdlib = data.source == "stdlib"
+        skipped = _NOT_STDLIB if is_stdlib else frozenset()
+        files = list_files(field, path, (".py",) if is_stdlib else ("",), skipped)
+        named = [(file, os.fsencode(document_name(file, Path(path)))) for file in files]
         return [
-            _TextSource([file for file, name in named if share.holds(name)], field, path)
+            _TextSource(Container([file for file, name in named if share.holds(name)], field, path))
             for share in shares
         ]
 
@@ -221,64 +210,6 @@ def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
     return _Sources(train, held_out if data.eval_fraction else None, undivided, source)
 
 
-def _list_files(field: str, path: str, suffix: str, skipped: Set[str]) -> list[Path]:
-    """List the visible files under ``path`` (or ``path`` itself, if it is a file) by name."""
-
-    def refuse(error: OSError) -> None:
-        raise ConfigError(field, f"{error.filename!r} cannot be read: {error.strerror}")
-
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        absent = isinstance(error, FileNotFoundError)
-        problem = "does not exist; name a file or folder of this machine"
-        problem = problem if absent else f"cannot be read: {error}"
-        raise ConfigError(field, f"{path!r} {problem}") from None
-    root = Path(path)
-    if stat.S_ISREG(mode):
-        _check_is_text(field, path, root)
-        return [root]
-    if not stat.S_ISDIR(mode):
-        raise ConfigError(field, f"{path!r} is neither a file nor a folder")
-    found, tables = [], []
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
-        for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
-            _logger.info("%s is a link to a folder; not followed", link)
-        tables += sorted(Path(folder, n) for n in names if Path(n).suffix.lower() in _TABLES)
-        for name in names:
-            if name.endswith(suffix) and not name.startswith("."):
-                if os.path.isfile(file := Path(folder, name)):
-                    found.append(file)
-                else:
-                    _logger.info("%s is no file, or a link to none; skipped", file)
-    if tables and not (found and suffix):
-        _check_is_text(field, path, tables[0])
-    if not found:
-        raise ConfigError(
-            field, f"{path!r} holds no {suffix or 'text'} files; name a file, or a folder with some"
-        )
-    return sorted(found, key=lambda file: _name(file, root))
-
-
-def _check_is_text(field: str, path: str, file: Path) -> None:
-    """Raise ConfigError for a ``file`` of ``path`` whose format, by its suffix, is not read."""
-    suffix = file.suffix.lower()
-    if suffix in _TABLES:
-        remedy = "write its rows as .jsonl (to_json of Hugging Face's datasets does)"
-    elif suffix in _COMPRESSED:
-        remedy = "unpack it"
-    else:
-        return
-    what = "it is" if str(file) == path else f"it holds {file.name!r},"
-    raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
-
-
-def _name(path: Path, root: Path) -> str:
-    """Return a document's name, which does not depend on where ``root`` lies."""
-    return path.name if path == root else path.relative_to(root).as_posix()
-
-
 def _text_parts(path: Path) -> Iterator[TextPart]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     with path.open("rb") as file:
@@ -291,10 +222,5 @@ def _text_parts(path: Path) -> Iterator[TextPart]:
             raw += file.readline(_PART_BYTES)
             following = file.read(_PART_BYTES)
             text = decoder.decode(raw, final=not following)
-            yield TextPart(text, None, not following, len(raw))
+            yield TextPart(Document(text), not following, len(raw))
             raw = following
-
-
-def _unicode(text: str) -> str:
-    """Replace lone surrogates, which JSON can spell and no tokenizer accepts, by ``?``."""
-    return text.encode(errors="replace").decode()

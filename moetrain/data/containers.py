@@ -1,0 +1,361 @@
+"""Finds and reads files of records: lines of JSON, compressed or not, Parquet, Arrow, data sets.
+
+A container is read in pieces, each by itself and in any order. What libraries do, they do:
+``pyarrow`` reads tables and ``.zst``, ``datasets`` opens what it saved and what a hub has. Both are
+of the extra ``data``; without it lines of JSON can be read, and those in ``.gz``.
+
+Left out on purpose: remote files other than a hub's data sets (copy them, or mount their store).
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import io
+import json
+import logging
+import lzma
+import os
+import re
+import stat
+import sys
+import zlib
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moetrain.config import ConfigError
+from moetrain.data.chat import BadLineError
+
+_logger = logging.getLogger("moetrain")
+
+_TABLES = {".arrow", ".parquet"}
+_OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_COMPRESSED = {*_OPEN, ".zst"}
+_ARCHIVES = {".zip", ".tar", ".tgz", ".7z"}
+RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_COMPRESSED)))
+"""Ends of the names of files of records that are found in a folder."""
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SAVED = ("dataset_dict.json", "dataset_info.json")
+_ROWS = 4096
+"""Rows of a table of ``datasets`` in one piece."""
+
+
+class Raw(NamedTuple):
+    """A record as it was read."""
+
+    where: str
+    """Its file and line or row, for messages."""
+    key: bytes
+    """What it is known by when held-out records are chosen."""
+    content: bytes | dict[str, Any]
+    """A line of JSON, or a table's row."""
+    num_bytes: int
+
+    def value(self) -> object:
+        """Return the record; BadLineError if the line is not JSON."""
+        if isinstance(self.content, dict):
+            return self.content
+        try:
+            return json.loads(self.content)
+        except json.JSONDecodeError as error:
+            raise BadLineError(f"not JSON: {error.msg} at column {error.colno}") from None
+        except UnicodeDecodeError as error:
+            raise BadLineError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+        except ValueError as error:  # an integer of thousands of digits
+            raise BadLineError(f"not JSON that can be read: {error}") from None
+        except RecursionError:
+            raise BadLineError("nested too deeply") from None
+
+
+class FilePart(NamedTuple):
+    """A part of a file that is read by itself: bytes of lines or text, row groups or rows."""
+
+    file: Path
+    start: int = 0
+    stop: int = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Container:
+    """Files of one kind or of several, or a table of ``datasets``."""
+
+    files: list[Path]
+    field: str
+    """The setting that named them, for messages."""
+    path: str
+    """Its value."""
+    table: Any = None
+    """A ``datasets.Dataset``, whose rows are read instead of files."""
+
+    def stamps(self) -> list[Any]:
+        """Return what decides the records, as JSON for the key of the token cache."""
+        stats = [(file, file.stat()) for file in self.files]
+        found: list[Any] = [[str(file.absolute()), s.st_size, s.st_mtime_ns] for file, s in stats]
+        return found if self.table is None else [*found, len(self.table), self.table._fingerprint]
+
+    def total_bytes(self) -> int | None:
+        """Return how many bytes its records count for; None: that is known after reading."""
+        counted_later = _TABLES | _COMPRESSED
+        if self.table is not None or any(f.suffix.lower() in counted_later for f in self.files):
+            return None
+        return sum(file.stat().st_size for file in self.files)
+
+    def pieces(self, line_bytes: int | None = None) -> list[FilePart]:
+        """List the parts that can be read by themselves.
+
+        Args:
+            line_bytes: size of the pieces of a file of lines; None: a file is one piece.
+        """
+        if self.table is not None:
+            return [
+                FilePart(Path(self.path), i, i + _ROWS) for i in range(0, len(self.table), _ROWS)
+            ]
+        pieces = []
+        for file in self.files:
+            suffix = file.suffix.lower()
+            if suffix == ".parquet":
+                with self.reading(file):
+                    groups = _pyarrow("parquet").ParquetFile(file).num_row_groups
+                pieces += [FilePart(file, i, i + 1) for i in range(groups)]
+            elif suffix in _TABLES | _COMPRESSED or line_bytes is None:
+                pieces.append(FilePart(file))
+            else:
+                starts = range(0, file.stat().st_size, line_bytes)
+                pieces += [FilePart(file, i, i + line_bytes) for i in starts]
+        return pieces
+
+    def records(self, piece: FilePart) -> Iterator[Raw]:
+        """Yield the records of ``piece``; ConfigError if they cannot be read."""
+        with self.reading(piece.file):
+            if self.table is not None:
+                rows = self.table.select(range(piece.start, min(piece.stop, len(self.table))))
+                yield from _rows(piece, rows.iter(batch_size=256))
+            elif piece.file.suffix.lower() == ".parquet":
+                yield from _rows(piece, _parquet(piece))
+            elif piece.file.suffix.lower() == ".arrow":
+                yield from _rows(piece, _arrow(piece.file))
+            else:
+                yield from _lines(piece)
+
+    @contextmanager
+    def reading(self, file: Path) -> Iterator[None]:
+        """Turn what can go wrong in reading ``file`` into ConfigError."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except ImportError as error:
+            raise ConfigError(self.field, _needs(str(file), error)) from None
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except (ValueError, EOFError, zlib.error, lzma.LZMAError) as error:  # ArrowInvalid too
+            problem = str(error).partition("\n")[0]
+        else:
+            return
+        raise ConfigError(self.field, f"{str(file)!r} cannot be read: {problem}")
+
+
+def _needs(what: str, error: ImportError) -> str:
+    return f"{what!r} needs {error.name or error}: pip install 'moetrain[data]'"
+
+
+def _pyarrow(module: str) -> Any:
+    return import_module(f"pyarrow.{module}")
+
+
+def _rows(piece: FilePart, batches: Iterator[Any]) -> Iterator[Raw]:
+    place, number = str(piece.file), piece.start
+    if piece.file.suffix.lower() == ".parquet":
+        place, number = f"{place}, group {piece.start}", 0
+    for batch in batches:
+        columns = batch if isinstance(batch, dict) else batch.to_pydict()
+        for values in zip(*columns.values(), strict=True):
+            row = _without_nulls(dict(zip(columns, values, strict=True)))
+            key = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
+            encoded = key.encode(errors="replace")
+            yield Raw(f"{place}, row {number}", encoded, row, len(encoded))
+            number += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop keys without a value, which a table's rows have only because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _parquet(piece: FilePart) -> Iterator[Any]:
+    file = _pyarrow("parquet").ParquetFile(piece.file)
+    return file.iter_batches(batch_size=256, row_groups=range(piece.start, piece.stop))
+
+
+def _arrow(path: Path) -> Iterator[Any]:
+    """Yield the batches of an Arrow file, or of a stream in a file, as ``datasets`` writes."""
+    pa, ipc = _pyarrow("lib"), _pyarrow("ipc")
+    with pa.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            source.seek(0)
+            file = ipc.open_file(source)
+            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+        else:
+            source.seek(0)
+            yield from ipc.open_stream(source)
+
+
+def _lines(piece: FilePart) -> Iterator[Raw]:
+    """Yield the lines that begin in ``piece``; a compressed file's are all of its lines."""
+    suffix = piece.file.suffix.lower()
+    if suffix == ".zst":
+        # Unlike the library zstandard, it tells a file that is cut short.
+        opened = io.BufferedReader(_pyarrow("lib").input_stream(str(piece.file), "zstd"), 1 << 20)
+    else:
+        opened = _OPEN.get(suffix, Path.open)(piece.file, "rb")
+    with opened as file:
+        at = piece.start
+        if piece.start:
+            file.seek(piece.start - 1)
+            at += len(file.readline()) - 1
+        for number, line in enumerate(file, start=1):
+            if at >= piece.stop:
+                return
+            if line.strip():
+                where = f"byte {at}" if piece.start else f"{number}"
+                yield Raw(f"{piece.file}:{where}", line.strip(), line, len(line))
+            at += len(line)
+
+
+# ---- finding files ------------------------------------------------------------------------------
+
+
+def open_container(field: str, path: str, split: str, subset: str | None) -> Container:
+    """Find what ``path`` names: a file, a folder, a pattern, a saved data set or a hub's id.
+
+    Args:
+        field: the setting that has ``path``.
+        split, subset: of a data set, as ``datasets`` names them.
+
+    Raises:
+        ConfigError: there is nothing there, or it cannot be read.
+    """
+    if is_hub_id(path):
+        return _of_datasets(field, path, f"the hub has no {path!r} in reach", split, subset)
+    if any(os.path.isfile(os.path.join(path, name)) for name in _SAVED):
+        return _of_datasets(field, path, f"{path!r} cannot be read", split, subset)
+    return Container(list_files(field, path, RECORD_FILES), field, path)
+
+
+def is_hub_id(path: str) -> bool:
+    """Return whether ``path`` is no file or folder and reads like OWNER/NAME of a hub."""
+    suffix = os.path.splitext(path)[1]
+    is_file = suffix in {".jsonl", ".txt", *_TABLES, *_COMPRESSED, *_ARCHIVES}
+    return _HUB_ID.fullmatch(path) is not None and not is_file and not os.path.lexists(path)
+
+
+def _of_datasets(field: str, path: str, problem: str, split: str, subset: str | None) -> Container:
+    try:
+        import datasets
+
+        if os.path.isdir(path):
+            table = datasets.load_from_disk(path)
+        else:
+            table = datasets.load_dataset(path, subset, split=split)
+    except ImportError as error:
+        raise ConfigError(field, _needs(path, error)) from None
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        reason = str(error) if not isinstance(error, LookupError) else ""
+        reason = (reason or repr(error)).splitlines()[0]
+        raise ConfigError(field, f"{problem}: {reason}") from None
+    if isinstance(table, dict):
+        if split not in table:
+            raise ConfigError(
+                "data.split", f"{split!r} is none of {path!r}: {', '.join(map(str, table))}"
+            )
+        table = table[split]
+    files = sorted({Path(entry["filename"]) for entry in table.cache_files})
+    return Container(files, field, path, table)
+
+
+def list_files(
+    field: str, path: str, suffixes: tuple[str, ...] = ("",), skipped: Set[str] = frozenset()
+) -> list[Path]:
+    """List the visible files that ``path`` is, matches or holds, by name.
+
+    Raises:
+        ConfigError: there are none, or none that can be read.
+    """
+    if glob.has_magic(path) and not os.path.lexists(path):
+        found = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+        files = [f for one in found for f in list_files(field, str(one), suffixes, skipped)]
+        if not files:
+            raise ConfigError(field, f"{path!r} matches no file")
+        return files
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        problem = "does not exist; name a file or folder of this machine"
+        problem = problem if absent else f"cannot be read: {error}"
+        raise ConfigError(field, f"{path!r} {problem}") from None
+    root = Path(path)
+    takes_all = suffixes == ("",)
+    if stat.S_ISREG(mode):
+        _check_format(field, path, root, takes_all)
+        return [root]
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(field, f"{path!r} is neither a file nor a folder")
+    found, tables = _walk(field, root, suffixes, skipped)
+    if tables and takes_all:
+        _check_format(field, path, tables[0], takes_all)
+    if not found:
+        ends = "text" if takes_all else f"{suffixes[0]} files, nor {' or '.join(suffixes[1:3])}"
+        problem = f"holds no {ends} files; name a file, or a folder with some"
+        raise ConfigError(field, f"{path!r} {problem}")
+    return sorted(found, key=lambda file: document_name(file, root))
+
+
+def _walk(
+    field: str, root: Path, suffixes: tuple[str, ...], skipped: Set[str]
+) -> tuple[list[Path], list[Path]]:
+    """Return the files below ``root`` that end in ``suffixes``, and the tables among all."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(field, f"{error.filename!r} cannot be read: {error.strerror}")
+
+    found, tables = [], []
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped]
+        for link in filter(os.path.islink, (Path(folder, s) for s in subfolders)):
+            _logger.info("%s is a link to a folder; not followed", link)
+        tables += sorted(Path(folder, n) for n in names if Path(n).suffix.lower() in _TABLES)
+        for name in names:
+            if name.endswith(suffixes) and not name.startswith("."):
+                if os.path.isfile(file := Path(folder, name)):
+                    found.append(file)
+                else:
+                    _logger.info("%s is no file, or a link to none; skipped", file)
+    return found, tables
+
+
+def _check_format(field: str, path: str, file: Path, as_text: bool) -> None:
+    """Raise ConfigError for a ``file`` of ``path`` whose format, by its suffix, is not read."""
+    suffix = file.suffix.lower()
+    if suffix in _TABLES and as_text:
+        remedy = "set data.source records"
+    elif suffix in _ARCHIVES or (suffix in _COMPRESSED and as_text):
+        remedy = "unpack it"
+    else:
+        return
+    what = "it is" if str(file) == path else f"it holds {file.name!r},"
+    raise ConfigError(field, f"{path!r} cannot be read: {what} no text but {suffix}; {remedy}")
+
+
+def document_name(path: Path, root: Path) -> str:
+    """Return a file's name, which does not depend on where ``root`` lies."""
+    is_inside = path != root and path.is_relative_to(root)
+    return path.relative_to(root).as_posix() if is_inside else path.name
