@@ -14,13 +14,13 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule, Timeline
+from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule, _Timeline
 
 COLORS = {"F": "#8fb8de", "B": "#8fce9f"}
 NAMES = {"F": "forward", "B": "backward"}
 
 
-def draw(axes: "plt.Axes", timeline: Timeline) -> None:
+def draw(axes: "plt.Axes", timeline: _Timeline) -> None:
     """One schedule; its title says what it takes."""
     schedule = timeline.schedule
     for rank, actions in enumerate(schedule.actions):
@@ -37,7 +37,7 @@ def draw(axes: "plt.Axes", timeline: Timeline) -> None:
     axes.set_title(describe(timeline), fontsize=8, loc="left")
 
 
-def describe(timeline: Timeline) -> str:
+def describe(timeline: _Timeline) -> str:
     """One line."""
     schedule = timeline.schedule
     peaks = [max(schedule.in_flight(rank)) for rank in range(schedule.num_ranks)]

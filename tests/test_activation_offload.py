@@ -18,10 +18,10 @@ from moetrain.models.transformer import Transformer, compile_blocks
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload import activations as activation_offload
 from moetrain.parallel.offload.activations import (
-    HostCopy,
-    HostPages,
+    _HostCopy,
+    _HostPages,
+    _stays,
     offload_activations,
-    stays,
 )
 from moetrain.train.memory import estimate_memory
 
@@ -32,9 +32,9 @@ CPU = torch.device("cpu")
 def small_pages(size=1024):
     """Pages that tests have tensors for; a link that ``auto`` finds room on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload, "PAGE", size)
-        patch.setattr(activation_offload, "SMALLEST", size)
-        patch.setattr(activation_offload, "BYTES_PER_FLOP", 0.05)
+        patch.setattr(activation_offload, "_PAGE", size)
+        patch.setattr(activation_offload, "_SMALLEST", size)
+        patch.setattr(activation_offload, "_BYTES_PER_FLOP", 0.05)
         yield
 
 
@@ -97,7 +97,7 @@ def alive(offload, compiled):
         answer = model.backbone(*batch(0))
     gc.collect()
     assert answer[0].requires_grad
-    on_host = 0 if done is None else done.host.num_pages * activation_offload.PAGE
+    on_host = 0 if done is None else done.host.num_pages * activation_offload._PAGE
     return watch.alive() - on_host, 0 if done is None else done.host.bytes_down
 
 
@@ -110,7 +110,7 @@ def test_what_travels_is_gone_from_the_device():
 def host_copies():
     """All that there are."""
     # A dead proxy of some other test has a type, but cannot be asked for its class.
-    return [x for x in gc.get_objects() if type(x) is HostCopy]
+    return [x for x in gc.get_objects() if type(x) is _HostCopy]
 
 
 def test_pages_are_used_again_and_nothing_is_left():
@@ -125,8 +125,8 @@ def test_pages_are_used_again_and_nothing_is_left():
         assert len(host_copies()) == len(others)
     assert pages[0] > 0
     assert len(set(pages[2:])) == 1  # routing varies, and so do sizes
-    assert max(pages) <= min(pages) + activation_offload.PAGES
-    assert done.host.bytes_down > 5 * pages[-1] * activation_offload.PAGE
+    assert max(pages) <= min(pages) + activation_offload._PAGES
+    assert done.host.bytes_down > 5 * pages[-1] * activation_offload._PAGE
 
 
 def test_a_graph_that_is_dropped_gives_its_pages_back():
@@ -146,8 +146,8 @@ def test_without_gradients_nothing_travels():
 
 
 def test_which_blocks_keep_what_they_have():
-    assert stays([range(6)]) == {4, 5}
-    assert stays([range(3), range(3, 7)]) == {2, 5, 6}
+    assert _stays([range(6)]) == {4, 5}
+    assert _stays([range(3), range(3, 7)]) == {2, 5, 6}
 
 
 def same_on_ranks(runs):
@@ -232,7 +232,7 @@ def estimate(*words):
 
 def test_the_estimate_knows(capsys, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(activation_offload, "BYTES_PER_FLOP", 50e9 / 450e12)
+    monkeypatch.setattr(activation_offload, "_BYTES_PER_FLOP", 50e9 / 450e12)
     plain, auto, half, whole = (
         estimate(f"activation.offload={offload}") for offload in (0, "auto", 0.5, 1)
     )
@@ -255,14 +255,14 @@ def test_the_estimate_knows(capsys, monkeypatch):
 
 def slow_links(monkeypatch):
     """Copies that begin late: whoever does not wait for them reads, or frees, too early."""
-    copy = HostPages._copy
+    copy = _HostPages._copy
 
     def late(self, stream, waits, pairs):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)  # 10 ms
         return copy(self, stream, waits, pairs)
 
-    monkeypatch.setattr(HostPages, "_copy", late)
+    monkeypatch.setattr(_HostPages, "_copy", late)
 
 
 def gpu_step(offload, policy, compiled):
@@ -299,8 +299,8 @@ def gpu_step(offload, policy, compiled):
     ("policy", "compiled"), [("none", False), ("none", True), ("selective", True)]
 )
 def test_offloading_on_a_gpu(policy, compiled, monkeypatch):
-    monkeypatch.setattr(activation_offload, "PAGE", 2**20)
-    monkeypatch.setattr(activation_offload, "SMALLEST", 2**20)
+    monkeypatch.setattr(activation_offload, "_PAGE", 2**20)
+    monkeypatch.setattr(activation_offload, "_SMALLEST", 2**20)
     plain, kept, _ = gpu_step(0, policy, compiled)
     found, left, sent = gpu_step(1.0, policy, compiled)
     error = (found - plain).norm() / plain.norm()

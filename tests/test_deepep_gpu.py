@@ -29,7 +29,7 @@ from transports import (
 
 from moetrain.models.transformer import prepare_compiler
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
-from moetrain.parallel.expert.deepep_ops import INSTALL, disconnect
+from moetrain.parallel.expert.deepep_ops import _INSTALL, disconnect
 
 BF16 = torch.bfloat16
 ROUNDED_TWICE = 2**-7  # ours to bf16, and the judge's: 2**-8 of the largest value each at most
@@ -137,7 +137,7 @@ def check_memory() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_on_gpus(world, check):
     if importlib.util.find_spec("deep_ep") is None:
-        pytest.skip(f"needs deep_ep: {INSTALL}")
+        pytest.skip(f"needs deep_ep: {_INSTALL}")
     spawn(world, check, device_type="cuda", timeout=500.0)
 
 
@@ -162,7 +162,7 @@ def train_packed(words, ways):
 def test_packed_documents_travel_as_by_the_all_to_all(compiled, tiny_words):
     """From text to an update, in exact and in fixed sizes, where tokens are of uneven documents."""
     if importlib.util.find_spec("deep_ep") is None:
-        pytest.skip(f"needs deep_ep: {INSTALL}")
+        pytest.skip(f"needs deep_ep: {_INSTALL}")
     words = test_parallel.words_of(tiny_words, *PACKED, f"compile.enabled={compiled}")
     deepep = "moe.dispatcher=deepep"
     ways = {

@@ -160,7 +160,7 @@ def drawn(seed):
 
 
 def compare(seeds, mesh):
-    activation_offload.SMALLEST, activation_offload.PAGE = 1, 2**12
+    activation_offload._SMALLEST, activation_offload._PAGE = 1, 2**12
     for seed in seeds:
         words, moves = drawn(seed)
         rounds = moves["optim.offload_fraction"] > 0
@@ -183,8 +183,8 @@ def compare(seeds, mesh):
 @pytest.fixture(autouse=True)
 def small_storages_travel_too(monkeypatch):
     """:func:`compare` lets them, in every process."""
-    monkeypatch.setattr(activation_offload, "SMALLEST", activation_offload.SMALLEST)
-    monkeypatch.setattr(activation_offload, "PAGE", activation_offload.PAGE)
+    monkeypatch.setattr(activation_offload, "_SMALLEST", activation_offload._SMALLEST)
+    monkeypatch.setattr(activation_offload, "_PAGE", activation_offload._PAGE)
 
 
 @pytest.mark.parametrize("first", [0, 4])

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from distributed import spawn
+from test_engine import make_batches, make_engine, objective_of
 
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError
@@ -14,7 +16,7 @@ from moetrain.config.environment import GIB, GPUS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train.memory import estimate_memory
+from moetrain.train.memory import estimate_memory, sizes_of_ranks
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
@@ -86,6 +88,56 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(case):
     assert found.total / GIB == pytest.approx(peak, rel=0.1)
     # Parts are bytes of something.
     assert all(value >= 0 for value in vars(found).values())
+
+
+LARGER = [
+    *("model.hidden_size=64", "model.num_layers=4", "model.num_heads=4", "model.head_dim=16"),
+    *("model.moe_intermediate_size=64", "model.vocab_size=4096", "train.dtype=bfloat16"),
+    "parallel.fsdp_transport=copy",
+]
+"""Sizes beside which what members of a bucket are padded with is small."""
+LAYOUTS = [
+    "",
+    "parallel.ep=2",
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "parallel.dp_replicate=2",
+    "parallel.reshard_after_forward=yes",
+    "parallel.reshard_after_forward=1",
+    "optim.gradient_dtype=bfloat16 optim.state_dtype=bfloat16",
+]
+
+
+def bytes_estimated_and_held():
+    """Of each layout, by part: what was estimated of this rank, and what it has after a step."""
+    return {words: estimated_and_held(words.split()) for words in LAYOUTS}
+
+
+def estimated_and_held(words):
+    engine = make_engine(*LARGER, *words, micro=2)
+    world, fsdp = engine.world, engine.fsdp
+    batches = make_batches(0, 2, world.data_rank, world.dims.data_ranks)
+    engine.forward_backward(batches, objective_of(engine))
+    gradients = sum(bucket.gradient_N.nbytes for bucket in fsdp.buckets)
+    engine.step(1e-3)
+    held = {
+        "weights": sum(bucket.shard_N.nbytes for bucket in fsdp.buckets),
+        "gradients": gradients,
+        "moments": sum(x.nbytes for flat in engine.optimizer._flat.values() for x in flat),
+        "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
+        "peers": sum(peers.num_bytes for peers in fsdp.peers.values()),
+    }
+    ranks = sizes_of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
+    estimate = ranks[engine.stages.rank].peak(None)
+    return {name: (getattr(estimate, name), size) for name, size in held.items()}
+
+
+def test_the_estimate_of_state_is_what_a_rank_allocates():
+    for rank, layouts in enumerate(spawn(2, bytes_estimated_and_held)):
+        for words, parts in layouts.items():
+            for name, (estimated, held) in parts.items():
+                close = pytest.approx(held, rel=0.1 if name == "peers" else 0.05)
+                assert estimated == close, (rank, words, name)
 
 
 def test_moments_in_fp32_take_twice_the_weights():

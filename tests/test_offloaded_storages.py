@@ -8,7 +8,7 @@ from test_activation_offload import CPU, slow_links, small_pages
 from torch import nn
 
 from moetrain.parallel.offload import activations as activation_offload
-from moetrain.parallel.offload.activations import ActivationOffload, HostCopy, HostPages, stays
+from moetrain.parallel.offload.activations import _ActivationOffload, _HostCopy, _HostPages, _stays
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def toys(function, layers=4, share=1.0, device=CPU):
     def call(block, x_BSD, context):
         return block(x_BSD, context)
 
-    stay = stays([range(layers)])
-    done = ActivationOffload(call, numbers, stay, share, lambda *_: 0.0, device)
+    stay = _stays([range(layers)])
+    done = _ActivationOffload(call, numbers, stay, share, lambda *_: 0.0, device)
 
     def run(x_BSD, context=()):
         for block in blocks:
@@ -147,20 +147,20 @@ class Races:
         self.accesses, self.num_copies, self.found = {}, 0, set()
         empty, copy, leave, storage = (
             torch.empty,
-            HostPages._copy,
-            HostCopy.offload,
-            HostCopy.storage,
+            _HostPages._copy,
+            _HostCopy.offload,
+            _HostCopy.storage,
         )
-        delete = HostCopy.__del__
+        delete = _HostCopy.__del__
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "stream", nullcontext)
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-        patch.setattr(HostPages, "_copy", lambda *args: self.copied(copy, *args))
-        patch.setattr(HostCopy, "offload", lambda one: self.used(leave, one, lambda: one.stream))
-        patch.setattr(HostCopy, "__del__", lambda one: self.used(delete, one, lambda: one.stream))
+        patch.setattr(_HostPages, "_copy", lambda *args: self.copied(copy, *args))
+        patch.setattr(_HostCopy, "offload", lambda one: self.used(leave, one, lambda: one.stream))
+        patch.setattr(_HostCopy, "__del__", lambda one: self.used(delete, one, lambda: one.stream))
         patch.setattr(
-            HostCopy, "storage", lambda one: self.used(storage, one, lambda: self.current)
+            _HostCopy, "storage", lambda one: self.used(storage, one, lambda: self.current)
         )
 
     def copied(self, copy, host, stream, waits, pairs):
@@ -188,7 +188,7 @@ def fail(*_):
 
 def host_of_streams():
     """A host memory that works as on a GPU, with streams as above."""
-    host = HostPages(CPU)
+    host = _HostPages(CPU)
     host.on_cuda = True
     host._down, host._up = Stream(), Stream()
     return host
@@ -275,13 +275,13 @@ def test_auto_fills_the_link_and_no_more(x):
     done.allowance = lambda number, x: each
     left = []
 
-    class Count(HostCopy):
+    class Count(_HostCopy):
         def offload(self):
             left.append(done._blocks_begun)
             super().offload()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload, "HostCopy", Count)
+        patch.setattr(activation_offload, "_HostCopy", Count)
         run(x).sum().backward()
     assert done.host.bytes_down == (blocks - 2) * each
     # Not before the link has had the time, from the second block on; and soon after that.
@@ -293,7 +293,7 @@ def test_auto_fills_the_link_and_no_more(x):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ends", ["backward", "drop"])
 def test_nothing_is_read_or_freed_before_its_copy_is_done(monkeypatch, ends):
-    monkeypatch.setattr(activation_offload, "PAGE", 2**20)
+    monkeypatch.setattr(activation_offload, "_PAGE", 2**20)
     slow_links(monkeypatch)
     device = torch.device("cuda")
     x = torch.randn(1000, 40, device=device, requires_grad=True)

@@ -11,8 +11,8 @@ from moetrain.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     Schedule,
-    ScheduleError,
     Transfers,
+    _ScheduleError,
 )
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.train.setup import resolve_run
@@ -149,17 +149,17 @@ def test_the_simulator_finds_what_is_wrong():
     def broken(*actions):
         return Schedule("mine", good.rank_of_stage, 2, actions)
 
-    with pytest.raises(ScheduleError, match=r"mine: B1\.0 before F1\.0"):
+    with pytest.raises(_ScheduleError, match=r"mine: B1\.0 before F1\.0"):
         broken(tuple(reversed(first)), second).simulate()
-    with pytest.raises(ScheduleError, match="1 actions missing"):
+    with pytest.raises(_ScheduleError, match="1 actions missing"):
         broken(first[:-1], second).simulate()
-    with pytest.raises(ScheduleError, match=r"F0\.0 twice"):
+    with pytest.raises(_ScheduleError, match=r"F0\.0 twice"):
         broken(first[:1] + first, second).simulate()
-    with pytest.raises(ScheduleError, match="on rank 0, which lacks it"):
+    with pytest.raises(_ScheduleError, match="on rank 0, which lacks it"):
         broken(second, first).simulate()
     crossed = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1))
     late = (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0))
-    with pytest.raises(ScheduleError, match=r"deadlock, with rank 0 at B0\.0, rank 1 at F1\.1"):
+    with pytest.raises(_ScheduleError, match=r"deadlock, with rank 0 at B0\.0, rank 1 at F1\.1"):
         broken(crossed, late).simulate()
 
 

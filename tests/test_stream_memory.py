@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.parallel.fsdp.peers import wait_for_word, write_word
+from moetrain.parallel.fsdp.peers import _wait_for_word, _write_word
 from moetrain.parallel.offload import arena
 
 
@@ -23,9 +23,9 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     word = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2: CUDA error 801"):
-        write_word(word, 2**32 + 5)
+        _write_word(word, 2**32 + 5)
     with pytest.raises(RuntimeError, match="cuStreamWaitValue32_v2: CUDA error 801"):
-        wait_for_word(word, 5)
+        _wait_for_word(word, 5)
     assert calls == [[7, word.data_ptr(), 5, 0]] * 2
 
 
@@ -36,16 +36,16 @@ def test_a_stream_goes_on_when_the_word_is_there(first):
     there, waiting = torch.cuda.Event(), torch.cuda.Stream()
     seen.copy_(word)  # what is launched for the first time may wait for all that is under way
     torch.cuda._sleep(1)
-    write_word(word, first - 1)
+    _write_word(word, first - 1)
     torch.cuda.synchronize()
     with torch.cuda.stream(waiting):
-        wait_for_word(word, first + 1)
+        _wait_for_word(word, first + 1)
         seen.copy_(word)
         there.record()
     for value, is_there in ((first, False), (first + 1, True)):
         late = torch.cuda.Event()
         torch.cuda._sleep(2**24)
-        write_word(word, value)
+        _write_word(word, value)
         late.record()
         late.synchronize()
         torch.cuda._sleep(2**26)
@@ -64,7 +64,7 @@ def test_who_waits_takes_no_multiprocessor():
     for waiting in ([], [torch.cuda.Stream(priority=-1) for _ in range(3)]):
         for stream in waiting:
             with torch.cuda.stream(stream):
-                wait_for_word(word, 1)
+                _wait_for_word(word, 1)
         for step in range(40):
             if step == 20:
                 start.record()
@@ -75,7 +75,7 @@ def test_who_waits_takes_no_multiprocessor():
             time.sleep(0.01)
         went_on, waited = end.query(), not any(stream.query() for stream in waiting)
         with torch.cuda.stream(torch.cuda.Stream()):
-            write_word(word, len(waiting) > 0)
+            _write_word(word, len(waiting) > 0)
         torch.cuda.synchronize()
         assert went_on
         assert waited

@@ -43,7 +43,7 @@ from moetrain.parallel.expert.deepep_ops import (
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher, Received
 from moetrain.parallel.processes import machine
 
-logger = logging.getLogger("moetrain")
+_logger = logging.getLogger("moetrain")
 
 _RANKS = (2, 4, 8)  # what the kernels within a machine are built for
 _MAX_TOP_K = 32  # a lane of one warp each
@@ -191,7 +191,7 @@ def choose_dispatcher(
         reason = why_not(arch, group, device, dtype, kernels.precision)
     if reason is not None:
         config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
-        logger.info("tokens reach other ranks by all-to-all: %s", reason)
+        _logger.info("tokens reach other ranks by all-to-all: %s", reason)
         return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
     static = None
     if moe.dispatch_mode == "static":
@@ -213,7 +213,7 @@ def choose_dispatcher(
         static=static,
         precision=kernels.precision,
     )
-    logger.info(
+    _logger.info(
         "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
         dispatcher.num_sms,
         moe.dispatch_mode,

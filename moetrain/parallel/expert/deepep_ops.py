@@ -37,7 +37,7 @@ from moetrain.kernels.annotate import annotate
 from moetrain.kernels.backend import worth_saving
 from moetrain.kernels.quant.e4m3 import Quantised, quantise_rows
 
-INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
+_INSTALL = "pip install tokenspeed-deepep==1.2.1.post20251110"
 
 
 def load_deep_ep() -> ModuleType:
@@ -47,14 +47,14 @@ def load_deep_ep() -> ModuleType:
         ImportError: it is missing or broken; the message says what to do.
     """
     if importlib.util.find_spec("deep_ep") is None:
-        raise ImportError(f"the package deep_ep is not installed; {INSTALL}")
+        raise ImportError(f"the package deep_ep is not installed; {_INSTALL}")
     try:
         for library in _libraries_of_other_wheels():
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         return importlib.import_module("deep_ep")
     # 2.x asserts that torch loaded the NCCL it was built with.
     except (ImportError, OSError, AssertionError) as error:
-        raise ImportError(f"the package deep_ep does not load ({error}); {INSTALL}") from error
+        raise ImportError(f"the package deep_ep does not load ({error}); {_INSTALL}") from error
 
 
 def _libraries_of_other_wheels() -> Iterator[Path]:

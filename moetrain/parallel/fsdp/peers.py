@@ -63,7 +63,7 @@ _SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
 # ---- words of memory ----------------------------------------------------------------------------
 
 
-def write_word(word: torch.Tensor, value: int) -> None:
+def _write_word(word: torch.Tensor, value: int) -> None:
     """Let the current stream write ``value`` to ``word`` once every GPU sees all work before it.
 
     Args:
@@ -75,7 +75,7 @@ def write_word(word: torch.Tensor, value: int) -> None:
     _call_on_stream("cuStreamWriteValue32_v2", word, value)
 
 
-def wait_for_word(word: torch.Tensor, value: int) -> None:
+def _wait_for_word(word: torch.Tensor, value: int) -> None:
     """Let the current stream go on when ``word``, int32 of one element in the memory of this
     device, is at least ``value``.
 
@@ -134,12 +134,12 @@ class _DeviceMemory:
         """Tell all ranks when the current stream has come here."""
         self._counts[barrier] += 1
         for word in self._theirs[barrier]:
-            write_word(word, self._counts[barrier])
+            _write_word(word, self._counts[barrier])
 
     def wait(self, barrier: int) -> None:
         """Let the current stream go on when all ranks have arrived as often as this one."""
         for word in self._mine[barrier]:
-            wait_for_word(word, self._counts[barrier])
+            _wait_for_word(word, self._counts[barrier])
 
 
 class _MappedMemory:
@@ -361,7 +361,7 @@ def reachable(
     found = []
     for name, group in groups.items():
         ranks = dist.get_process_group_ranks(group)
-        reason = why_not([devices[rank] for rank in ranks])
+        reason = _why_not([devices[rank] for rank in ranks])
         if reason is None:
             found.append(name)
         elif setting.fsdp_transport == "copy":
@@ -375,7 +375,7 @@ _Device = tuple[str, int | None]
 """A rank's machine, and the number of its GPU there."""
 
 
-def why_not(devices: Sequence[_Device]) -> str | None:
+def _why_not(devices: Sequence[_Device]) -> str | None:
     """Say why the ranks of ``devices`` do not reach one another's memory, or None if they do."""
     hosts, gpus = zip(*devices, strict=True)
     if len(set(hosts)) > 1:

@@ -35,13 +35,13 @@ from moetrain.models.layers import Context
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.offload.arena import HostMemory
 
-PAGE = 2**24
+_PAGE = 2**24
 """Bytes of a copy: long enough for the link's full rate, short enough to waste little."""
-PAGES = 16
+_PAGES = 16
 """Pages that are pinned at once."""
-SMALLEST = 2**23
+_SMALLEST = 2**23
 """Bytes of the smallest storage that travels."""
-BYTES_PER_FLOP = 50e9 / 450e12
+_BYTES_PER_FLOP = 50e9 / 450e12
 """Bytes that the link carries while a block computes a FLOP, at most: over PCIe 5.0 x16, beside the
 fastest MoE block on an H200. Older GPUs have slower links, but they compute slower still."""
 
@@ -50,10 +50,10 @@ def link_bytes(parts: Iterable[Part], seq_len: int, tokens: float) -> float:
     """Estimate the bytes that the link carries in a forward of a block of ``parts`` over a rank's
     ``tokens``, in rows of ``seq_len``."""
     products = sum(part.products_per_token(seq_len) for part in parts)
-    return 2 * products * tokens * BYTES_PER_FLOP
+    return 2 * products * tokens * _BYTES_PER_FLOP
 
 
-class HostPages:
+class _HostPages:
     """Pinned pages, and the two streams that fill and read them.
 
     On a CPU copies are made at once: streams and events are None.
@@ -73,16 +73,16 @@ class HostPages:
     @property
     def pinned_bytes(self) -> int:
         """The host memory that pages take."""
-        return self.num_pages * PAGE
+        return self.num_pages * _PAGE
 
     def take(self, size: int) -> list[tuple[torch.Tensor, Any]]:
         """Take free pages for ``size`` bytes."""
-        number = -(-size // PAGE)
+        number = -(-size // _PAGE)
         while len(self.free) < number:
             self._chunks.append(HostMemory(self.device, "activation.offload", "set it lower, or 0"))
-            chunk = self._chunks[-1].reserve(PAGES * PAGE)
-            self.free += [(page, None) for page in chunk.split(PAGE)]
-            self.num_pages += PAGES
+            chunk = self._chunks[-1].reserve(_PAGES * _PAGE)
+            self.free += [(page, None) for page in chunk.split(_PAGE)]
+            self.num_pages += _PAGES
         taken, self.free = self.free[-number:], self.free[:-number]
         return taken
 
@@ -94,7 +94,7 @@ class HostPages:
         """Copy ``source`` (bytes) to pages; gives these and the event at the copy's end."""
         taken = self.take(size)
         pages = [page for page, _ in taken]
-        pairs = list(zip(pages, source.split(PAGE), strict=True))
+        pairs = list(zip(pages, source.split(_PAGE), strict=True))
         self.bytes_down += size
         waits = [event for _, event in taken]
         return pages, self._copy(self._down, waits, [(page[: len(x)], x) for page, x in pairs])
@@ -102,7 +102,7 @@ class HostPages:
     def copy_up(self, pages: Sequence[torch.Tensor], after: Any, target: torch.Tensor) -> Any:
         """Copy what ``pages`` hold since ``after`` to ``target``, which belongs to the current
         stream; gives the event at the copy's end."""
-        pairs = zip(target.split(PAGE), pages, strict=True)
+        pairs = zip(target.split(_PAGE), pages, strict=True)
         self.bytes_up += len(target)
         return self._copy(self._up, [after], [(x, page[: len(x)]) for x, page in pairs])
 
@@ -126,7 +126,7 @@ class HostPages:
         return stream.record_event()
 
 
-class HostCopy:
+class _HostCopy:
     """A storage of which the host has a copy. It gives its pages back with the last tensor that was
     saved in it."""
 
@@ -134,7 +134,7 @@ class HostCopy:
     """The bytes on the device, until they are freed."""
     pages: Sequence[torch.Tensor] = ()
 
-    def __init__(self, host: HostPages, storage: torch.UntypedStorage) -> None:
+    def __init__(self, host: _HostPages, storage: torch.UntypedStorage) -> None:
         self.host, self.size = host, storage.nbytes()
         self.saved: list[tuple[torch.Tensor, int]] = []
         """Tensors that autograd saved and their versions, until the memory is freed."""
@@ -199,11 +199,11 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 class _Stash:
     """The storages that one call of a block has saved."""
 
-    def __init__(self, foreign: frozenset[int], send: Callable[[Any], HostCopy | None]) -> None:
+    def __init__(self, foreign: frozenset[int], send: Callable[[Any], _HostCopy | None]) -> None:
         self._foreign, self._send = foreign, send
-        self._found: dict[int, HostCopy | None] = {}
+        self._found: dict[int, _HostCopy | None] = {}
         """By address, while the block runs; then the graph decides how long they live."""
-        self.copies: list[ref[HostCopy]] = []
+        self.copies: list[ref[_HostCopy]] = []
 
     def pack(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Make what gives ``x`` back, which autograd is saving."""
@@ -214,12 +214,12 @@ class _Stash:
         copy.saved.append((saved, x._version))
         return partial(copy.tensor, x.dtype, x.storage_offset(), x.shape, x.stride())
 
-    def _copy_of(self, x: torch.Tensor) -> HostCopy | None:
+    def _copy_of(self, x: torch.Tensor) -> _HostCopy | None:
         if type(x) is not torch.Tensor or x.layout != torch.strided:
             return None  # a collective's, say, under way
         storage = x.untyped_storage()
         address = storage.data_ptr()
-        if address in self._foreign or storage.nbytes() < SMALLEST:
+        if address in self._foreign or storage.nbytes() < _SMALLEST:
             return None
         if address not in self._found:
             self._found[address] = copy = self._send(storage)
@@ -238,7 +238,7 @@ class _Stash:
                 copy.reload()
 
 
-class ActivationOffload:
+class _ActivationOffload:
     """Calls blocks in the place of ``call``, and offloads part of what they save.
 
     Args:
@@ -262,7 +262,7 @@ class ActivationOffload:
         self.call, self.numbers, self.stay = call, numbers, stay
         self.share = None if offload == "auto" else offload
         self.allowance = allowance
-        self.host = HostPages(device)
+        self.host = _HostPages(device)
         self._next = -1
         """The number of the block that goes on with the last block's micro-batch."""
         self._before: _Stash | None = None
@@ -271,7 +271,7 @@ class ActivationOffload:
         """Time is counted in blocks begun; the link is busy until the second."""
         self._per_block = math.inf
         """Bytes that the link carries in one block; without ``auto`` there is no limit."""
-        self._leaving: deque[tuple[float, ref[HostCopy]]] = deque()
+        self._leaving: deque[tuple[float, ref[_HostCopy]]] = deque()
         """Copies under way, and the block at which each one's memory is freed."""
         self._seen = self._sent = self._allowed = self._room = 0.0
         """Since a micro-batch's first block: bytes of large storages, of those that travel, and
@@ -315,7 +315,7 @@ class ActivationOffload:
                 copy.offload()
         return before
 
-    def _send(self, storage: torch.UntypedStorage) -> HostCopy | None:
+    def _send(self, storage: torch.UntypedStorage) -> _HostCopy | None:
         """Begin to offload ``storage``, unless that would be too much."""
         size = storage.nbytes()
         self._seen += size
@@ -326,7 +326,7 @@ class ActivationOffload:
         self._room -= size
         # A compiled block saves all at its end; then there is the next one to copy beside.
         self._busy_until = max(self._busy_until, self._blocks_begun + 1) + size / self._per_block
-        copy = HostCopy(self.host, storage)
+        copy = _HostCopy(self.host, storage)
         self._leaving.append((max(self._busy_until, self._blocks_begun + 2), ref(copy)))
         return copy
 
@@ -337,7 +337,7 @@ def _not_its_own(block: nn.Module, context: Context) -> frozenset[int]:
     return frozenset(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor))
 
 
-def stays(ranges: Sequence[range]) -> frozenset[int]:
+def _stays(ranges: Sequence[range]) -> frozenset[int]:
     """The blocks of which nothing travels, in stages of these blocks: each one's last, and of the
     last stage, whose backward follows its forward, the one before it too."""
     ends = [blocks.stop - 1 for blocks in ranges]
@@ -350,7 +350,7 @@ def offload_activations(
     ranges: Sequence[range],
     seq_len: int,
     device: torch.device,
-) -> ActivationOffload:
+) -> _ActivationOffload:
     """Let the blocks of ``model`` offload what they save; after ``set_recomputation``.
 
     Args:
@@ -363,7 +363,7 @@ def offload_activations(
         return link_bytes(layers[number], seq_len, x_BSD.numel() / x_BSD.shape[-1])
 
     numbers = {block: number for number, block in enumerate(model.layers)}
-    stay = stays(ranges)
-    done = ActivationOffload(model.call_block, numbers, stay, offload, allowance, device)
+    stay = _stays(ranges)
+    done = _ActivationOffload(model.call_block, numbers, stay, offload, allowance, device)
     model.call_block = done
     return done

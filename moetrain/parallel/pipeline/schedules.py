@@ -64,7 +64,7 @@ class Transfers(NamedTuple):
     transfers: tuple[_Transfer, ...]
 
 
-class ScheduleError(ValueError):
+class _ScheduleError(ValueError):
     """A schedule cannot run."""
 
 
@@ -142,7 +142,7 @@ class Schedule:
         self,
         time_of: Callable[[Action], float] = lambda action: action.unit_time,
         communication: float = 0.0,
-    ) -> Timeline:
+    ) -> _Timeline:
         """Find when every action runs, if each starts as soon as its rank and what it needs allow.
 
         Args:
@@ -150,8 +150,8 @@ class Schedule:
             communication: how long after an action another rank has what it made.
 
         Raises:
-            ScheduleError: actions are missing, doubled or in an order that cannot be; or ranks wait
-                for each other for ever, and the message names what each of them waits with.
+            _ScheduleError: actions are missing, doubled or in an order that cannot be; or ranks
+                wait for each other for ever, and the message names what each of them waits with.
         """
         self._check_order()
         times: dict[Action, tuple[float, float]] = {}
@@ -174,27 +174,27 @@ class Schedule:
             waiting = {r for r in waiting if position[r] < len(self.actions[r])}
             if waiting and sum(position) == before:
                 blocked = (f"rank {r} at {self.actions[r][position[r]]}" for r in sorted(waiting))
-                raise ScheduleError(f"{self.name}: deadlock, with {', '.join(blocked)}")
-        return Timeline(self, times)
+                raise _ScheduleError(f"{self.name}: deadlock, with {', '.join(blocked)}")
+        return _Timeline(self, times)
 
     def _check_order(self) -> None:
-        """Raise :class:`ScheduleError` unless every stage's rank, and no other, does all that is to
-        be done to every micro-batch, once, each thing after what it needs of the same rank."""
+        """Raise :class:`_ScheduleError` unless every stage's rank, and no other, does all that is
+        to be done to every micro-batch, once, each thing after what it needs of the same rank."""
         done: set[Action] = set()
         for rank, actions in enumerate(self.actions):
             for action in actions:
                 if action in done:
-                    raise ScheduleError(f"{self.name}: {action} twice")
+                    raise _ScheduleError(f"{self.name}: {action} twice")
                 if self.rank_of_stage[action.stage] != rank:
-                    raise ScheduleError(f"{self.name}: {action} on rank {rank}, which lacks it")
+                    raise _ScheduleError(f"{self.name}: {action} on rank {rank}, which lacks it")
                 for other in self.needs(action):
                     if self.rank_of_stage[other.stage] == rank and other not in done:
-                        raise ScheduleError(f"{self.name}: {action} before {other}")
+                        raise _ScheduleError(f"{self.name}: {action} before {other}")
                 done.add(action)
         kinds = "F" if self.name == "forward" else "FB"
         wanted = product(kinds, range(self.num_stages), range(self.num_micro_batches))
         if odd := set(wanted) ^ {tuple(action) for action in done}:
-            raise ScheduleError(f"{self.name}: {len(odd)} actions missing or unasked")
+            raise _ScheduleError(f"{self.name}: {len(odd)} actions missing or unasked")
 
     def steps(self) -> list[list[Action | Transfers]]:
         """List every rank's actions and transfers in an order in which no ranks can deadlock.
@@ -229,7 +229,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class _Timeline:
     """When every action of a schedule runs."""
 
     schedule: Schedule
