@@ -84,6 +84,7 @@ _PROGRAMS = {
     "train": _Program(
         "train", "moetrain.train.trainer:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs.")
     ),
+    "bench": _Program("bench", "moetrain.cli.bench:Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")),
     "rl": _Program(
         "rl",
         "moetrain.rl.trainer:RlTrainer",
