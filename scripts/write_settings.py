@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from moetrain.config import Config
+from moetrain.config.data import MixEntry
 from moetrain.config.sources import recipe_names
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -77,7 +78,10 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
-        numbers = get_args(annotation)[0] is int
+        inner = get_args(annotation)[0]
+        if inner is MixEntry:
+            return "tables"
+        numbers = inner is int
         return "whole numbers with commas between" if numbers else "words with commas between"
     kinds = [_kind(part) for part in get_args(annotation) if part is not NoneType]
     return " or ".join(kinds)

@@ -28,10 +28,10 @@ from moetrain.config.compute import (
     MoeSection,
     ParallelSection,
 )
+from moetrain.config.data import DataSection
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import (
     CheckpointSection,
-    DataSection,
     JobsSection,
     LaunchSection,
     LogSection,
@@ -171,7 +171,9 @@ class Config(Section):
         if t.steps is None and t.epochs is None:
             raise ConfigError("train.steps", "not set; give it, or train.epochs")
         t.micro_batches()  # for one rank; plan_world asks again for all
-        if self.data.source in ("text", "records", "jsonl") and self.data.path is None:
+        data = self.data
+        named = data.path or data.sources()
+        if data.source in ("text", "records", "jsonl") and not named:
             raise ConfigError(
                 "data.path", f"not set, and data.source {self.data.source!r} needs it"
             )

@@ -71,6 +71,8 @@ NEEDS: tuple[_Need, ...] = (
     _Need("data.train_on data.split data.subset", {"data.source": _RECORDS}),
     _Need("data.text_field", {"data.format": {"auto", "text"}}),
     _Need("data.chat_template data.train_on", {"data.format": _Other("text")}),
+    _Need("data.mix", {"data.source": _RECORDS}),
+    _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer", _OF_TEXT),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),

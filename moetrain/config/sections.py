@@ -1,9 +1,9 @@
-"""Sections of settings: model, data, run length, adapters, optimizer, checkpoints, logs, processes.
+"""Sections of settings: model, run length, adapters, optimizer, checkpoints, logs, processes.
 
 Each setting has its type, default, meaning and own validation here; the docstring under a field is
-what ``--help`` prints. Sections of how a step is computed are in :mod:`moetrain.config.compute`,
-those of reinforcement learning in :mod:`moetrain.config.rl`. Checks that span sections are in
-:mod:`moetrain.config`.
+what ``--help`` prints. The settings of data are in :mod:`moetrain.config.data`, those of how a step
+is computed in :mod:`moetrain.config.compute`, those of reinforcement learning in
+:mod:`moetrain.config.rl`. Checks that span sections are in :mod:`moetrain.config`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Section(BaseModel):
         return value
 
 
-def _from_home(value: str | None) -> str | None:
+def from_home(value: str | None) -> str | None:
     """Expand ~ in a path: no shell does that in a file or after =."""
     return value and os.path.expanduser(value)
 
@@ -114,57 +114,6 @@ class ModelSection(Section):
         """Return the architecture fields that were set, by name."""
         own = {"preset", "path", "init_std"}
         return {k: v for k, v in self.model_dump(exclude_none=True).items() if k not in own}
-
-
-class DataSection(Section):
-    """Where text comes from, and how it becomes packed rows of tokens."""
-
-    source: Literal["stdlib", "text", "records", "jsonl", "synthetic"] = "stdlib"
-    """Kind of data. stdlib: the source code of Python's standard library; text: a text file, or a
-    folder of them; records: files of records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
-    data set that was saved or that a hub has; jsonl: another name for records; synthetic: random
-    tokens. Unset, the end of data.path decides."""
-    path: str | None = None
-    """File, folder or pattern (data/*.parquet) to read, or a hub's OWNER/NAME of records."""
-    split: str = "train"
-    """Split of a data set that was saved or that a hub has."""
-    subset: str | None = None
-    """Configuration of a hub's data set; unset: its default."""
-    format: Literal[
-        "auto", "messages", "sharegpt", "preference", "completion", "alpaca", "text"
-    ] = "auto"
-    """Form of the records. messages: chats; sharegpt: `conversations`; preference: `chosen` and
-    `rejected`; completion: `prompt` and `completion`; alpaca: `instruction` and `output`; text:
-    data.text_field. auto: by the fields of each record."""
-    train_on: Literal["all", "completion", "last"] = "all"
-    """Turns of the assistant that are learned: all; completion: those behind the user's last turn;
-    last: the last one. Of a prompt and its completion only the completion is ever learned."""
-    eval_path: str | None = None
-    """File or folder to evaluate on; unset: data.eval_fraction of the documents is held out."""
-    eval_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the documents that is held out for evaluation, chosen by a hash of their names or
-    text; of too few documents the last tokens, as large a share."""
-    text_field: str = "text"
-    """Field of a record that holds its text, if it is no conversation."""
-    chat_template: str | None = None
-    """Jinja file that formats `messages`; unset: the tokenizer's own template, else ChatML."""
-    tokenizer: str = "byte"
-    """The tokenizer: byte (no file), a tokenizer.json, a folder that holds one, or a hub id. Unset
-    with model.path: that checkpoint's own."""
-    seq_len: int = Field(default=256, gt=1)
-    """Tokens in one packed row. Unset with model.path: as many as the model takes, up to 4096."""
-    packing: Literal["auto", "whole", "stream"] = "auto"
-    """How documents fill rows. whole: uncut, with padding; a conversation longer than a row loses
-    its end, and a longer text is cut into parts. stream: documents follow one another and are cut
-    at the end of each row. auto: whole for conversations, else stream."""
-    cache_dir: str | None = None
-    """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
-    num_documents: int = Field(default=1024, gt=0, lt=2**31)
-    """Rows of the synthetic source."""
-
-    _paths = field_validator("path", "eval_path", "chat_template", "tokenizer", "cache_dir")(
-        _from_home
-    )
 
 
 class TrainSection(Section):
@@ -264,7 +213,7 @@ class LoraSection(Section):
     """How those files hold adapters of routed experts. per_expert: one module for each expert;
     fused: PEFT's target_parameters; auto: as servers of the model's family load them."""
 
-    _paths = field_validator("path")(_from_home)
+    _paths = field_validator("path")(from_home)
 
     @property
     def scale(self) -> float:
@@ -353,7 +302,7 @@ class CheckpointSection(Section):
                 "is saved then; make it one",
             )
 
-    _paths = field_validator("resume")(_from_home)
+    _paths = field_validator("resume")(from_home)
 
 
 class LogSection(Section):
@@ -445,4 +394,4 @@ class JobsSection(Section):
     """Requests of a job between two of its checkpoints. Those after the last one are computed again
     after a restart, from the job's log."""
 
-    _paths = field_validator("token_file")(_from_home)
+    _paths = field_validator("token_file")(from_home)

@@ -78,6 +78,7 @@ class _Layer(NamedTuple):
 # One of two alternatives is set: the user's replaces a recipe's or a default.
 _ALTERNATIVES = (
     ("model.path", "model.preset"),
+    ("data.mix", "data.path"),
     ("train.epochs", "train.steps"),
     ("optim.warmup_fraction", "optim.warmup_steps"),
 )
@@ -312,7 +313,8 @@ def _recipe_under(
     if recipes.of_path == recipes.of_chats:
         recipe = recipes.of_path
         return recipe, f"  recipe {recipe}, as model.path is set and none is named"
-    kind = given.get("data.source") or (None if data is None else _source_by_suffix(data))
+    kind = given.get("data.source") or (None if data is None else source_by_suffix(data))
+    kind = kind or (given.get("data.mix") and "records")
     recipe = recipes.of_chats if kind in ("records", "jsonl") else recipes.of_path
     return recipe, f"  recipe {recipe}, as model.path is set, the data is {kind} and none is named"
 
@@ -320,10 +322,12 @@ def _recipe_under(
 def _source_of_path(layers: Sequence[_Layer]) -> list[_Layer]:
     """Set ``data.source`` if a user gives only ``data.path`` to a recipe that reads no files."""
     given, users = _given(layers), _given(layer for layer in layers if layer.is_users)
+    if users.get("data.mix") is not None and "data.source" not in users:
+        return [_Layer("as data.mix is set", {"data.source": "records"}, is_users=False)]
     path, reads_files = given.get("data.path"), given.get("data.source") in _READ_FILES
     if path is None or reads_files or "data.path" not in users or "data.source" in users:
         return []
-    return [_Layer("end of data.path", {"data.source": _source_by_suffix(path)}, is_users=False)]
+    return [_Layer("end of data.path", {"data.source": source_by_suffix(path)}, is_users=False)]
 
 
 _READ_FILES = ("text", "records", "jsonl")
@@ -331,7 +335,12 @@ _RECORDS = (".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", "")
 _OF_SUFFIX = {".jsonl": "jsonl", ".txt": "text"} | dict.fromkeys(_RECORDS, "records")
 
 
-def _source_by_suffix(path: object) -> str:
+def source_by_suffix(path: object, field: str = "data.path") -> str:
+    """Return the ``data.source`` of what the setting ``field`` names, by the end of its name.
+
+    Raises:
+        ConfigError: the end tells nothing.
+    """
     # To guess text for other files would train on their format: braces, commas, binary.
     suffix = PurePath(str(path)).suffix.lower()
     if not re.fullmatch(r"\.[a-z]+\d?", suffix):  # the end of a folder's or a hub's name
@@ -340,7 +349,7 @@ def _source_by_suffix(path: object) -> str:
     if kind is None:
         raise ConfigError(
             "data.source",
-            f"not set, and data.path {shortened(path)} ends in none of "
+            f"not set, and {field} {shortened(path)} ends in none of "
             f"{', '.join(filter(None, _OF_SUFFIX))}; set text (a file of any text, or a folder of "
             "such) or records (a file or folder of records, or a hub's data set); stdlib and "
             "synthetic take no path",

@@ -19,18 +19,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from moetrain.config import Config, ConfigError, DataSection
+from moetrain.config.data import MixEntry
 from moetrain.config.environment import user_cache_dir
 from moetrain.data.cache import TokenCache
 from moetrain.data.packing import (
     IGNORE_INDEX,
     Dataset,
+    Mixture,
     Row,
+    Samples,
+    Shuffled,
     StreamDataset,
     SyntheticDataset,
     WholeDataset,
@@ -47,7 +52,8 @@ class Data(NamedTuple):
 
     train: Dataset
     eval: Dataset | None
-    """Held-out rows; None: there is no evaluation (data.eval_fraction 0)."""
+    """Held-out rows, of a mixture those of its first source; None: there is no evaluation
+    (data.eval_fraction 0)."""
     tokenizer: Tokenizer
     fingerprint: str
     """Hash of what decides the rows of both: tokens and which of them have loss, packing, row
@@ -55,6 +61,8 @@ class Data(NamedTuple):
     lie."""
     chat_template: str | None
     """The template that rendered the conversations; None: there are none."""
+    sources: Mapping[str, tuple[Dataset, float]] = MappingProxyType({})
+    """Of a mixture, the held-out rows of each source, and its share of the rows trained on."""
 
 
 def build_data(config: Config, vocab_size: int) -> Data:
@@ -81,27 +89,64 @@ def build_data(config: Config, vocab_size: int) -> Data:
             raise
         except ValueError as error:
             raise ConfigError("train.sample_prompt", str(error)) from None
-    template, held_out = None, None
     if data.source == "synthetic":
         shape, rows = (data.seq_len, vocab_size, config.train.seed), data.num_documents
-        train = SyntheticDataset(rows, *shape)
+        train, held_out, template = SyntheticDataset(rows, *shape), None, None
         if num_held_out := math.ceil(rows * data.eval_fraction):
             held_out = SyntheticDataset(num_held_out, *shape, first=rows)
-    else:
-        train, held_out, template = _from_text(data, tokenizer)
-        for side, dataset in (("", train), ("held out: ", held_out)):
-            if isinstance(dataset, WholeDataset):
-                _logger.info("%s%s", side, dataset.describe())
-    identity = [train.identity, None if held_out is None else held_out.identity]
-    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return Data(train, held_out, tokenizer, fingerprint, template)
+        identity = [train.identity, None if held_out is None else held_out.identity]
+        return Data(train, held_out, tokenizer, _hash(identity), template)
+    if data.mix is None:
+        train, held_out, template = _from_files(data, tokenizer)
+        identity = [train.identity, None if held_out is None else held_out.identity]
+        return Data(train, held_out, tokenizer, _hash(identity), template)
+    return _mixed(data, data.mix, tokenizer, config.train.seed)
+
+
+def _hash(identity: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def _mixed(data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, seed: int) -> Data:
+    """Return the rows of a mixture; its passes are as long as weights and repeats allow."""
+    parts, held_out, template = {}, {}, None
+    for entry, (name, section) in zip(mix, data.sources().items(), strict=True):
+        train, rows, found = _from_files(section, tokenizer, entry.limit)
+        parts[name] = Shuffled(train, seed)
+        template = template or found
+        if rows is not None:
+            held_out[name] = rows
+    most = [len(part) * entry.repeat for part, entry in zip(parts.values(), mix, strict=True)]
+    weights = [
+        n if entry.weight is None else entry.weight for entry, n in zip(mix, most, strict=True)
+    ]
+    size = min(n / weight for n, weight in zip(most, weights, strict=True))
+    counts = [max(1, int(size * weight + 1e-6)) for weight in weights]
+    train = Mixture(parts, counts, seed)
+    shares = {name: n / len(train) for name, n in zip(parts, counts, strict=True)}
+    of_part = ", ".join(f"{n:,} of {name}" for name, n in zip(parts, counts, strict=True))
+    _logger.info("a pass over the mixture has %s rows: %s", f"{len(train):,}", of_part)
+    first = next(iter(held_out.values()), None)
+    identity = [train.identity, [rows.identity for rows in held_out.values()]]
+    sides = {name: (rows, shares[name]) for name, rows in held_out.items()}
+    return Data(train, first, tokenizer, _hash(identity), template, sides)
+
+
+def _from_files(
+    data: DataSection, tokenizer: Tokenizer, limit: int | None = None
+) -> tuple[Dataset, Dataset | None, str | None]:
+    """Return the rows of both sides, and the template of the conversations among them."""
+    train, held_out, template = _from_text(data, tokenizer, limit)
+    for side, dataset in (("", train), ("held out: ", held_out)):
+        if isinstance(dataset, WholeDataset):
+            _logger.info("%s%s", side, dataset.describe())
+    return train, held_out, template
 
 
 def _from_text(
-    data: DataSection, tokenizer: Tokenizer
+    data: DataSection, tokenizer: Tokenizer, limit: int | None
 ) -> tuple[Dataset, Dataset | None, str | None]:
-    """Return the rows of both sides, and the template of the conversations among them."""
-    sources = open_sources(data, tokenizer)
+    sources = open_sources(data, tokenizer, limit)
     if said := sources.undivided.describe():
         _logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
@@ -259,12 +304,13 @@ def tensors_on(device: torch.device, fields: Mapping[str, Any]) -> dict[str, tor
 class Loader:
     """One rank's micro-batches, step after step, without end.
 
-    ``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows. Sample g of a run
-    is row ``permutation(seed, g // n)[g % n]`` of a dataset of n rows, so the rows of a step do not
-    depend on the number of ranks, and a resumed run sees the batches that it would have seen.
+    ``rank`` of ``world_size`` data-parallel ranks; both batch sizes count rows. The samples of a
+    run are numbered over all ranks (:class:`~moetrain.data.packing.Samples`), so the rows of a step
+    do not depend on the number of ranks, and a resumed run sees the batches that it would have
+    seen.
     """
 
-    dataset: Dataset
+    dataset: Dataset | Samples
     global_batch_size: int
     micro_batch_size: int
     seed: int
@@ -280,7 +326,26 @@ class Loader:
     def __post_init__(self) -> None:
         # moetrain.parallel.world.plan_world saw to it.
         assert self.global_batch_size % (self.micro_batch_size * self.world_size) == 0
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._shuffled = Shuffled(self.dataset, self.seed)
+
+    @property
+    def _samples(self) -> Samples:
+        if hasattr(self.dataset, "sample"):
+            return cast("Samples", self.dataset)
+        if self._shuffled.rows is not self.dataset:  # a user's own, given later
+            self._shuffled = Shuffled(self.dataset, self.seed)
+        return self._shuffled
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as JSON, for a checkpoint of any number of ranks."""
+        position: dict[str, Any] = {"sample_index": self.sample_index}
+        streams = self._samples.state(self.sample_index)
+        return position if streams is None else {**position, "streams": streams}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state` returned."""
+        self.sample_index = state["sample_index"]
+        self._samples.resume(state.get("streams"))
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step.
@@ -300,12 +365,10 @@ class Loader:
         return batches
 
     def _sample(self, sample: int) -> Row:
-        epoch, index = divmod(sample, len(self.dataset))
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._epoch, self._order = epoch, generator.permutation(len(self.dataset))
-        row = self.dataset.row(int(self._order[index]))
-        _check_row(row, self.seq_len, f"{type(self.dataset).__name__}.row({self._order[index]})")
+        samples = self._samples
+        row = samples.sample(sample)
+        index = samples.index(sample) if isinstance(samples, Shuffled) else sample
+        _check_row(row, self.seq_len, f"{type(self.dataset).__name__}.row({index})")
         return row
 
 

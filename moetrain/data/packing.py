@@ -12,6 +12,7 @@ Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,6 +48,111 @@ class Dataset(Protocol):
     def row(self, index: int) -> Row:
         """Return row ``index`` of ``len(self)``; the same at every call."""
         ...
+
+
+class Samples(Dataset, Protocol):
+    """Rows without end, one pass over the data after the other; ``len`` is of one pass."""
+
+    def sample(self, number: int) -> Row:
+        """Return sample ``number`` of a run, which is the same on every rank.
+
+        Numbers mostly rise; to go back by more than a step may take long.
+        """
+        ...
+
+    def state(self, number: int) -> Any:
+        """Return as JSON what finds sample ``number`` again fast; None: nothing is needed."""
+        ...
+
+    def resume(self, state: Any) -> None:
+        """Take what :meth:`state` returned."""
+        ...
+
+
+class Shuffled(Samples):
+    """A dataset of n rows; sample g is row ``permutation(seed, g // n)[g % n]``."""
+
+    def __init__(self, rows: Dataset, seed: int) -> None:
+        self.rows, self.identity, self._seed = rows, rows.identity, seed
+        self._turn, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Row:
+        return self.rows.row(index)
+
+    def index(self, number: int) -> int:
+        """Return which row sample ``number`` is."""
+        turn, place = divmod(number, len(self.rows))
+        if turn != self._turn:
+            self._turn, self._order = turn, _permutation(self._seed, turn, len(self.rows))
+        return int(self._order[place])
+
+    def sample(self, number: int) -> Row:
+        return self.rows.row(self.index(number))
+
+    def state(self, number: int) -> None:
+        return None
+
+    def resume(self, state: Any) -> None:
+        pass
+
+
+class Mixture(Samples):
+    """Several sources, of each of which a pass has its count of rows, in an order of the seed.
+
+    The next pass takes the next rows of each: of a source with more rows than its count, others.
+    """
+
+    def __init__(self, parts: Mapping[str, Samples], counts: Sequence[int], seed: int) -> None:
+        self.identity = [
+            "mix",
+            [[p.identity, n] for p, n in zip(parts.values(), counts, strict=True)],
+        ]
+        self._parts, self._counts, self._seed = dict(parts), counts, seed
+        self._samples = list(parts.values())
+        self._turn = -1
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    def row(self, index: int) -> Row:
+        return self.sample(index)
+
+    def sample(self, number: int) -> Row:
+        part, rank = self._place(number)
+        return self._samples[part].sample(rank)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the source of sample ``number``, and which of that source's samples it is."""
+        turn, place = divmod(number, len(self))
+        if turn != self._turn:
+            order = _permutation(self._seed, turn, len(self))
+            self._part = np.searchsorted(np.cumsum(self._counts), order, side="right")
+            self._rank = np.empty(len(self), np.int64)
+            for part, count in enumerate(self._counts):
+                self._rank[self._part == part] = np.arange(count)
+            self._turn = turn
+        part = int(self._part[place])
+        return part, turn * self._counts[part] + int(self._rank[place])
+
+    def state(self, number: int) -> Any:
+        turn, place = divmod(number, len(self))
+        self._place(number)
+        states = {}
+        for part, (name, samples) in enumerate(self._parts.items()):
+            before = int((self._part[:place] == part).sum())
+            states[name] = samples.state(turn * self._counts[part] + before)
+        return None if all(state is None for state in states.values()) else states
+
+    def resume(self, state: Any) -> None:
+        for name, samples in self._parts.items():
+            samples.resume(state[name] if state else None)
+
+
+def _permutation(seed: int, turn: int, size: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, turn])).permutation(size)
 
 
 class StreamDataset:

@@ -172,8 +172,11 @@ class _Sources(NamedTuple):
     """The template of conversations, if the format has any."""
 
 
-def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
+def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = None) -> _Sources:
     """Open the sources of a run: list their files, and read nothing yet.
+
+    Args:
+        limit: files or records to read at most; None: all.
 
     Raises:
         ConfigError: a path or template file is missing or cannot be read, a template is malformed,
@@ -187,11 +190,11 @@ def open_sources(data: DataSection, tokenizer: Tokenizer) -> _Sources:
         if template is not None:
             container = open_container(field, path, data.split, data.subset)
             reader = RecordReader(template, data.format, data.text_field, data.train_on)
-            return [_RecordSource(container, share, reader) for share in shares]
+            return [_RecordSource(container, share, reader, limit) for share in shares]
         is_stdlib = data.source == "stdlib"
         skipped = _NOT_STDLIB if is_stdlib else frozenset()
         files = list_files(field, path, (".py",) if is_stdlib else ("",), skipped)
-        named = [(file, os.fsencode(document_name(file, Path(path)))) for file in files]
+        named = [(f, os.fsencode(document_name(f, Path(path)))) for f in files[:limit]]
         return [
             _TextSource(Container([file for file, name in named if share.holds(name)], field, path))
             for share in shares

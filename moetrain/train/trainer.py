@@ -125,17 +125,27 @@ class Trainer(Run):
     # ---- evaluation and reports ----------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Log the mean loss of ``train.eval_rows`` held-out rows, in nats a token."""
+        """Log the mean loss of ``train.eval_rows`` held-out rows, in nats a token.
+
+        Of a mixture each source has a loss; ``eval_loss`` is their mean by shares of the rows.
+        """
         rows = self.data.eval
         if rows is None or self.evaluated_at == self.step:
             return
         self.clock.stop()
+        parts = self.data.sources or {"": (rows, 1.0)}
         try:
-            loss = held_out_loss(self.engine, rows, self.config.train)
+            losses = {
+                name: held_out_loss(self.engine, part, self.config.train)
+                for name, (part, _) in parts.items()
+            }
         except GivenUp:
             return
         self.evaluated_at = self.step
-        self.log.log(self.step, {"eval_loss": loss})
+        whole = sum(share for _, share in parts.values())
+        loss = sum(losses[name] * share / whole for name, (_, share) in parts.items())
+        of_sources = {f"eval_loss/{name}": losses[name] for name in self.data.sources}
+        self.log.log(self.step, {"eval_loss": loss, **of_sources})
         self.clock.start()
 
     def log_step(self, result: _StepResult) -> None:
@@ -176,7 +186,7 @@ class Trainer(Run):
     # ---- saving and resuming -------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        return {"sample_index": self.loader.sample_index}
+        return self.loader.state()
 
     def take_up(self, found: Checkpoint) -> None:
         if "under_way" in found.state:
@@ -185,7 +195,7 @@ class Trainer(Run):
                 f"{str(found.folder)!r} is of reinforcement learning; to begin from its weights "
                 "give its export (checkpoint.save_hf) as model.path",
             )
-        self.loader.sample_index = found.state["sample_index"]
+        self.loader.resume(found.state)
 
 
 def held_out_loss(engine: Engine, rows: Dataset, train: TrainSection) -> float:
