@@ -51,7 +51,7 @@ class Bench:
         """A step without the service."""
         session = self.session
         samples = ForwardBackward.model_validate(self.body).samples()
-        batches = session._packed(samples)
+        batches = session._dealt(samples).batches
         objective = Pretraining.of(session.config, session.engine.arch)
         session.engine.forward_backward(batches, objective).total.item()  # waits, as a job does
         session._optim_step(OptimStep(lr=1e-5))

@@ -303,9 +303,9 @@ def test_what_it_refuses(words, problem):
 
 def test_reinforcement_learning_refuses_it(tmp_path):
     from moetrain.config import Recipes
-    from moetrain.rl.setup import set_up
+    from moetrain.rl.setup import Setup
 
     config = Config.load(None, [FP8, f"output_dir={tmp_path}"], environ={}, recipes=Recipes.RL)
     config, arch = resolve_run(config)
     with pytest.raises(ConfigError, match=r"kernels.precision: 'fp8', but .* generated in bf16"):
-        set_up(config, arch, "cpu")
+        Setup(config, arch, "cpu")

@@ -390,7 +390,7 @@ def test_a_request_is_done_once_however_often_it_is_sent(tmp_path):
 
 
 def test_what_every_checkpoint_has_seen_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "KEPT_ANSWERS", 4)
+    monkeypatch.setattr(store, "_KEPT_ANSWERS", 4)
     with Service(config_of(tmp_path)) as service:
         name = service.create()["id"]
         ask = asker(service, name)

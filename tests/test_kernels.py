@@ -294,7 +294,7 @@ def test_everything_runs_on_a_cpu_without_triton():
     code = """
 import sys
 sys.modules["triton"] = None  # as where there is no wheel of it
-import torch, moetrain.rollout.sample
+import torch, moetrain.rollout.weights
 from moetrain.kernels.experts.swiglu import swiglu
 print(swiglu(torch.ones(3, 4), torch.ones(3)).shape)
 """

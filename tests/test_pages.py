@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from moetrain.rollout.pages import Pages
+from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.scheduler import Running, Scheduler
 
 SIZE = 2  # of pages here
 

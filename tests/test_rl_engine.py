@@ -10,6 +10,7 @@ from test_rl_rows import make_samples
 from moetrain.config.rl import RlSection
 from moetrain.rl.losses import PolicyObjective, corrected, score
 from moetrain.rl.rows import from_padded, pack, to_padded, unpack
+from moetrain.train.objectives import RouterLosses
 
 
 def plain_logprobs(engine, sample, temperature):
@@ -50,7 +51,8 @@ def test_padded_left_padded_right_or_packed_the_scores_are_the_same():
 
 def test_on_policy_nothing_differs_from_what_was_scored():
     engine = make_engine("moe.aux_loss_coef=0")
-    objective = PolicyObjective.of(engine.config, engine.arch)
+    routers = RouterLosses.of(engine.config, engine.arch)
+    objective = PolicyObjective(engine.config.rl, routers)
     assert objective.settings == engine.config.rl
     batches = pack(make_samples(*LENGTHS), 13, 2)
     stats = score(engine, batches)
@@ -85,7 +87,7 @@ def train_on_ranks(layouts):
         # Balancing over the global batch is the one that no split changes.
         engine = make_engine(*words, "moe.aux_loss_scope=global_batch", micro=rows)
         rank, ranks = engine.world.data_rank, engine.world.dims.data_ranks
-        routers = PolicyObjective.of(engine.config, engine.arch).routers
+        routers = RouterLosses.of(engine.config, engine.arch)
         samples = make_samples(*LENGTHS)
         all_batches = pack(samples, 12, rows)
         even = -(-len(all_batches) // ranks) * ranks

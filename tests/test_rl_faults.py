@@ -9,13 +9,8 @@ from test_rl_run import fitted, lines_of, words_of
 
 from moetrain.cli.train import run_rl as run
 from moetrain.config.sources import RunFailed
-from moetrain.rl.calls import (
-    HOPELESS_STEPS,
-    LARGEST_REWARD,
-    Failing,
-    demonstrations,
-    not_a_reward,
-)
+from moetrain.rl.calls import _LARGEST_REWARD, demonstrations, not_a_reward
+from moetrain.rl.collect import Failing
 from moetrain.rl.envs import Demonstration
 from moetrain.rl.rows import Trajectory
 
@@ -44,7 +39,9 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
     assert ": ConnectionError: the sandbox is gone; saved to " in error
     rows = [row for row in lines_of(out) if "reward" in row]
     faults = [row.get("left_out/raised", 0) for row in rows]
-    assert len(rows) == 2 + 1 + HOPELESS_STEPS - 1  # the last of them was not logged any more
+    assert (
+        len(rows) == 2 + 1 + Failing.HOPELESS_STEPS - 1
+    )  # the last of them was not logged any more
     assert faults[:2] == [0, 0]
     assert 0 < faults[2] < 16  # which cost nothing but themselves
     assert faults[3:] == [16] * 2
@@ -79,9 +76,9 @@ def test_no_reward_that_is_taken_makes_a_step_that_is_skipped(tmp_path):
 
 
 def test_rewards_of_all_turns_are_bounded_together():
-    assert not_a_reward(-LARGEST_REWARD) is None
-    assert not_a_reward(-1.0, LARGEST_REWARD) is None
-    assert "at most 1e+12" in not_a_reward(1.0, LARGEST_REWARD)
+    assert not_a_reward(-_LARGEST_REWARD) is None
+    assert not_a_reward(-1.0, _LARGEST_REWARD) is None
+    assert "at most 1e+12" in not_a_reward(1.0, _LARGEST_REWARD)
 
 
 def ended(*faults):
@@ -95,7 +92,7 @@ def test_hopeless_is_what_fails_alike_step_after_step():
     for step in steps:
         failing.look_at(ended(*step))
         assert not failing.is_hopeless
-    for _ in range(HOPELESS_STEPS - 1):
+    for _ in range(Failing.HOPELESS_STEPS - 1):
         failing.look_at(ended("timeout", "timeout"))
     assert failing.is_hopeless
     assert failing.describe().endswith("(timeout), and nothing was learned; of task 7: timeout!")

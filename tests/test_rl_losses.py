@@ -16,7 +16,7 @@ from moetrain.config.rl import RlSection
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.layers import Vocabulary
 from moetrain.rl.losses import (
-    LOG_RATIO_LIMIT,
+    _LOG_RATIO_LIMIT,
     PolicyObjective,
     corrected,
     kl_estimate,
@@ -346,7 +346,7 @@ def test_probabilities_worlds_apart_stay_finite():
         got, terms = totals_of(PolicyObjective(settings), batches, mine, head)
         got.backward()
         assert all(torch.isfinite(x).all() for x in [*terms.values(), *(h.grad for h in mine)])
-    limit = LOG_RATIO_LIMIT
+    limit = _LOG_RATIO_LIMIT
     far = torch.tensor([-900.0, 1, 900])
     assert kl_estimate("k1", far, torch.zeros(3)).tolist() == [-limit, 1, limit]
     assert torch.full((), limit).exp().square().mul(2**30).isfinite()

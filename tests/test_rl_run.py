@@ -14,8 +14,7 @@ from moetrain.cli.train import main
 from moetrain.cli.train import run_rl as run
 from moetrain.config import Config, ConfigError, Recipes
 from moetrain.rl.losses import score
-from moetrain.rl.report import PARTS
-from moetrain.rl.trainer import RlTrainer
+from moetrain.rl.trainer import _PARTS, RlTrainer
 from moetrain.train.metrics import read_metrics
 from moetrain.train.trainer import Trainer
 
@@ -124,7 +123,7 @@ def test_what_a_run_writes(even, tmp_path, capsys):
         assert row["generated_tokens_per_second"] > 0
         for name in ("clip_share", "advantage_spread", "length", "overlong", "useful_groups"):
             assert name in row
-        parts = [row[f"seconds/{part}"] for part in PARTS]
+        parts = [row[f"seconds/{part}"] for part in _PARTS]
         assert all(seconds >= 0 for seconds in parts)
         assert sum(parts) == pytest.approx(row["step_seconds"])
         assert row["seconds/generate"] > row["seconds/offload"]
@@ -140,8 +139,8 @@ def test_what_a_run_writes(even, tmp_path, capsys):
     said = capsys.readouterr().out
     assert len(re.findall(r"(?m)^  time [0-9.]+ s: .*generate .*%\)", said)) == 2
     table = said[said.index("time of 4 steps: ") :].splitlines()
-    assert [line.split()[0] for line in table[1 : len(PARTS) + 1]] == list(PARTS)
-    shares = [float(line.split()[-1].rstrip("%")) for line in table[1 : len(PARTS) + 1]]
+    assert [line.split()[0] for line in table[1 : len(_PARTS) + 1]] == list(_PARTS)
+    shares = [float(line.split()[-1].rstrip("%")) for line in table[1 : len(_PARTS) + 1]]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert re.match(r"tokens/s per device: generation [0-9,]+, training [0-9,]+", table[-2])
     compared, differing = re.findall(r"[0-9,]+\b", table[-1].split(":")[1])
@@ -226,8 +225,8 @@ def test_the_trainers_own_pass_is_left_out_where_bits_are_equal(even, tmp_path, 
     values = even | {"train.micro_batch_size": 1, "rl.supervised_steps": 0, "rl.ratio": "proximal"}
     trainer = RlTrainer(config_of(tmp_path, **values))
     trainer.sync_weights()
-    samples = trainer.roll_out().samples()
-    batches = trainer.learner.rows_of(samples)
+    samples = trainer.roll_out()
+    batches = trainer.learner.deal(samples).batches
     assert len(batches) > 2
     stats = score(trainer.engine, batches)
     equal = [b._replace(logprobs_BS=s.logprob) for b, s in zip(batches, stats, strict=True)]
@@ -265,14 +264,14 @@ def test_experts_that_generation_chose_are_trained(tmp_path):
     for _ in range(2):
         trainer.train_step()
     trainer.sync_weights()
-    samples = [t.sample(1.0) for t in trainer.roll_out().trajectories]
+    samples = [t.sample(1.0) for t in trainer._next_groups(trainer.setup.num_groups)]
     for sample in samples:
         assert sample.routes.shape == (len(sample.tokens) - 1, 2, 2)
         chosen = sample.routes[:, 0, 0] >= 0
         assert chosen[:-20].all()
         assert (chosen | ~sample.is_action[1:]).all()
     assert any((sample.routes >= 0).all() for sample in samples)
-    (batch,) = trainer.learner.rows_of(samples)
+    (batch,) = trainer.learner.deal(samples).batches
     (replayed,), (free,) = (
         score(trainer.engine, [b]) for b in (batch, batch._replace(routes_BSLK=None))
     )

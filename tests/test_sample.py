@@ -9,7 +9,7 @@ from test_parallel import DENSE, LAYOUTS, words_of
 import moetrain
 from moetrain.config import Config
 from moetrain.data.tokenizer import ByteTokenizer
-from moetrain.rollout import sample
+from moetrain.rollout import weights
 from moetrain.train.trainer import Trainer
 
 GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.init_std=0.3"]
@@ -38,7 +38,7 @@ def plain_continuation(model, ids, number, window):
 
 @pytest.mark.parametrize("seq_len", [7, 32, 100])
 def test_a_sample_is_what_the_model_goes_on_with(seq_len, tiny_words, monkeypatch):
-    monkeypatch.setattr(sample, "_TEMPERATURE", 0.0)
+    monkeypatch.setattr(weights, "_TEMPERATURE", 0.0)
     words = [*tiny_words, *GREEDY, f"data.seq_len={seq_len}", "train.sample_prompt=the cat sat"]
     trainer, text = sample_of(words)
     prompt = ByteTokenizer().encode_prompt("the cat sat")
@@ -71,9 +71,9 @@ def test_every_mesh_writes_the_same(family, tiny_words, tmp_path):
 def run_without_memory(words):
     """Whether there is a sample, where one rank has no room for it; and what was said."""
     said = []
-    sample._free_bytes = lambda device: 3 * 2**30 * (2 - dist.get_rank())
+    weights._free_bytes = lambda device: 3 * 2**30 * (2 - dist.get_rank())
     trainer = Trainer(Config.load(None, words, environ={}))
-    sample.MetricsLog.say = lambda log, text: said.append(text)
+    weights.MetricsLog.say = lambda log, text: said.append(text)
     trainer.fit()
     return (trainer.folder / "sample.txt").exists(), said
 
@@ -91,8 +91,8 @@ def test_a_model_that_has_no_generation_ends_well(tiny, monkeypatch, capsys):
         model.layers[1].attn.core = lambda q, k, v, context: q
         return model, experts
 
-    replica = sample.replica
-    monkeypatch.setattr(sample, "replica", odd_replica)
+    replica = weights.replica
+    monkeypatch.setattr(weights, "replica", odd_replica)
     trainer = Trainer(tiny())
     trainer.fit()
     assert "no sample: qwen3_moe attends in a way that has no cache here" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class _Program(NamedTuple):
 def _find(name: str) -> Any:
     """Import what ``MODULE:NAME`` means."""
     module, _, key = name.partition(":")
-    return getattr(import_module(module), key)
+    return attrgetter(key)(import_module(module))
 
 
 _NO_DATA = (
@@ -90,8 +91,8 @@ _PROGRAMS = {
         "moetrain.rl.trainer:RlTrainer",
         Recipes.RL,
         foreign=(*_NO_DATA, "train.eval_rows", "train.sample", "jobs."),
-        plan="moetrain.rl.setup:plan",
-        inspect="moetrain.rl.setup:inspect",
+        plan="moetrain.rl.setup:Setup.plan",
+        inspect="moetrain.rl.setup:Setup.inspect",
     ),
     "jobs": _Program(
         "jobs",
@@ -105,8 +106,8 @@ _PROGRAMS = {
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),
-        plan="moetrain.jobs.run:plan",
-        inspect="moetrain.jobs.run:inspect",
+        plan="moetrain.jobs.run:JobRun.plan",
+        inspect="moetrain.jobs.run:JobRun.inspect",
     ),
 }
 

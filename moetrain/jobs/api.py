@@ -1,15 +1,14 @@
 """The requests that a client may send to its job: bodies of JSON, checked before they are queued.
 
 A request that is taken up can be served: the model has its token ids, its rows fit, its numbers are
-finite. Otherwise one line says what is wrong (:class:`BadRequest`). An unknown key is an error,
-since the client expects it to do something.
+finite. Otherwise one line says what is wrong (:class:`BadRequest`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -18,7 +17,7 @@ from moetrain.config import ConfigError
 from moetrain.config.rl import PolicyName, RlSection
 from moetrain.config.sources import shortened
 from moetrain.rl.rows import Sample
-from moetrain.rollout.protocol import FIRST, JsonBody, complaint
+from moetrain.rollout.protocol import JsonBody, complaint
 from moetrain.rollout.request import Request, SamplingParams
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
@@ -38,9 +37,9 @@ _LOSS_SETTINGS = (
 _MOST_TEXTS = 65_536
 """Texts of one request: each takes some hundred times the bytes of a short one's JSON."""
 
-_Ints = Annotated[list[int], FIRST]
-_Floats = Annotated[list[float], FIRST]
-_Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], FIRST]
+_Ints = Annotated[list[int], Field(fail_fast=True)]
+_Floats = Annotated[list[float], Field(fail_fast=True)]
+_Flags = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True)]
 
 
 class BadRequest(ValueError):
@@ -64,37 +63,25 @@ class Limits:
     max_logprobs: int
     """Log-probabilities of likeliest tokens in one answer."""
 
-
-class _Body(JsonBody):
-    @classmethod
-    def read(cls, body: object) -> Self:
-        """Parse the JSON value ``body``; raises BadRequest."""
-        try:
-            return cls.model_validate(body)
-        except ValidationError as error:
-            raise BadRequest(complaint(error)) from None
+    def check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless the model has all ``tokens``, at least one."""
+        if not tokens:
+            raise ValueError(f"{name} has no tokens")
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            raise ValueError(f"{name}: its tokens are not all of 0 to {self.vocab_size - 1}")
 
 
-class NewJob(_Body):
-    """The body that makes a new job."""
-
-    id: str | None = None
-    """None: the service draws one."""
-    seed: int = 0
-
-
-class Nothing(_Body):
-    """The empty body of a request that is described by its path."""
-
-
-class _JobBody(_Body):
+class _JobBody(JsonBody):
     """The body of a request to a job."""
 
+    changes: ClassVar[bool] = False
+    """Whether it changes the job's state, and so is served again where that was lost."""
+
     def check(self, limits: Limits) -> None:
-        """Raise BadRequest if the request can never be served."""
+        """Raise ValueError if the request can never be served."""
 
 
-class Datum(JsonBody):
+class _Datum(JsonBody):
     """One text to train on, or to score."""
 
     tokens: _Ints
@@ -107,23 +94,28 @@ class Datum(JsonBody):
 
     def sample(self, number: int) -> Sample:
         """Return the text as :mod:`moetrain.rl` packs it; ValueError as there."""
-        n = len(self.tokens)
-        mask = [0] + [1] * (n - 1) if self.mask is None else self.mask
+        mask = [0] + [1] * (len(self.tokens) - 1) if self.mask is None else self.mask
         advantage = 0.0 if self.advantages is None else self.advantages
-        return Sample(
-            np.array(self.tokens, np.int64),
-            np.array(mask, bool),
-            np.array([0.0] * n if self.logprobs is None else self.logprobs, np.float32),
-            np.where(mask, 0, -1),
-            np.array(advantage, np.float32) if isinstance(advantage, list) else advantage,
-            number,
-        )
+        return Sample.of(self.tokens, mask, advantage, number, self.logprobs)
+
+    def check(self, name: str, limits: Limits) -> None:
+        """Raise ValueError if no row holds the text, or fp32 one of its numbers."""
+        limits.check_tokens(name, self.tokens)
+        if len(self.tokens) > limits.longest_row + 1:
+            raise ValueError(
+                f"{name} has {len(self.tokens)} tokens, and a row of data.seq_len "
+                f"{limits.longest_row} takes {limits.longest_row + 1}; shorten it"
+            )
+        for values in (self.logprobs, self.advantages):
+            largest = np.max(np.abs(values or 0.0))
+            if largest > _FP32_LARGEST:
+                raise ValueError(f"{name}: {largest} is infinite in fp32")
 
 
 class _Texts(_JobBody):
     """A request for a forward pass over texts."""
 
-    data: Annotated[list[Datum], FIRST] = Field(min_length=1, max_length=_MOST_TEXTS)
+    data: list[_Datum] = Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)
 
     def samples(self) -> list[Sample]:
         """Return :attr:`data` as samples."""
@@ -131,25 +123,15 @@ class _Texts(_JobBody):
 
     def check(self, limits: Limits) -> None:
         for i, datum in enumerate(self.data):
-            _check_tokens(f"data[{i}]", datum.tokens, limits)
-            if len(datum.tokens) > limits.longest_row + 1:
-                raise BadRequest(
-                    f"data[{i}] has {len(datum.tokens)} tokens, and a row of data.seq_len "
-                    f"{limits.longest_row} takes {limits.longest_row + 1}; shorten it"
-                )
-            for value in _floats(datum):
-                if abs(value) > _FP32_LARGEST:
-                    raise BadRequest(f"data[{i}]: {value} is infinite in fp32")
-        try:
-            samples = self.samples()
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-        if not any(sample.is_action.any() for sample in samples):
-            raise BadRequest("no token is learned: every mask is 0")
+            datum.check(f"data[{i}]", limits)
+        if not any(sample.is_action.any() for sample in self.samples()):
+            raise ValueError("no token is learned: every mask is 0")
 
 
 class ForwardBackward(_Texts):
     """A request to add the gradients of a loss to those of the step."""
+
+    changes = True
 
     loss: Literal["cross_entropy"] | PolicyName = "cross_entropy"
     loss_settings: dict[str, Any] = Field(default={})
@@ -159,14 +141,14 @@ class ForwardBackward(_Texts):
         """Return the settings of the policy's loss; None: the loss is cross-entropy.
 
         Raises:
-            BadRequest: a setting is unknown or invalid, or two contradict each other.
+            ValueError: a setting is unknown or invalid, or two contradict each other.
         """
         if odd := sorted(set(self.loss_settings) - set(_LOSS_SETTINGS)):
             known = ", ".join(_LOSS_SETTINGS)
-            raise BadRequest(f"loss_settings: {shortened(odd[0])} is not one of {known}")
+            raise ValueError(f"loss_settings: {shortened(odd[0])} is not one of {known}")
         if self.loss == "cross_entropy":
             if self.loss_settings:
-                raise BadRequest("loss_settings: cross_entropy has none; leave them out")
+                raise ValueError("loss_settings: cross_entropy has none; leave them out")
             return None
         values = {"ratio": "rollout", **self.loss_settings, "policy": self.loss}
         try:
@@ -174,9 +156,9 @@ class ForwardBackward(_Texts):
             settings.check()
         except (ValidationError, ConfigError) as error:
             told = complaint(error) if isinstance(error, ValidationError) else error
-            raise BadRequest(f"loss_settings: {told}") from None
+            raise ValueError(f"loss_settings: {told}") from None
         if settings.ratio == "proximal":
-            raise BadRequest(
+            raise ValueError(
                 "loss_settings: ratio 'proximal' is the trainer's own before the update; send "
                 "these as logprobs (a forward request gives them) with ratio rollout"
             )
@@ -193,9 +175,9 @@ class ForwardBackward(_Texts):
             for key, wanted in takes.items():
                 has = getattr(datum, key) is not None
                 if wanted and not has:
-                    raise BadRequest(f"data[{i}] has no {key}, which loss {self.loss!r} needs")
+                    raise ValueError(f"data[{i}] has no {key}, which loss {self.loss!r} needs")
                 if has and policy is None:
-                    raise BadRequest(f"data[{i}] has {key}, of which cross_entropy has no use")
+                    raise ValueError(f"data[{i}] has {key}, of which cross_entropy has no use")
 
 
 class Forward(_Texts):
@@ -207,13 +189,15 @@ class Forward(_Texts):
 class OptimStep(_JobBody):
     """A request to update the adapter with the step's gradients."""
 
+    changes = True
+
     lr: float = Field(gt=0, le=1e6)
 
 
 class Sampling(_JobBody):
     """A request to continue prompts with the adapter as it is."""
 
-    prompts: Annotated[list[_Ints], FIRST] = Field(min_length=1)
+    prompts: list[_Ints] = Field(min_length=1, fail_fast=True)
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
@@ -242,29 +226,27 @@ class Sampling(_JobBody):
         ]
 
     def check(self, limits: Limits) -> None:
-        if len(self.prompts) * self.n > limits.max_completions:
-            raise BadRequest(
+        completions = len(self.prompts) * self.n
+        if completions > limits.max_completions:
+            raise ValueError(
                 f"{len(self.prompts)} prompts x n {shortened(self.n)} are more than "
                 f"jobs.max_completions {limits.max_completions}; ask in parts"
             )
-        try:
-            self.requests(0)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
+        self.requests(0)
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise BadRequest(f"seed {shortened(self.seed)} is out of range")
+            raise ValueError(f"seed {shortened(self.seed)} is out of range")
         for i, prompt in enumerate(self.prompts):
-            _check_tokens(f"prompts[{i}]", prompt, limits)
+            limits.check_tokens(f"prompts[{i}]", prompt)
             if len(prompt) + self.max_tokens > limits.longest_text:
-                raise BadRequest(
+                raise ValueError(
                     f"prompts[{i}]: {len(prompt)} tokens and max_tokens "
                     f"{shortened(self.max_tokens)} are more than the {limits.longest_text} that "
                     "one text may have"
                 )
         if self.logprobs > limits.vocab_size:
-            raise BadRequest(f"logprobs {shortened(self.logprobs)} are more than there are tokens")
-        if self.logprobs * self.max_tokens * len(self.prompts) * self.n > limits.max_logprobs:
-            raise BadRequest(
+            raise ValueError(f"logprobs {shortened(self.logprobs)} are more than there are tokens")
+        if self.logprobs * self.max_tokens * completions > limits.max_logprobs:
+            raise ValueError(
                 f"logprobs {self.logprobs} of every token are more than an answer of "
                 "jobs.max_request_mib holds; ask in parts"
             )
@@ -279,6 +261,8 @@ class Save(_JobBody):
 class Load(Save):
     """A request to go back to a save."""
 
+    changes = True
+
 
 KINDS: Mapping[str, type[_JobBody]] = {
     "forward_backward": ForwardBackward,
@@ -288,27 +272,17 @@ KINDS: Mapping[str, type[_JobBody]] = {
     "save": Save,
     "load": Load,
 }
-CHANGES = ("forward_backward", "optim_step", "load")
-"""Kinds that change the job's state, and so are computed again where that was lost."""
 
 
 def parse(kind: str, body: object, limits: Limits) -> _JobBody:
     """Parse and check the JSON value ``body`` of a request ``kind``; raises BadRequest."""
     if kind not in KINDS:
         raise BadRequest(f"{shortened(kind)} is not one of {', '.join(KINDS)}")
-    request = KINDS[kind].read(body)
-    request.check(limits)
+    try:
+        request = KINDS[kind].model_validate(body)
+        request.check(limits)
+    except ValidationError as error:
+        raise BadRequest(complaint(error)) from None
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
     return request
-
-
-def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
-    if not tokens:
-        raise BadRequest(f"{name} has no tokens")
-    if not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
-        raise BadRequest(f"{name}: its tokens are not all of 0 to {limits.vocab_size - 1}")
-
-
-def _floats(datum: Datum) -> Iterator[float]:
-    yield from datum.logprobs or ()
-    advantages = datum.advantages
-    yield from advantages if isinstance(advantages, list) else [advantages or 0.0]

@@ -35,8 +35,23 @@ class JobRun:
     """One run of the service. ``JobRun(config).fit()`` is all there is to call."""
 
     def __init__(self, config: Config) -> None:
-        _check_settings(config)
+        """Check ``config``; raises ConfigError for settings that the service cannot have."""
+        if not config.lora.rank:
+            raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
+        if share := config.optim.offload_fraction:
+            problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
+            raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")
+        access_of(config).check()
         self.config = config
+
+    @classmethod
+    def inspect(cls, config: Config, arch: Architecture) -> None:
+        cls(config)
+
+    @classmethod
+    def plan(cls, config: Config, arch: Architecture) -> str:
+        """Refuse what the service would refuse, and describe the memory that it takes."""
+        return plan_memory(cls(config).config, arch)
 
     def fit(self) -> None:
         """Serve until SIGTERM or Ctrl-C.
@@ -47,31 +62,25 @@ class JobRun:
             SystemExit: SIGTERM (143) or Ctrl-C (130) came; everything was saved.
         """
         place = launched_place()
-        if place is not None and place.rank > 0:
-            self._help()
-            return
-        with Service(self.config) as service, stop_signals() as stop, serving(service):
-            _announce(service)
-            service.is_stopping = lambda: bool(stop)
-            while not stop:
-                service.turn()
-                service.wait(_IDLE_SECONDS)
-        service.session.dismiss()
-        service.session.world.leave()
-        raise SystemExit(128 + stop[0])
-
-    def _help(self) -> None:
-        """Run on other ranks what the main one runs."""
-        with stop_signals() as stop:  # it says when to stop
-            session = JobSession(*resolve_run(self.config))
-            session.follow()
+        if place is not None and place.rank > 0:  # it runs what the main one runs
+            with stop_signals() as stop:  # the main one says when to stop
+                session = JobSession(*resolve_run(self.config))
+                session.follow()
+        else:
+            with Service(self.config) as service, stop_signals() as stop, serving(service):
+                _announce(service)
+                service.is_stopping = lambda: bool(stop)
+                while not stop:
+                    service.turn()
+                    service.wait(_IDLE_SECONDS)
+            session = service.session
+            session.dismiss()
         session.world.leave()
         if stop:
             raise SystemExit(128 + stop[0])
 
 
 def _announce(service: Service) -> None:
-    """Log the settings and write ``config.json``."""
     settings = json.dumps(service.config.to_dict(), indent=2)
     (service.folder / "config.json").write_text(settings, "utf-8")
     _logger.info("settings:\n%s", service.config.describe())
@@ -83,7 +92,7 @@ def _announce(service: Service) -> None:
 def serving(service: Service) -> Iterator[None]:
     """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
     jobs = service.config.jobs
-    from moetrain.jobs.server import error_body, make_app
+    from moetrain.jobs.server import error_body, make_app  # which needs an extra
 
     server, listener = access_of(service.config).server(make_app(service), error_body)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -102,24 +111,3 @@ def access_of(config: Config) -> Access:
     jobs = config.jobs
     own_file = Path(config.output_dir) / "token"
     return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
-
-
-def _check_settings(config: Config) -> None:
-    """Raise ConfigError for settings that the service cannot have."""
-    if not config.lora.rank:
-        raise ConfigError("lora.rank", "0, but jobs train adapters beside one model; set it")
-    if config.optim.offload_fraction:
-        problem = f"{config.optim.offload_fraction}, but jobs take turns at one optimizer's state"
-        raise ConfigError("optim.offload_fraction", f"{problem}, on the device; leave it 0")
-    access_of(config).check()
-
-
-def inspect(config: Config, arch: Architecture) -> None:
-    """Check the settings before several processes start."""
-    _check_settings(config)
-
-
-def plan(config: Config, arch: Architecture) -> str:
-    """Refuse what the service would refuse, and describe the memory that it takes."""
-    _check_settings(config)
-    return plan_memory(config, arch)

@@ -26,15 +26,9 @@ from typing import Any, Self
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.sources import RunFailed
-from moetrain.jobs.api import CHANGES, BadRequest, Full, parse
-from moetrain.jobs.session import Cancelled, JobSession
-from moetrain.jobs.store import (
-    DamagedJob,
-    Job,
-    read,
-    request_file,
-    write_durably,
-)
+from moetrain.jobs.api import KINDS, BadRequest, Full, parse
+from moetrain.jobs.session import JobSession
+from moetrain.jobs.store import DamagedJob, Job, read, write_durably
 from moetrain.models.architecture import Architecture
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import resolve_run
@@ -42,7 +36,6 @@ from moetrain.train.setup import resolve_run
 _logger = logging.getLogger("moetrain")
 
 _ID = re.compile(r"[0-9a-f]{32}")
-STOPPED = "the service was stopped; ask again when it runs"
 _REMOVED = ".removed"
 
 
@@ -53,12 +46,11 @@ class Unknown(LookupError):
 class Service:
     """A session and the jobs that take turns at it. For use without HTTP, see :meth:`ask`."""
 
-    def __init__(self, config: Config) -> None:
-        """Load the model, and the jobs that the folder holds.
+    STOPPED = "the service was stopped; ask again when it runs"
+    """The error of requests that had no answer when it ended."""
 
-        Raises:
-            ConfigError: as for a run, or the folder's jobs are of another model.
-        """
+    def __init__(self, config: Config) -> None:
+        """Load the model, and the jobs that the folder holds; ConfigError: of another model."""
         self.folder = Path(config.output_dir)
         folder = RunFolder(self.folder)
         folder.check_usable()
@@ -92,13 +84,11 @@ class Service:
             self._stack.close()
 
     def tell_stopped(self) -> None:
-        """Tell all waiting clients that the service stops."""
         with self._lock:
             for job in self.jobs.values():
-                job.tell_waiting(STOPPED)
+                job.tell_waiting(self.STOPPED)
 
     def _check_same_base(self, arch: Architecture) -> None:
-        """Raise ConfigError for jobs of other frozen weights, or of adapters of another shape."""
         path = self.folder / "base.json"
         lora = self.config.lora
         mine = {
@@ -121,14 +111,11 @@ class Service:
         settings["moments"] = "optim.state_dtype"
         for key, setting in settings.items():
             if theirs.get(key) != mine[key]:
-                raise ConfigError(
-                    "output_dir",
-                    f"{str(self.folder)!r} has jobs of another base ({key} differs); set {setting} "
-                    "as it was, or choose another folder",
-                )
+                problem = f"{str(self.folder)!r} has jobs of another base ({key} differs)"
+                remedy = f"set {setting} as it was, or choose another folder"
+                raise ConfigError("output_dir", f"{problem}; {remedy}")
 
     def _find(self) -> list[Job]:
-        """Read all jobs from the disk, as they were left."""
         root = self.folder / "jobs"
         root.mkdir(mode=0o700, exist_ok=True)
         found = []
@@ -145,6 +132,7 @@ class Service:
 
     def _set_aside(self, job: Job, error: str) -> None:
         """Stop serving ``job``, and leave its folder as it is."""
+        self.session.forget(job.id)
         with self._lock:  # not written down: the next start may find it put right
             job.status = "failed"
             job.error = error
@@ -167,23 +155,18 @@ class Service:
         if not 0 <= seed < 2**63:
             raise BadRequest(f"seed {seed!r:.40} is out of range")
         with self._lock:
-            job = self.jobs.get(name)
+            job, most = self.jobs.get(name), self.config.jobs.max_jobs
             if job is None:
-                job = self._make(name, seed)
+                if len(self.jobs) >= most:
+                    raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
+                if any(job.id == name for job, _ in self._removals):  # whose folder is still there
+                    raise Full("the job of this id is being deleted; ask again when it is")
+                job = Job(self.folder / "jobs" / name, seed)
+                job.begin()
+                self.jobs[name] = job
             elif job.seed not in (None, seed):
                 raise BadRequest(f"this job has seed {job.seed}")
             return job.describe()
-
-    def _make(self, name: str, seed: int) -> Job:
-        most = self.config.jobs.max_jobs
-        if len(self.jobs) >= most:
-            raise Full(f"there are {most} jobs, as many as jobs.max_jobs; delete some")
-        if any(job.id == name for job, _ in self._removals):  # whose folder is still there
-            raise Full("the job of this id is being deleted; ask again when it is")
-        job = Job(self.folder / "jobs" / name, seed)
-        job.begin()
-        self.jobs[name] = job
-        return job
 
     def _of(self, name: str) -> Job:
         job = self.jobs.get(name)
@@ -218,9 +201,7 @@ class Service:
     def answer(self, name: str, number: int) -> Future[dict[str, Any]]:
         """Return a future of a request's ``result`` or ``error``.
 
-        Raises:
-            BadRequest: there was no such request, or it was too long ago.
-            Unknown: there is no such job.
+        BadRequest, Unknown: there was no such request, it was too long ago, there is no such job.
         """
         with self._lock:
             job = self._of(name)
@@ -229,7 +210,6 @@ class Service:
                 raise BadRequest(f"there was no request {number}; the next is {job.accepted}")
             if number >= job.done and job.status == "open":
                 return job.waiting.setdefault(number, Future())
-            future: Future[dict[str, Any]] = Future()
             answer = {"error": job.error or job.status}
             if number < job.done:
                 try:
@@ -237,6 +217,7 @@ class Service:
                 except DamagedJob as error:  # the job itself can go on
                     _logger.warning("job %s: %s", job.label, error)
                     answer = {"error": str(error)}
+            future: Future[dict[str, Any]] = Future()
             future.set_result(answer)
             return future
 
@@ -280,8 +261,7 @@ class Service:
     def turn(self) -> bool:
         """Serve one request; False: none waits.
 
-        Raises:
-            RunFailed, OSError: the device has failed, or a file cannot be written.
+        RunFailed, OSError: the device has failed, or a file cannot be written.
         """
         self._remove()
         with self._lock:
@@ -299,13 +279,11 @@ class Service:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self.session.probe()
-            self.session.forget(job.id)
             self._set_aside(job, f"it could not be brought back: {_line_of(error)}")
             return True
         try:
             self._serve(job)
         except DamagedJob as error:
-            self.session.forget(job.id)
             self._set_aside(job, str(error))
         return True
 
@@ -321,22 +299,22 @@ class Service:
     def _serve_again(self, job: Job, number: int) -> None:
         """Bring ``job`` to where it was after request ``number``, which has an answer."""
         answer = job.answer_of(number)
-        if "result" in answer and answer["kind"] in CHANGES:
-            self.session.serve(number, request_file(number))
+        if "result" in answer and KINDS[answer["kind"]].changes:
+            self.session.serve(number)
         else:
             self.session.pass_over(number, "error" in answer and not answer["refused"])
 
     def _serve(self, job: Job) -> None:
-        number = job.done
-        session = self.session
+        number, session = job.done, self.session
+        session.is_given_up = partial(self._is_given_up, job)
         try:
-            session.is_given_up = partial(self._is_given_up, job)
-            answer: dict[str, Any] = {"result": session.serve(number, request_file(number))}
+            result = session.serve(number)
+            if result is None:  # it was given up
+                session.forget(job.id)
+                return
+            answer: dict[str, Any] = {"result": result}
         except (RunFailed, OSError, DamagedJob):
             raise
-        except Cancelled:
-            session.forget(job.id)
-            return
         except BadRequest as error:
             answer = {"error": str(error), "refused": True}
             session.pass_over(number, False)
@@ -378,7 +356,6 @@ class Service:
                 self._lock.wait(seconds)
 
     def _remove(self) -> None:
-        """Remove the folders of deleted jobs."""
         while self._removals:
             job, future = self._removals[0]
             self.session.forget(job.id)
@@ -390,7 +367,7 @@ class Service:
             future.set_result(None)
 
     def ask(self, name: str, kind: str, body: object, number: int | None = None) -> dict[str, Any]:
-        """Submit a request and take turns until its answer is there; for use from one thread."""
+        """Submit a request and take turns until its answer is there, all from one thread."""
         future = self.answer(name, self.submit(name, kind, body, number))
         while not future.done():
             self.turn()

@@ -28,9 +28,10 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import NAME, BadRequest, Full, NewJob, Nothing
-from moetrain.jobs.scheduler import STOPPED, Service, Unknown
+from moetrain.jobs.api import NAME, BadRequest, Full
+from moetrain.jobs.scheduler import Service, Unknown
 from moetrain.rollout.http_json import Bodies, json_app, reply
+from moetrain.rollout.protocol import JsonBody
 
 _LONGEST_WAIT = 600.0
 """Seconds that one HTTP request may wait for an answer."""
@@ -41,6 +42,18 @@ _REFUSALS: Mapping[type[Exception], Callable[[Any], tuple[int, str]]] = {
     OSError: lambda error: (507, f"it was not taken up: it cannot be kept: {error.strerror}"),
 }
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class _NewJob(JsonBody):
+    """The body that makes a new job."""
+
+    id: str | None = None
+    """None: the service draws one."""
+    seed: int = 0
+
+
+class _Nothing(JsonBody):
+    """The body of a request that is described by its path."""
 
 
 def make_app(service: Service) -> Starlette:
@@ -60,7 +73,6 @@ class _JobRoutes:
         self.bodies = Bodies(most_bytes, "jobs.max_request_mib")
         job = "/v1/jobs/{job}"
         table = [
-            ("/health", "GET", self.health),
             ("/v1/jobs", "POST", self.create),
             (job, "GET", self.describe),
             (job, "DELETE", self.delete),
@@ -74,11 +86,8 @@ class _JobRoutes:
 
     # ---- routes --------------------------------------------------------------------------------
 
-    async def health(self, request: HTTPRequest) -> Response:
-        return reply({"status": "ok"})
-
     async def create(self, request: HTTPRequest) -> Response:
-        new = await self.bodies.read(request, NewJob.read)
+        new = await self.bodies.read(request, _NewJob.model_validate)
         return reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
 
     async def describe(self, request: HTTPRequest) -> Response:
@@ -87,7 +96,7 @@ class _JobRoutes:
 
     async def cancel(self, request: HTTPRequest) -> Response:
         name = request.path_params["job"]
-        await self.bodies.read(request, Nothing.read)
+        await self.bodies.read(request, _Nothing.model_validate)
         return reply(await asyncio.to_thread(self.service.cancel, name))
 
     async def delete(self, request: HTTPRequest) -> Response:
@@ -96,11 +105,10 @@ class _JobRoutes:
         return reply({})
 
     async def ask(self, request: HTTPRequest) -> Response:
-        name = request.path_params["job"]
-        kind = request.path_params["kind"]
-        wait, number = _wait_of(request), request.query_params.get("number")
-        given = None if number is None else _number_of(number)
-        take = partial(self.service.submit, name, kind, number=given)
+        name, kind = request.path_params["job"], request.path_params["kind"]
+        wait, text = _wait_of(request), request.query_params.get("number")
+        number = None if text is None else _number_of(text)
+        take = partial(self.service.submit, name, kind, number=number)
         return await self._answer(name, await self.bodies.read(request, take), wait)
 
     async def answer(self, request: HTTPRequest) -> Response:
@@ -116,10 +124,9 @@ class _JobRoutes:
             answer = await asyncio.wait_for(waiting, wait)
         except TimeoutError:
             return reply({"number": number}, 202)
-        if "result" in answer:
-            return reply({"number": number, "result": answer["result"]})
-        status = 503 if answer["error"] == STOPPED else 422
-        return reply({"number": number, "error": answer["error"]}, status)
+        told = {key: answer[key] for key in ("result", "error") if key in answer}
+        status = 200 if "result" in told else 503 if told["error"] == Service.STOPPED else 422
+        return reply({"number": number} | told, status)
 
     async def saved(self, request: HTTPRequest) -> Response:
         name, save, file = (request.path_params[key] for key in ("job", "name", "file"))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moetrain.checkpoint.read import Checkpoint, list_checkpoints, open_checkpoint, step_of
+from moetrain.checkpoint.read import list_checkpoints, open_checkpoint, step_of
 from moetrain.config import Config
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import RunFailed
@@ -35,16 +35,14 @@ from moetrain.jobs.api import (
     Save,
     parse,
 )
-from moetrain.jobs.shared import JobState, SharedEngine, Spread, to_host, together
-from moetrain.jobs.store import read
+from moetrain.jobs.shared import JobState, SharedEngine, Spread
+from moetrain.jobs.store import read_request
 from moetrain.models.architecture import Architecture
-from moetrain.models.rules import ADAPTER
-from moetrain.parallel.fsdp.shard import draw_values
-from moetrain.rl.learn import by_sample, gather, packed
+from moetrain.rl.learn import Dealt, gather
 from moetrain.rl.losses import PolicyObjective, score
-from moetrain.rl.rows import RolloutBatch, Sample, unpack
-from moetrain.rl.setup import pages_of
+from moetrain.rl.rows import Sample
 from moetrain.rollout.engine import Generator
+from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Completion, Request
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.objectives import Objective, Pretraining, RouterLosses
@@ -61,27 +59,18 @@ _ASIDE = "aside"
 """Folder for jobs that are in the middle of a step and have no room in memory."""
 
 
-class Cancelled(Exception):
-    """A request was cancelled while it was served."""
-
-
 class JobSession(Spread):
     """The engine and generator of all jobs. One thread makes all calls.
 
     Attributes:
-        config, limits: the resolved settings, and the largest requests that can be served.
+        limits: the largest requests that can be served.
         now: the job whose state is loaded, and how far it has come.
     """
 
     def __init__(self, config: Config, arch: Architecture) -> None:
-        """Build everything. ``config``: as :func:`moetrain.train.setup.resolve_run` gives it.
-
-        Raises:
-            ConfigError: settings that do not fit the model or the device.
-        """
+        """Build everything; ConfigError for settings that do not fit the model or the device."""
         start = Session(config, arch, sleep="never")
-        self.world = start.world
-        self.config = start.config
+        self.world, self.config = start.world, start.config
         config = self.config
         RunFolder(Path(config.output_dir)).check_shared(self.world)
         self.is_given_up: Callable[[], bool] = lambda: False
@@ -89,8 +78,7 @@ class JobSession(Spread):
         self.engine = SharedEngine(config, arch, self.world)
         self.snapshots = Snapshots(self.engine)
         model, experts = replica(self.engine)
-        pages = pages_of(config)
-        most = config.rl.max_sequences
+        pages, most = Pages.number_for(config), config.rl.max_sequences
         self.generator = Generator(model, num_pages=pages, max_sequences=most, experts=experts)
         self.update_weights = WeightUpdate(self.engine, self.generator)
         self.limits = Limits(
@@ -100,33 +88,25 @@ class JobSession(Spread):
             config.jobs.max_completions,
             (config.jobs.max_request_mib << 20) // _LOGPROB_BYTES,
         )
-        # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
-        is_drawn = config.lora.path is None
-        parts = self.engine.state()["model"].items()
-        begun = {k: x.tensor for k, x in parts if not (is_drawn and k.endswith(ADAPTER))}
-        self._first = {name: to_host(tensor) for name, tensor in begun.items()}
-        """The state that every job begins with, without what is drawn."""
         self._held: dict[str, JobState] = {}
         """The states of jobs that were served last, the latest at the end."""
         self._aside = Path(config.output_dir) / _ASIDE
         if self.world.is_main:  # files of a killed process are of no use
             shutil.rmtree(self._aside, ignore_errors=True)
         self.world.barrier()
-        self._objectives: dict[RlSection | None, Objective[Any]]
         # Kept: pipelines announce each new objective, which must be new on all ranks at once.
+        self._objectives: dict[RlSection | None, Objective[Any]]
         self._objectives = {None: Pretraining.of(config, arch)}
-        self.fingerprint = self.engine.fingerprint
+        self.fingerprint = self.engine.fingerprint  # collective: now, when every rank is here
         self.now = JobState()
 
     # ---- who sits here -------------------------------------------------------------------------
 
-    @together
+    @Spread.together
     def sit(self, job: str, seed: int, folder: str) -> None:
         """Load the state of ``job``: as held, else from its newest checkpoint, else from its seed.
 
-        Raises:
-            ConfigError: its checkpoints are damaged.
-            RunFailed: there is no host memory, or no room on the disk, for the job before it.
+        ConfigError: its checkpoints are damaged; RunFailed: there is no room for the job before it.
         """
         if self.now.id == job:
             return
@@ -138,12 +118,11 @@ class JobSession(Spread):
             self.now = held
             return
         now = JobState(job, seed, Path(folder))
-        if (
-            found := find_snapshot("auto", RunFolder(now.folder), self.engine.arch, self.world)
-        ) is not None:
-            self._restore(now, found)
+        found = find_snapshot("auto", RunFolder(now.folder), self.engine.arch, self.world)
+        if found is not None:
+            self.engine.restore(now, found)
         else:
-            self._begin(seed)
+            self.engine.begin(seed)
         now.saved = now.seen
         self.now = now
 
@@ -160,10 +139,13 @@ class JobSession(Spread):
         self.now = JobState()
         loaded = [job for job, held in self._held.items() if held.file is None]
         for job in loaded[: -self.config.jobs.max_loaded]:
-            if self._held[job].since_step:
-                self._put_aside(job)
-            else:
+            if not self._held[job].since_step:
                 self._put_away(job)
+                continue
+            self._aside.mkdir(exist_ok=True)
+            file = self._aside / f"{job}-{self.world.rank}.safetensors"
+            if problem := self.world.any(self._held[job].put_down(file)):
+                raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
 
     def _put_away(self, job: str) -> None:
         """Save ``job``, unless it is in the middle of a step, and hold it no longer."""
@@ -175,21 +157,14 @@ class JobSession(Spread):
             self.save()
             self.now = JobState()
 
-    def _put_aside(self, job: str) -> None:
-        """Hold ``job``, which is in the middle of a step, on the disk."""
-        self._aside.mkdir(exist_ok=True)
-        file = self._aside / f"{job}-{self.world.rank}.safetensors"
-        if problem := self.world.any(self._held[job].put_down(file)):
-            raise RunFailed(f"a job cannot be put aside, {problem}; raise jobs.max_loaded")
-
-    @together
+    @Spread.together
     def put_all_away(self) -> None:
         """Save all jobs, except those in the middle of a step, and hold none."""
         self._leave()
         for job in list(self._held):
             self._put_away(job)
 
-    @together
+    @Spread.together
     def forget(self, job: str) -> None:
         """Drop the state of ``job``: it has ended, or the state may be inconsistent."""
         if (held := self._held.pop(job, None)) is not None:
@@ -206,34 +181,11 @@ class JobSession(Spread):
             problem = f"the device has failed ({error}); nothing is lost: start the service again"
             raise RunFailed(problem) from None
 
-    @torch.no_grad()
-    def _begin(self, seed: int) -> None:
-        """Set the state of a job that has not begun."""
-        for name, part in self.engine.state()["model"].items():
-            if name in self._first:
-                part.tensor.copy_(self._first[name])
-        if self.config.lora.path is None:
-            draw_values(self.engine.fsdp, self.config.model.init_std, seed, all=False)
-        self.engine.optimizer.begin()
-
-    def _restore(self, job: JobState, found: Checkpoint) -> None:
-        """Load state and progress of ``job`` from the checkpoint ``found``."""
-        for group in self.engine.GROUPS:  # one at a time: each takes host memory
-            self.engine.load_state({group: found.group(group)})
-        state = found.state
-        job.seen = state["step"]
-        job.steps = state["steps"]
-        job.tokens = state["tokens"]
-
     # ---- saving --------------------------------------------------------------------------------
 
-    @together
+    @Spread.together
     def save(self) -> None:
-        """Write a checkpoint of the current job, between two steps.
-
-        Raises:
-            RunFailed: it cannot be written.
-        """
+        """Write a checkpoint of the current job, between two steps; RunFailed: it cannot."""
         self._write(RunFolder(self.now.folder).checkpoints)
         self.now.saved = self.now.seen
 
@@ -252,16 +204,18 @@ class JobSession(Spread):
 
     # ---- requests ------------------------------------------------------------------------------
 
-    @together
-    def serve(self, number: int, name: str) -> dict[str, Any]:
-        """Serve request ``number``, the file ``name`` of the current job, and return the result.
+    @Spread.together
+    def serve(self, number: int) -> dict[str, Any] | None:
+        """Serve request ``number`` of the current job, and return the result.
+
+        None: :attr:`is_given_up` said so; call :meth:`forget` before the job goes on.
 
         Raises:
             BadRequest: the job's state does not allow it, and is unchanged.
-            DamagedJob: the file is damaged.
-            Exception: any other; call :meth:`forget` before the job goes on.
+            DamagedJob: the request's file is damaged.
+            Exception: any other; call :meth:`forget` then too.
         """
-        entry = read(self.now.folder, name, kind=str, body=dict)
+        entry = read_request(self.now.folder, number)
         request = parse(entry["kind"], entry["body"], self.limits)
         self.draw_seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
         torch.manual_seed(self.draw_seed)  # dropout's
@@ -269,7 +223,7 @@ class JobSession(Spread):
         self.now.seen = number + 1
         return result
 
-    @together
+    @Spread.together
     def pass_over(self, number: int, forgets_step: bool) -> None:
         """Count request ``number`` as seen by the state."""
         if forgets_step:
@@ -281,16 +235,14 @@ class JobSession(Spread):
         if policy is not None and policy not in self._objectives:
             routers = RouterLosses.of(self.config, self.engine.arch)
             self._objectives[policy] = PolicyObjective(policy, routers)
-        objective = self._objectives[policy]
         samples = request.samples()
-        tokens = sum(len(sample.tokens) - 1 for sample in samples)
-        totals = self.engine.forward_backward(self._packed(samples), objective)
-        self.now.tokens += tokens
+        dealt = self._dealt(samples)
+        totals = self.engine.forward_backward(dealt.batches, self._objectives[policy])
+        self.now.tokens += sum(len(sample.tokens) - 1 for sample in samples)
         terms = {name: _finite(value.item()) for name, value in totals.terms.items()}
         return {"loss": _finite(totals.total.item()), "terms": terms}
 
     def _optim_step(self, request: OptimStep) -> dict[str, Any]:
-        """Update with the step's gradients; the step is skipped if they are not finite."""
         if self.engine.is_between_steps:
             raise BadRequest("there was no forward_backward since the last step")
         outcome = self.engine.step(request.lr)
@@ -298,31 +250,22 @@ class JobSession(Spread):
         self.now.steps += not skipped
         return {"grad_norm": norm, "skipped": skipped, "steps": self.now.steps}
 
-    def _mine(self, number: int) -> list[int]:
-        """Return the indices of this rank's samples, of ``number`` in all."""
-        return list(range(number))[self.world.data_rank :: self.world.dims.data_ranks]
-
-    def _packed(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
-        """Pack this rank's share of ``samples``."""
-        config = self.config
-        ranks = self.world.dims.data_ranks
-        longest = max(len(sample.tokens) for sample in samples) - 1
-        length = min(config.data.seq_len, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
-        rows = min(config.train.micro_batch_size, -(-len(samples) // ranks))
-        if config.compile.is_on:
-            length, rows = config.data.seq_len, config.train.micro_batch_size
-        mine = [samples[i] for i in self._mine(len(samples))]
-        return packed(self.engine, mine, length, rows)
+    def _dealt(self, samples: Sequence[Sample]) -> Dealt:
+        """Pack this rank's share of ``samples`` into rows that are no longer than they must be."""
+        length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
+        if not self.config.compile.is_on:
+            longest = max(len(sample.tokens) for sample in samples) - 1
+            length = min(length, -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+            rows = min(rows, -(-len(samples) // self.world.dims.data_ranks))
+        return Dealt(self.engine, samples, range(len(samples)), length, rows)
 
     def _forward(self, request: Forward) -> dict[str, Any]:
-        samples = request.samples()
-        batches = self._packed(samples)
-        stats = score(self.engine, batches, request.temperature)
-        mine = [x.tolist() for x in unpack(batches, [one.logprob for one in stats])]
-        found = by_sample(self.world, self._mine(len(samples)), mine)
+        dealt = self._dealt(request.samples())
+        stats = score(self.engine, dealt.batches, request.temperature)
+        found = dealt.by_sample([one.logprob for one in stats], torch.Tensor.tolist)
         return {"logprobs": [[_finite(x) for x in logprobs] for logprobs in found]}
 
-    def _sample(self, request: Sampling) -> dict[str, Any]:
+    def _sample(self, request: Sampling) -> dict[str, Any] | None:
         self.update_weights()  # empties the cache, so that nothing depends on the job before
         generator, requests = self.generator, request.requests(self.draw_seed)
         generator.wipe()  # diverged weights of a job before may have left NaN there
@@ -344,7 +287,7 @@ class JobSession(Spread):
             done.clear()
         parts = gather(self.world, done)
         if not all(parts[: len(requests)]):  # of the ranks that had any
-            raise Cancelled
+            return None
         found = {key: c for part in parts for key, c in part.items()}
         return {
             "completions": [[found[i, k] for k in range(request.n)] for i in range(len(requests))]
@@ -357,8 +300,7 @@ class JobSession(Spread):
     def _save(self, request: Save) -> dict[str, Any]:
         if not self.engine.is_between_steps:
             raise BadRequest("a step is not over: its gradients are part of no save; step first")
-        root = self.now.folder / "saves"
-        name = request.name
+        root, name = self.now.folder / "saves", request.name
         found = list_checkpoints(root / name)
         # One of this very request: it was saved, and its answer was not.
         if found and step_of(found[-1]) != self.now.seen:
@@ -375,7 +317,7 @@ class JobSession(Spread):
         if not found:
             raise BadRequest(f"this job has no save {request.name!r}")
         self.engine.forget()
-        self._restore(self.now, open_checkpoint(found[-1]))
+        self.engine.restore(self.now, open_checkpoint(found[-1]))
         return {"name": request.name, "steps": self.now.steps}
 
 
@@ -393,5 +335,4 @@ def _described(completion: Completion, request: Sampling) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Return ``value``, or None if it is infinite or NaN, which JSON cannot hold."""
     return value if math.isfinite(value) else None

@@ -4,9 +4,9 @@ Between two steps a job's state is what a checkpoint holds. In the middle of one
 besides, which fit this layout alone and are of no use to another process.
 
 Of several ranks only the main one has jobs, their files and the HTTP server. Before it runs a
-method that is decorated :func:`together`, it broadcasts the name and the arguments, as JSON, to the
-others, which wait in :meth:`Spread.follow`. Then all report how it went: what has failed on one
-rank has failed. Anything large lies in files, which all ranks see.
+method that is decorated :meth:`Spread.together`, it broadcasts the name and the arguments, as JSON,
+to the others, which wait in :meth:`Spread.follow`. Then all report how it went: what has failed on
+one rank has failed. Anything large lies in files, which all ranks see.
 
 Left out on purpose: a rank that fails in the middle of a collective, for which the others wait
 until that gives up, as in any run.
@@ -15,7 +15,7 @@ until that gives up, as in any run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -25,8 +25,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config
 from moetrain.models.architecture import Architecture
+from moetrain.models.rules import ADAPTER
+from moetrain.parallel.fsdp.shard import draw_values
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
 
@@ -69,13 +72,11 @@ class JobState:
         return ""
 
     def pick_up(self) -> None:
-        """Load the tensors back into memory."""
         if self.file is not None:
             self.tensors = load_file(self.file)
             self.drop()
 
     def drop(self) -> None:
-        """Remove the file, if there is one."""
         if self.file is not None:
             self.file.unlink()
             self.file = None
@@ -87,37 +88,59 @@ class SharedEngine(Engine):
     def __init__(self, config: Config, arch: Architecture, world: World) -> None:
         super().__init__(config, arch, world)
         self.optimizer.begin()  # moments must exist before a job's are copied into them
+        # All jobs begin with the adapter of lora.path, if any; else each job draws its own.
+        self._is_drawn = config.lora.path is None
+        self._first = {
+            name: _to_host(part.tensor)
+            for name, part in self.state()["model"].items()
+            if not (self._is_drawn and name.endswith(ADAPTER))
+        }
+        """The values that every job begins with, without what is drawn."""
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradients wait for a step."""
         return not self._since_step
+
+    @torch.no_grad()
+    def begin(self, seed: int) -> None:
+        """Take the state of a job that has not begun."""
+        for name, part in self.state()["model"].items():
+            if name in self._first:
+                part.tensor.copy_(self._first[name])
+        if self._is_drawn:
+            draw_values(self.fsdp, self.config.model.init_std, seed, all=False)
+        self.optimizer.begin()
+
+    def restore(self, job: JobState, found: Checkpoint) -> None:
+        """Load state and progress of ``job`` from the checkpoint ``found``."""
+        for group in self.GROUPS:  # one at a time: each takes host memory
+            self.load_state({group: found.group(group)})
+        state = found.state
+        job.seen, job.steps, job.tokens = state["step"], state["steps"], state["tokens"]
 
     @torch.no_grad()
     def copy_out(self, job: JobState) -> None:
         """Copy all that is the job's to host memory, and forget the gradients of its step.
 
-        Raises:
-            RuntimeError: there is not enough memory; the engine is unchanged.
+        RuntimeError: there is not enough memory; the engine is unchanged.
         """
         copies = {}
         for i, bucket in enumerate(self.fsdp.buckets):
             if self._since_step and bucket.has_gradient:
                 assert bucket.gradient_N is not None
                 assert bucket.squares_B is not None
-                copies[f"{i}.gradient"] = to_host(bucket.gradient_N)
-                copies[f"{i}.squares"] = to_host(bucket.squares_B)
-        copies |= {name: to_host(tensor) for name, tensor in self._tensors()}
+                copies[f"{i}.gradient"] = _to_host(bucket.gradient_N)
+                copies[f"{i}.squares"] = _to_host(bucket.squares_B)
+        copies |= {name: _to_host(tensor) for name, tensor in self._tensors().items()}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        job.tensors = copies
-        job.since_step = self._since_step
+        job.tensors, job.since_step = copies, self._since_step
         self.forget()
 
     @torch.no_grad()
     def copy_in(self, job: JobState) -> None:
         """Put back what :meth:`copy_out` has copied, which ``job`` then holds no longer."""
-        for name, tensor in self._tensors():
+        for name, tensor in self._tensors().items():
             tensor.copy_(job.tensors[name], non_blocking=True)
         self.forget()
         for i, bucket in enumerate(self.fsdp.buckets):
@@ -134,18 +157,15 @@ class SharedEngine(Engine):
         self._since_step = job.since_step
         job.tensors, job.since_step = {}, []
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors between two steps that belong to a job, by name."""
-        for group, parts in self.state().items():
-            for name, part in parts.items():
-                yield f"{group}/{name}", part.tensor
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        groups = self.state().items()
+        return {f"{group}/{name}": x.tensor for group, parts in groups for name, x in parts.items()}
 
     def forget(self) -> None:
-        """Forget the gradients of the step so far."""
         self._forget()
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy ``tensor`` to the host without waiting; into pinned memory if it is on CUDA."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
     return host.copy_(tensor.detach(), non_blocking=True)
@@ -155,11 +175,27 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Spread:
-    """What every rank has one of; all run those methods together that are :func:`together`."""
+    """What every rank has one of; all run those methods together that are :meth:`together`."""
 
     world: World
     is_told = False
     """Whether every rank runs the method that is running now."""
+
+    @staticmethod
+    def together(
+        method: Callable[Concatenate[_D, _P], _R],
+    ) -> Callable[Concatenate[_D, _P], _R]:
+        """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
+
+        @wraps(method)
+        def call(session: _D, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if session.is_told or session.world.size == 1:
+                return method(session, *args, **kwargs)
+            assert not kwargs
+            session.world.broadcast(json.dumps([method.__name__, *args]))
+            return session._run(method, *args)
+
+        return call
 
     def follow(self) -> None:
         """Run the methods that the main rank calls, until it calls :meth:`dismiss`."""
@@ -177,8 +213,7 @@ class Spread:
 
     def _run(self, method: Callable[..., _R], *args: Any) -> _R:
         self.is_told = True
-        result = None
-        error = None
+        result = error = None
         try:
             result = method(self, *args)
         except Exception as failure:  # noqa: BLE001 - raised below, when all ranks know of it
@@ -195,17 +230,3 @@ class Spread:
 
 class _FailedElsewhere(RuntimeError):
     """A method that succeeded here has failed on another rank."""
-
-
-def together(method: Callable[Concatenate[_D, _P], _R]) -> Callable[Concatenate[_D, _P], _R]:
-    """Decorate a method that the main rank calls, with JSON arguments, and every rank runs."""
-
-    @wraps(method)
-    def call(session: _D, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if session.is_told or session.world.size == 1:
-            return method(session, *args, **kwargs)
-        assert not kwargs
-        session.world.broadcast(json.dumps([method.__name__, *args]))
-        return session._run(method, *args)
-
-    return call

@@ -31,7 +31,7 @@ from moetrain.config.sources import shortened
 from moetrain.jobs.api import KINDS, BadRequest, Full
 from moetrain.train.run_folder import RunFolder
 
-KEPT_ANSWERS = 100
+_KEPT_ANSWERS = 100
 """Answers that are kept of each job: a client that asks for older ones has lost its place."""
 _Status = Literal["open", "cancelled", "failed"]
 _JOB = "job.json"
@@ -51,8 +51,7 @@ class DamagedJob(BadRequest):
 def write_durably(path: Path, value: Mapping[str, Any], **more: str) -> None:
     """Write ``value``, which is not empty, as JSON, and force it to the disk.
 
-    ``more`` are further keys, whose values are JSON already. Raises OSError, and leaves ``path`` as
-    it was, if it cannot be written.
+    ``more`` are further keys, whose values are JSON already. OSError: ``path`` is as it was.
     """
     text = json.dumps(value, allow_nan=False)
     for key, part in more.items():
@@ -63,9 +62,7 @@ def write_durably(path: Path, value: Mapping[str, Any], **more: str) -> None:
 def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
     """Read what :func:`write_durably` wrote to ``folder / name``.
 
-    Raises:
-        DamagedJob: it is missing, cannot be read, is not what was written, or lacks one of
-            ``fields``, of that type.
+    Raises DamagedJob unless it is what was written, with all ``fields``, of these types.
     """
     try:
         data = (folder / name).read_bytes()
@@ -87,9 +84,9 @@ def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str
     return value
 
 
-def request_file(number: int) -> str:
-    """Return the name of a request's file in its job's folder."""
-    return _file(_REQUESTS, number)
+def read_request(folder: Path, number: int) -> dict[str, Any]:
+    """Return ``kind`` and ``body`` of a request of the job in ``folder``; raises DamagedJob."""
+    return read(folder, _file(_REQUESTS, number), kind=str, body=dict)
 
 
 def _file(kind: str, number: int) -> str:
@@ -110,7 +107,7 @@ class Job:
     done: int = 0
     """Requests that have an answer."""
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
-    """Answers that clients wait for, by the number of the request."""
+    """Answers that clients wait for."""
     saved_time: float = field(default_factory=time.monotonic)
     """When it was last saved, or found."""
     _entries: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -134,38 +131,26 @@ class Job:
     @property
     def has_begun(self) -> bool:
         """Whether it has a file; else a service died before it told anybody of the job."""
-
-        def fail(error: OSError) -> None:
-            raise error
-
-        try:
-            walk = os.walk(self.folder, onerror=fail)
-            return any(not name.startswith(".") for _, _, names in walk for name in names)
-        except OSError:  # look will say what is wrong
-            return True
+        errors: list[OSError] = []
+        walk = os.walk(self.folder, onerror=errors.append)
+        is_there = any(not name.startswith(".") for _, _, names in walk for name in names)
+        return is_there or bool(errors)  # of which look will say what is wrong
 
     def begin(self) -> None:
         """Write a new job to the disk."""
-        self.folder.mkdir(exist_ok=True)
         self._count(0)
         self.note("open")
 
     def look(self) -> None:
-        """Read from the disk how the job was left.
-
-        Raises:
-            DamagedJob: a file is not what it should be, or missing.
-        """
+        """Read from the disk how the job was left; DamagedJob: a file is not as it should be."""
         try:
             known = read(self.folder, _JOB, seed=int, status=str, error=(str, NoneType))
             if len(known) != 3 or known["status"] not in get_args(_Status):
                 raise DamagedJob(_JOB, "it is not what this version of moetrain writes")
-            self.seed = known["seed"]
-            self.status = known["status"]
-            self.error = known["error"]
-            RunFolder(self.folder).checkpoints.mkdir(parents=True, exist_ok=True)
-            steps = map(step_of, list_checkpoints(RunFolder(self.folder).checkpoints))
-            seen = max(filter(None, steps), default=0)
+            self.seed, self.status, self.error = known["seed"], known["status"], known["error"]
+            checkpoints = RunFolder(self.folder).checkpoints
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            seen = max(filter(None, map(step_of, list_checkpoints(checkpoints))), default=0)
             self._count(seen)
         except OSError as error:
             name = Path(os.fsdecode(error.filename or "")).name
@@ -176,21 +161,18 @@ class Job:
     def _count(self, seen: int) -> None:
         """Count requests and answers on the disk, of which the newest checkpoint has seen so many.
 
-        Raises:
-            DamagedJob, OSError: a file is not what it should be, missing, or one too many.
+        DamagedJob, OSError: a file is not as it should be, missing, or one too many.
         """
-        for kind in (_REQUESTS, _ANSWERS, _SAVES):
-            (self.folder / kind).mkdir(exist_ok=True)
-            remove_temporaries(self.folder / kind)
-        remove_temporaries(self.folder)
+        for folder in (self.folder, *(self.folder / x for x in (_REQUESTS, _ANSWERS, _SAVES))):
+            folder.mkdir(exist_ok=True)
+            remove_temporaries(folder)
         for kind in (_REQUESTS, _ANSWERS):
             for entry in os.scandir(self.folder / kind):
                 is_ours = entry.is_file() and _NAME.fullmatch(entry.name)
                 if not is_ours and not entry.name.startswith("."):
                     raise DamagedJob(f"{kind}/{shortened(entry.name)}", "it is no file of a job")
         fsync(self.folder)
-        requests = self._numbers(_REQUESTS)
-        answers = self._numbers(_ANSWERS)
+        requests, answers = self._numbers(_REQUESTS), self._numbers(_ANSWERS)
         done = 1 + max(answers, default=-1)
         accepted = max(done, 1 + max(requests, default=-1))
         # Requests that every checkpoint has seen may be gone; later ones are needed to go on.
@@ -223,7 +205,6 @@ class Job:
         }
 
     def tell_waiting(self, error: str) -> None:
-        """Answer all waiting clients with ``error``."""
         for future in self.waiting.values():
             future.set_result({"error": error})
         self.waiting.clear()
@@ -254,7 +235,6 @@ class Job:
         return self.accepted - 1
 
     def _known(self, number: int) -> dict[str, str]:
-        """Return kind and digest of a request."""
         if number not in self._entries:
             is_kept = (self.folder / _file(_REQUESTS, number)).exists()
             entry = self._read(_REQUESTS, number) if is_kept else self.answer_of(number)
@@ -269,14 +249,13 @@ class Job:
         self.done += 1
 
     def answer_of(self, number: int) -> dict[str, Any]:
-        """Return the result or the error of request ``number``, which is done.
+        """Return the answer to request ``number``, which is done, with its kind and digest.
 
-        Raises:
-            BadRequest: it was too long ago, or its file is damaged (DamagedJob).
+        BadRequest: it was too long ago; DamagedJob, which is one too: its file is damaged.
         """
         if not os.path.lexists(self.folder / _file(_ANSWERS, number)):
             raise BadRequest(
-                f"the answer to request {number} is no longer kept: the last {KEPT_ANSWERS} are"
+                f"the answer to request {number} is no longer kept: the last {_KEPT_ANSWERS} are"
             )
         return self._read(_ANSWERS, number)
 
@@ -291,12 +270,11 @@ class Job:
     def prune(self, seen: int) -> None:
         """Remove files that are not needed once every checkpoint has seen so many requests."""
         self._entries = {n: entry for n, entry in self._entries.items() if n >= seen}
-        for kind, end in ((_REQUESTS, self.done), (_ANSWERS, self.done - KEPT_ANSWERS)):
+        for kind, end in ((_REQUESTS, self.done), (_ANSWERS, self.done - _KEPT_ANSWERS)):
             for number in self._numbers(kind):
                 if number < min(seen, end):
                     (self.folder / _file(kind, number)).unlink()
 
     def _numbers(self, kind: str) -> set[int]:
-        """Return the numbers of the complete files."""
         names = map(_NAME.fullmatch, os.listdir(self.folder / kind))
         return {int(name[1]) for name in names if name}

@@ -36,12 +36,11 @@ class Outcome(NamedTuple):
     """How one trajectory ended."""
 
     group: int
-    """Number of the prompt; trajectories of one prompt share it, over all ranks."""
+    """Number of the prompt, over all ranks."""
     reward: float
     fault: str | None = None
-    """Why it failed and has no reward, in a word to count by ("timeout"); None: it did not fail."""
+    """Why it failed and has no reward, in a word to count by; None: it did not fail."""
     is_overlong: bool = False
-    """Whether it was cut off before its end."""
     kl: float = 0.0
     """The KL estimate, summed over its tokens, for ``rl.kl_in`` reward."""
 
@@ -50,9 +49,9 @@ class Advantages(NamedTuple):
     """The advantages of outcomes, in their order."""
 
     values: list[float | None]
-    """One for each trajectory; None: it is not trained."""
+    """None: the trajectory is not trained."""
     left_out: Counter[str]
-    """How many trajectories are not trained, by reason: a fault, ``overlong``, ``not_finite``
+    """Trajectories that are not trained, by reason: a fault, ``overlong``, ``not_finite``
     (rewards), ``no_variance`` (all of the group's rewards are equal), ``alone`` in its group."""
     spread: float
     """Standard deviation of the advantages that are trained; 0 where there is only one."""

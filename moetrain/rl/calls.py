@@ -3,8 +3,7 @@
 Calls begin in daemon threads: one makes all of them while they are quick, and slow ones soon have
 one each. A plain answer is waited for, so that a run whose environment is quick is the same at
 every rerun; an awaitable goes on, on one event loop for all, while text is generated. A thread that
-hangs is left behind. A run in which all trajectories fail alike, step after step, ends
-(:class:`Failing`): else it would end well and have learned nothing.
+hangs is left behind.
 
 Left out on purpose: isolation of code that blocks the event loop or ends the interpreter.
 """
@@ -26,15 +25,12 @@ import numpy as np
 import torch
 
 from moetrain.config.sources import RunFailed
-from moetrain.rl.envs import Demonstrates, Demonstration
+from moetrain.rl.envs import Demonstrates, Demonstration, Turn
 from moetrain.rl.rows import Trajectory
 
 _K = TypeVar("_K")
 
-HOPELESS_STEPS = 3
-"""Steps in a row in which every trajectory fails for one reason before the run ends: time enough to
-restart a service that answers for an environment."""
-LARGEST_REWARD = 1e12
+_LARGEST_REWARD = 1e12
 """Gradients grow with rewards, and their squares are summed in fp32, which ends at 3.4e38: above
 about 1e19 the norm is infinite and every step is skipped. The rest is room for the gradient of the
 log-probability."""
@@ -109,7 +105,6 @@ class Calls(Generic[_K]):
         return done
 
     def wait_for_all(self) -> dict[_K, Any]:
-        """Return what comes of all calls under way, as :meth:`finished` does."""
         found: dict[_K, Any] = {}
         while len(self):
             found |= dict(self.finished(_PATIENCE))
@@ -154,37 +149,6 @@ def _result(answer: Future[Any], seconds: float) -> Any:
     return Failed(reason, " ".join(f"{type(error).__name__}: {error}".split()))
 
 
-class Failing:
-    """Counts the steps in a row in which every trajectory has failed for one reason."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.first: Trajectory | None = None
-        """One that failed in the newest of these steps."""
-
-    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
-        """Take in all trajectories of a step."""
-        reasons = {t.fault for t in trajectories}
-        last = None if self.first is None else self.first.fault
-        if len(reasons) > 1 or None in reasons:
-            self.steps, self.first = 0, None
-            return
-        self.steps = self.steps + 1 if reasons == {last} else 1
-        self.first = trajectories[0]
-
-    @property
-    def is_hopeless(self) -> bool:
-        return self.steps >= HOPELESS_STEPS
-
-    def describe(self) -> str:
-        """Say what has failed, in the environment's own words."""
-        assert self.first is not None  # something has
-        return (
-            f"every trajectory of {self.steps} steps in a row failed ({self.first.fault}), and "
-            f"nothing was learned; of task {self.first.task}: {self.first.detail[:400]}"
-        )
-
-
 def demonstrations(
     environment: Demonstrates, tasks: Sequence[int], limit: float, vocabulary: int
 ) -> list[Demonstration]:
@@ -205,7 +169,7 @@ def _checked(task: int, shown: object, vocabulary: int) -> Demonstration:
         problem = f"failed ({shown.reason}): {shown.detail[:400]}"
     elif (
         isinstance(shown, Demonstration)
-        and are_tokens(shown.tokens, vocabulary)
+        and _are_tokens(shown.tokens, vocabulary)
         and isinstance(shown.mask, tuple)
         and len(shown.mask) == len(shown.tokens) >= 2
         and not shown.mask[0]
@@ -219,7 +183,7 @@ def _checked(task: int, shown: object, vocabulary: int) -> Demonstration:
     raise RunFailed(f"rl.env: its demonstration of task {task} {problem}")
 
 
-def number_of(value: Any) -> float | None:
+def _number(value: Any) -> float | None:
     """Return ``value`` of Python, NumPy or torch as a float; None: it is no finite number."""
     if not isinstance(value, _NUMBERS):  # float() would read text, and run an object's own code
         return None
@@ -232,14 +196,34 @@ def number_of(value: Any) -> float | None:
 
 def not_a_reward(value: object, before: float = 0.0) -> str | None:
     """Say what is wrong with ``value`` as a reward, added to ``before``; None: nothing."""
-    number = number_of(value)
+    number, most = _number(value), _LARGEST_REWARD
     if number is None:
         return f"a {type(value).__name__} that is no finite number"
-    if abs(before + number) > LARGEST_REWARD:
-        return f"{number:g}; all of a trajectory's together are at most {LARGEST_REWARD:g} in size"
+    if abs(before + number) > most:
+        return f"{number:g}; all of a trajectory's together are at most {most:g} in size"
     return None
 
 
-def are_tokens(tokens: object, vocabulary: int) -> bool:
+def _are_tokens(tokens: object, vocabulary: int) -> bool:
     """Whether an environment may say ``tokens``: a tuple of integers below ``vocabulary``."""
     return isinstance(tokens, tuple) and all(type(t) is int and 0 <= t < vocabulary for t in tokens)
+
+
+def turn_of(answer: Any, trajectory: Trajectory, vocabulary: int) -> Turn | Failed:
+    """Return an environment's ``answer`` if it may go on ``trajectory``, else what is wrong."""
+    if isinstance(answer, Failed):
+        return answer
+    if not isinstance(answer, Turn):
+        return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
+    tokens, (reward, done) = answer.tokens, map(_number, answer[1:])
+    problem = not_a_reward(answer.reward, trajectory.reward)
+    if problem is not None or reward is None:
+        return Failed("nonsense", f"its reward is {problem}")
+    if done is None:
+        return Failed("nonsense", f"its done, a {type(answer.done).__name__}, is no number")
+    if not _are_tokens(tokens, vocabulary):
+        problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
+        return Failed("nonsense", problem)
+    if not trajectory.answers and (done or not tokens):
+        return Failed("nonsense", "its prompt is empty or over")
+    return Turn(tokens, reward, bool(done))

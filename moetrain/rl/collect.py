@@ -18,10 +18,13 @@ import random
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from moetrain.config.rl import RlSection
-from moetrain.rl.calls import Calls, Failed, are_tokens, not_a_reward, number_of
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.rl.calls import Calls, Failed, turn_of
 from moetrain.rl.envs import Environment, Episode, Turn
 from moetrain.rl.rows import Trajectory
 from moetrain.rollout.engine import Generator
@@ -29,6 +32,7 @@ from moetrain.rollout.request import Completion, Request, SamplingParams
 
 _logger = logging.getLogger("moetrain")
 
+_SHOWN = 8
 _PATIENCE = 0.01
 """Seconds to wait at once for environments, while there is nothing to generate."""
 
@@ -43,7 +47,6 @@ class _Active:
     is_speaking: bool = False
     """Whether the generator continues it; otherwise its environment was asked."""
     completion: Completion | None = None
-    """The generator's completion of this turn; None: it has no token yet."""
 
 
 class Collector:
@@ -164,7 +167,7 @@ class Collector:
             part.episode, answer = answer
             if trajectory.answers > len(trajectory.actions):  # resumed in the policy's turn
                 return self._speak(name, part)
-        answer = self._checked(trajectory, answer)
+        answer = turn_of(answer, trajectory, self.generator.model.arch.vocab_size)
         if isinstance(answer, Failed):
             return self._fail(name, answer)
         trajectory.answers += 1
@@ -180,26 +183,6 @@ class Collector:
             return self._end(name)
         trajectory.extend(answer.tokens)
         self._speak(name, part)
-
-    def _checked(self, trajectory: Trajectory, answer: Any) -> Turn | Failed:
-        """Return ``answer`` if it is one, else what is wrong with it."""
-        if isinstance(answer, Failed):
-            return answer
-        if not isinstance(answer, Turn):
-            return Failed("nonsense", f"{type(answer).__name__} where a Turn is due")
-        tokens, (reward, done) = answer.tokens, map(number_of, answer[1:])
-        vocabulary = self.generator.model.arch.vocab_size
-        problem = not_a_reward(answer.reward, trajectory.reward)
-        if problem is not None or reward is None:
-            return Failed("nonsense", f"its reward is {problem}")
-        if done is None:
-            return Failed("nonsense", f"its done, a {type(answer.done).__name__}, is no number")
-        if not are_tokens(tokens, vocabulary):
-            problem = f"its tokens are no tuple of integers of 0 to {vocabulary - 1}"
-            return Failed("nonsense", problem)
-        if not trajectory.answers and (done or not tokens):
-            return Failed("nonsense", "its prompt is empty or over")
-        return Turn(tokens, reward, bool(done))
 
     def _fail(self, name: str, failed: Failed) -> None:
         trajectory, (reason, detail) = self._active[name].trajectory, failed
@@ -227,7 +210,6 @@ class Collector:
         )
 
     def _speak(self, name: str, part: _Active) -> None:
-        """Submit the policy's next turn to the generator."""
         trajectory = part.trajectory
         params = SamplingParams(
             max_tokens=self._room(trajectory),
@@ -259,7 +241,6 @@ class Collector:
         self._calls.start(completion.request_id, _step, part.episode, action)
 
     def _take_in(self, part: _Active) -> None:
-        """Append the generator's tokens so far to the trajectory."""
         completion, part.completion = part.completion, None
         if completion is not None:
             part.trajectory.extend(completion.tokens, completion.logprobs, completion.versions)
@@ -274,10 +255,76 @@ async def _both(episode: Episode, answer: Awaitable[Turn]) -> tuple[Episode, Tur
 
 
 async def _told_again(episode: Episode, actions: Sequence[Sequence[int]]) -> Any:
-    """Repeat ``actions`` to a new ``episode`` and return its last answer."""
     answer = episode.reset()
     for action in actions:
         if isinstance(answer, Awaitable):
             await answer
         answer = episode.step(action)
     return await answer if isinstance(answer, Awaitable) else answer
+
+
+# ---- what has become of them ---------------------------------------------------------------------
+
+
+class Failing:
+    """Counts the steps in a row in which every trajectory has failed for one reason.
+
+    A run of such steps ends: else it would end well and have learned nothing.
+    """
+
+    HOPELESS_STEPS = 3
+    """Time enough to restart a service that answers for an environment."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._first = Trajectory(0, 0, 0, 0, 0.0)
+        """One that failed in the newest of these steps."""
+
+    def look_at(self, trajectories: Sequence[Trajectory]) -> None:
+        before, self._first = self._first.fault, trajectories[0]
+        faults = {t.fault for t in trajectories}
+        if len(faults) > 1 or None in faults:
+            self.steps = 0
+        else:
+            self.steps = self.steps + 1 if faults == {before} else 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.steps >= self.HOPELESS_STEPS
+
+    def describe(self) -> str:
+        """Say what has failed, in the environment's own words."""
+        first = self._first
+        return (
+            f"every trajectory of {self.steps} steps in a row failed ({first.fault}), and "
+            f"nothing was learned; of task {first.task}: {first.detail[:400]}"
+        )
+
+
+def figures(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
+    """Return means over ``trajectories``, at least one; failed ones count with a reward of 0.
+
+    ``solved`` is the share with the full reward of 1.
+    """
+    number = len(trajectories)
+    rewards = [0.0 if t.fault else t.reward for t in trajectories]
+    return {
+        f"{prefix}reward": sum(rewards) / number,
+        f"{prefix}solved": sum(reward >= 1 for reward in rewards) / number,
+        f"{prefix}length": sum(t.num_written for t in trajectories) / number,
+        f"{prefix}overlong": sum(t.is_overlong for t in trajectories) / number,
+    }
+
+
+def write_completions(trajectories: Iterable[Trajectory], tokenizer: Tokenizer, file: Path) -> None:
+    """Write the first few as text to ``file``, with the policy's own words in double brackets."""
+    parts = []
+    for t in list(trajectories)[:_SHOWN]:
+        said = []
+        for acts, run in groupby(zip(t.is_action, t.tokens, strict=True), lambda pair: pair[0]):
+            text = tokenizer.decode([token for _, token in run])
+            said.append(f"[[{text}]]" if acts else text)
+        ending = t.fault or ("cut off" if t.is_overlong else "ended")
+        parts.append(f"--- task {t.task}, reward {t.reward:g}, {ending}\n{''.join(said)}\n")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(parts), "utf-8")

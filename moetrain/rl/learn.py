@@ -1,12 +1,11 @@
 """Updates of a step: samples are dealt to ranks, packed into rows, scored and learned.
 
-Every rank is given all samples and takes its share of them; every denominator is the global
-batch's, so the split among ranks does not change the result.
+Every denominator is the global batch's, so the split among ranks does not change the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +22,7 @@ from moetrain.parallel.world import World
 from moetrain.rl.losses import PolicyObjective, TokenStats, corrected, kl_estimate, score
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
-from moetrain.train.objectives import Objective
+from moetrain.train.objectives import Objective, RouterLosses
 
 _T = TypeVar("_T")
 
@@ -37,27 +36,42 @@ def gather(world: World, mine: _T) -> list[_T]:
     return found
 
 
-def packed(engine: Engine, mine: Sequence[Sample], seq_len: int, rows: int) -> list[RolloutBatch]:
-    """Pack this rank's samples into as many micro-batches as every rank has. Collective.
+class Dealt:
+    """Samples dealt to ranks: ``batches`` are this rank's share, as many as every rank has."""
 
-    Args:
-        rows: of a micro-batch, each of ``seq_len`` tokens.
-    """
-    batches = pack(mine, seq_len, rows)
-    most = max(gather(engine.world, len(batches)))
-    most += -most % engine.batch_multiple
-    return batches if len(batches) == most else pack(mine, seq_len, rows, least=most)
+    def __init__(
+        self,
+        engine: Engine,
+        samples: Sequence[Sample],
+        order: Iterable[int],
+        length: int,
+        rows: int,
+    ) -> None:
+        """Pack this rank's share into micro-batches of ``rows`` rows of ``length``. Collective.
 
+        Args:
+            order: the indices of all ``samples``; ranks take one each in turn.
+        """
+        self.world = engine.world
+        self._mine = list(order)[self.world.data_rank :: self.world.dims.data_ranks]
+        mine = [samples[i] for i in self._mine]
+        self.batches = pack(mine, length, rows)
+        most = max(gather(self.world, len(self.batches)))
+        most += -most % engine.batch_multiple
+        if len(self.batches) < most:
+            self.batches = pack(mine, length, rows, least=most)
 
-def by_sample(world: World, mine: Sequence[int], values: Sequence[_T]) -> list[_T]:
-    """Return the values of all ranks' samples in order. Collective.
+    def by_sample(
+        self, results: Sequence[torch.Tensor], value: Callable[[torch.Tensor], _T]
+    ) -> list[_T]:
+        """Return the ``value`` of every sample's part of ``results``, [B, S] a batch. Collective.
 
-    Args:
-        mine: the indices of this rank's samples; together the ranks have each once.
-    """
-    parts = gather(world, dict(zip(mine, values, strict=True)))
-    known = {i: value for part in parts for i, value in part.items()}
-    return [known[i] for i in range(len(known))]
+        The parts are :func:`~moetrain.rl.rows.unpack`'s; values are all ranks', by sample.
+        """
+        values = map(value, unpack(self.batches, results))
+        parts = gather(self.world, dict(zip(self._mine, values, strict=True)))
+        known = {i: found for part in parts for i, found in part.items()}
+        return [known[i] for i in range(len(known))]
 
 
 class Learned(NamedTuple):
@@ -76,26 +90,18 @@ class Learner:
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine, self.world = config, engine, engine.world
-        self.policy = PolicyObjective.of(config, engine.arch)
+        self.policy = PolicyObjective(config.rl, RouterLosses.of(config, engine.arch))
         self.reference: dict[str, torch.Tensor] = {}
         """This rank's part of the weights that the policy is kept near to, in host memory."""
         self.compared = self.differing = 0
         """Tokens of all ranks that the trainer scored with the very weights that generated them,
         and those of them whose log-probability differs from generation's by a bit or more."""
 
-    def rows_of(self, samples: Sequence[Sample]) -> list[RolloutBatch]:
-        """Pack this rank's share of ``samples``. Collective."""
-        return self._packed([samples[i] for i in self._mine(samples)])
-
-    def _mine(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the indices of this rank's samples: like shares of long and of short ones."""
+    def deal(self, samples: Sequence[Sample]) -> Dealt:
+        """Give every rank a like share of long and of short samples. Collective."""
         longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i].tokens))
-        return longest_first[self.world.data_rank :: self.world.dims.data_ranks]
-
-    def _packed(self, mine: Sequence[Sample]) -> list[RolloutBatch]:
-        return packed(
-            self.engine, mine, self.config.data.seq_len, self.config.train.micro_batch_size
-        )
+        length, rows = self.config.data.seq_len, self.config.train.micro_batch_size
+        return Dealt(self.engine, samples, longest_first, length, rows)
 
     def update(
         self, batches: Sequence[RolloutBatch], objective: Objective[RolloutBatch], lr: float
@@ -109,16 +115,12 @@ class Learner:
         return Learned(outcome.skipped, totals.routing, row)
 
     def learn(self, samples: Sequence[Sample], version: int, lr: float) -> Learned:
-        """Make the policy's updates on ``samples``, all ranks' together, at least one.
-
-        Args:
-            version: number of the weights as they are.
-        """
+        """Make the policy's updates on all ranks' ``samples``; the weights are ``version``."""
         settings = self.config.rl
         numbers = sorted({sample.group for sample in samples})
         groups = [set(part) for part in np.array_split(numbers, settings.updates_per_rollout)]
         updates = [
-            self.rows_of([sample for sample in samples if sample.group in some])
+            self.deal([sample for sample in samples if sample.group in some]).batches
             for some in groups
             if some
         ]
@@ -148,10 +150,9 @@ class Learner:
     ) -> tuple[list[RolloutBatch], dict[str, float]]:
         """Add the trainer's log-probabilities where the loss needs others than generation's.
 
-        Also returns how far the two are apart on tokens that these very weights have chosen. The
-        first batch of every rank is scored in any case. Where all of its tokens have the same bits
-        in training and in generation, and no batch has a token of earlier weights, the other
-        batches have them too, and are not scored.
+        Also returns how far the two are apart on tokens that these very weights have chosen. Where
+        all tokens of every rank's first batch have the same bits in training and in generation, and
+        no batch has a token of earlier weights, the others have them too, and are not scored.
         """
         settings = self.config.rl
         stats = score(self.engine, batches[:1], settings.temperature)
@@ -186,34 +187,30 @@ class Learner:
 
     def kl_sums(self, samples: Sequence[Sample]) -> list[float]:
         """Estimate each sample's KL from the reference over its actions. Collective."""
-        settings, mine = self.config.rl, self._mine(samples)
-        batches = self._packed([samples[i] for i in mine])
+        settings, dealt = self.config.rl, self.deal(samples)
         with self.at_reference():
-            stats = score(self.engine, batches, settings.temperature)
+            stats = score(self.engine, dealt.batches, settings.temperature)
         kls = [
             torch.where(
                 batch.targets_BS != IGNORE_INDEX,
                 kl_estimate(settings.kl, batch.logprobs_BS, found.logprob),
                 0,
             )
-            for batch, found in zip(batches, stats, strict=True)
+            for batch, found in zip(dealt.batches, stats, strict=True)
         ]
-        return by_sample(self.world, mine, [kl.sum().item() for kl in unpack(batches, kls)])
+        return dealt.by_sample(kls, lambda kl: kl.sum().item())
 
     def keep_reference(self) -> None:
-        """Make the weights as they are now the reference."""
         self.reference = {k: v.to("cpu", copy=True) for k, v in self._values().items()}
 
     @contextmanager
     def at_reference(self) -> Iterator[None]:
-        """Give the engine the reference's weights inside."""
         with self._restored() as values:
             self.engine.before_change()
             _copy(self.reference, values)
             yield
 
     def reference_state(self) -> dict[str, TensorSlice]:
-        """Return this rank's parts of the reference, for a checkpoint."""
         parts = self.engine.state()["model"]
         return {k: part._replace(tensor=self.reference[k]) for k, part in parts.items()}
 

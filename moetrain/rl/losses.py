@@ -41,21 +41,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
-from moetrain.config import Config
 from moetrain.config.rl import PolicyName, RlSection
 from moetrain.data.packing import IGNORE_INDEX
-from moetrain.models.architecture import Architecture
 from moetrain.models.layers import Vocabulary
 from moetrain.models.transformer import Transformer
 from moetrain.rl.rows import RolloutBatch
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Outputs, RouterLosses, Term
 
-LOG_RATIO_LIMIT = 20.0
+_LOG_RATIO_LIMIT = 20.0
 """Nats to which the logarithm of a ratio is clamped, once, where it is made. A ratio of exp(20) =
 4.9e8 has a finite square in fp32, and so has the sum of any batch of them; one step past
 log(3.4e38) = 88.7 a single token makes the loss infinite. Beyond the limit the gradient is 0."""
@@ -84,11 +82,8 @@ def token_stats(
 ) -> TokenStats:
     """Return log-probability and entropy of each target under softmax(h @ head^T / temperature).
 
-    Args:
-        hidden_TD: as ``Transformer.backbone`` gives it; differentiable, as ``head_VD``.
-        targets_T: int64; IGNORE_INDEX: no target.
-        vocabulary: ``model.vocabulary`` where ``head_VD`` is spread over tensor parallel ranks:
-            collective, and the same results on all of them.
+    Where ``head_VD`` is spread over tensor parallel ranks it takes ``model.vocabulary``, is
+    collective, and returns the same on all of them.
     """
     losses = vocabulary.token_losses(hidden_TD, head_VD, targets_T, temperature=temperature)
     return TokenStats(-losses.loss_T, losses.entropy_T)
@@ -100,8 +95,7 @@ def score(
     """Return :func:`token_stats` [B, S] of each batch under the engine's weights, on the CPU.
 
     ``Engine.forward_backward`` computes the same numbers, and the same bits where blocks are not
-    compiled (the graph of a forward alone may round elsewhere). Collective, without gradients.
-    Waits for the device once all batches are through.
+    compiled (the graph of a forward alone may round elsewhere). Collective; waits for the device.
     """
 
     def finish(hidden_BSD: torch.Tensor, _: Any, batch: RolloutBatch) -> torch.Tensor:
@@ -116,7 +110,6 @@ def score(
 def _batch_stats(
     model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
 ) -> TokenStats:
-    """Return :func:`token_stats` [B, S] of the batch's targets, from the backbone's output."""
     stats = token_stats(
         hidden_BSD.flatten(0, 1),
         model.head_weight,
@@ -131,8 +124,7 @@ def _batch_stats(
 
 
 def _clamped(log_ratios: torch.Tensor) -> torch.Tensor:
-    """Clamp to :data:`LOG_RATIO_LIMIT`, as everything is that goes into an exponential."""
-    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log_ratios.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
 
 
 def corrected(
@@ -151,11 +143,8 @@ def corrected(
     sequences: Liu et al., "When speed kills stability", 2025). Over a sequence the weight is
     unbiased, and varies far more.
 
-    Weights are part of a batch rather than of the loss, since masked tokens must be known before
-    any micro-batch runs: they lose their targets, and so leave every denominator.
-
-    Args:
-        proximal: [B, S] of each batch, as :func:`score` returns them.
+    Masked tokens lose their targets, and so leave every denominator, before any micro-batch runs.
+    ``proximal`` are [B, S] of each batch, as :func:`score` returns them.
     """
     return [_corrected(*pair, settings) for pair in zip(batches, proximal, strict=True)]
 
@@ -204,7 +193,6 @@ class _TokenLoss(NamedTuple):
 
 
 def _clip_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    """Compute ``clip`` of the module's table."""
     (low, high), advantage = settings.clip_range, inputs.advantage
     ratio = inputs.log_ratio.exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -217,7 +205,6 @@ def _clip_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
 
 
 def _gspo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    """Compute ``gspo`` of the module's table."""
     mean = inputs.sample_mean(inputs.log_ratio.detach())
     # The second part is 0, and brings the gradient.
     log_ratio = mean + inputs.logprob - inputs.logprob.detach()
@@ -225,14 +212,12 @@ def _gspo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
 
 
 def _cispo_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    """Compute ``cispo`` of the module's table."""
     ratio = inputs.log_ratio.detach().exp()
     weight = ratio.clamp(*settings.clip_range)
     return _TokenLoss(-weight * inputs.advantage * inputs.logprob, ratio, weight != ratio)
 
 
 def _reinforce_loss(inputs: _PolicyInputs, settings: RlSection) -> _TokenLoss:
-    """Compute ``reinforce`` of the module's table."""
     ratio = inputs.log_ratio.detach().exp()
     loss = -inputs.advantage * inputs.logprob
     return _TokenLoss(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool))
@@ -276,11 +261,6 @@ class PolicyObjective:
     settings: RlSection
     routers: RouterLosses = _NO_ROUTER_LOSSES
 
-    @classmethod
-    def of(cls, config: Config, arch: Architecture) -> Self:
-        """Build the objective that ``config`` asks for; ``arch`` decides what it leaves open."""
-        return cls(config.rl, RouterLosses.of(config, arch))
-
     @property
     def balances(self) -> bool:
         return self.routers.balances
@@ -299,11 +279,7 @@ class PolicyObjective:
         batch: RolloutBatch,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
-        """Compute the terms of a batch, as :class:`moetrain.train.objectives.Objective` says.
-
-        Raises:
-            ValueError: there is a KL in the loss, and the batch has no ``reference_BS``.
-        """
+        """Compute a batch's terms; ValueError if it lacks a ``reference_BS`` that they need."""
         stats = _batch_stats(model, outputs.hidden_BSD, batch, self.settings.temperature)
         terms = self.token_terms(stats, batch, sizes)
         mine = {k: t._replace(value=t.value * outputs.share) for k, t in terms.items()}
@@ -347,10 +323,8 @@ class PolicyObjective:
         terms = {"policy": Term((shares * weighted).sum())}
         if settings.kl_coef and settings.kl_in == "loss":
             if batch.reference_BS is None:
-                raise ValueError(
-                    f"PolicyObjective: rl.kl_coef is {settings.kl_coef}, and a batch has no "
-                    "reference_BS to stay near to"
-                )
+                problem = f"rl.kl_coef is {settings.kl_coef}, and a batch has no reference_BS"
+                raise ValueError(f"PolicyObjective: {problem} to stay near to")
             kl = kl_estimate(settings.kl, stats.logprob, batch.reference_BS)
             terms["kl_penalty"] = Term((shares * kl).sum(), settings.kl_coef)
         if settings.entropy_coef:
@@ -362,7 +336,6 @@ class PolicyObjective:
 def _seen(
     token: _TokenLoss, stats: TokenStats, old: torch.Tensor, batch: RolloutBatch
 ) -> dict[str, torch.Tensor]:
-    """Return the statistics of each token [B, S], by name."""
     now, ratio = stats.logprob.detach(), token.ratio.detach()
     trainer = now if batch.proximal_BS is None else batch.proximal_BS
     seen = {

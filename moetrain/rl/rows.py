@@ -23,11 +23,12 @@ Legend: B rows, S tokens of a row, n tokens of a sample, N samples, L MoE layers
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from moetrain.data.loader import tensors_on
 from moetrain.data.packing import IGNORE_INDEX, best_fit
@@ -44,27 +45,39 @@ _PER_TOKEN = {
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory to train on: a prompt and all that followed, n tokens, at least two.
-
-    Raises:
-        ValueError: arrays differ in length, or there are too few tokens.
-    """
+    """One trajectory to train on, n tokens; ValueError where arrays differ in length, or n < 2."""
 
     tokens: np.ndarray
     """int64 [n]."""
     is_action: np.ndarray
     """bool [n]: chosen by the policy, and trained; the first token cannot be."""
     logprobs: np.ndarray
-    """fp32 [n]: log-probability of each token when it was chosen, at the sampling temperature; 0
-    elsewhere."""
+    """fp32 [n]: of each token when it was chosen, at the sampling temperature; 0 elsewhere."""
     versions: np.ndarray
     """int64 [n]: the weights that chose each token, -1 where the policy did not."""
     advantage: float | np.ndarray
     """One for all actions, or fp32 [n], one for each."""
     group: int
-    """Samples of one prompt share a group."""
+    """Number of the prompt."""
     routes: np.ndarray | None = None
     """int32 [n - 1, L, K]: the experts of every token but the last; None: not recorded."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: ArrayLike,
+        is_action: ArrayLike,
+        advantage: ArrayLike,
+        group: int,
+        logprobs: ArrayLike | None = None,
+        versions: ArrayLike | None = None,
+    ) -> Self:
+        """Make a sample of values in any form; None: log-probabilities and versions are 0."""
+        ids, acts = np.array(tokens, np.int64), np.array(is_action, bool)
+        noted = np.zeros(len(ids), np.float32) if logprobs is None else logprobs
+        chosen = np.where(acts, 0, -1) if versions is None else versions
+        arrays = np.array(noted, np.float32), np.array(chosen, np.int64)
+        return cls(ids, acts, *arrays, np.array(advantage, np.float32), group)
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -104,12 +117,11 @@ class Trajectory:
     fault: str | None = None
     """Why it failed, in a word; None: it did not fail."""
     detail: str = ""
-    """Why it failed, in a line."""
+    """The same in a line."""
     tokens: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-
     routes: np.ndarray | None = None
     """int32 [tokens read in the last turn, MoE layers, K]; None: not asked for."""
 
@@ -127,7 +139,7 @@ class Trajectory:
 
     @property
     def num_written(self) -> int:
-        """The number of tokens that the policy has chosen."""
+        """Tokens that the policy has chosen."""
         return sum(self.is_action)
 
     @property
@@ -140,22 +152,16 @@ class Trajectory:
         return start
 
     def sample(self, advantage: float) -> Sample:
-        """Return the sample to train on, with one advantage for all actions."""
-        return Sample(
-            np.array(self.tokens, np.int64),
-            np.array(self.is_action, bool),
-            np.array(self.logprobs, np.float32),
-            np.array(self.versions, np.int64),
-            advantage,
-            self.group,
-            self.routes,
-        )
+        """Return the sample to train on."""
+        per_token = self.logprobs, self.versions
+        sample = Sample.of(self.tokens, self.is_action, advantage, self.group, *per_token)
+        return replace(sample, routes=self.routes)
 
     @staticmethod
     def to_state(
         trajectories: Iterable[Trajectory],
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        """Return what a checkpoint keeps: fields as JSON, and per-token values as tensors."""
+        """Return fields as JSON, and per-token values of all as tensors, for a checkpoint."""
         rows = [asdict(t) for t in trajectories]
         tensors = {
             name: torch.tensor([value for row in rows for value in row[name]], dtype=dtype)
@@ -199,49 +205,43 @@ class _Place(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
-    """One micro-batch of packed samples, made on the CPU; a
-    :class:`moetrain.train.objectives.MicroBatch`.
+    """One :class:`~moetrain.train.objectives.MicroBatch` of packed samples, made on the CPU.
 
-    Per-position tensors, but for the first and third, describe the token that a position predicts.
+    Per-position tensors, but for tokens, positions and routes, describe the token that a position
+    predicts. Those of numbers are fp32, those of ids, positions and versions int64.
     """
 
     tokens_BS: torch.Tensor
-    """int64."""
     targets_BS: torch.Tensor
-    """int64, the next token where it is an action that is trained, else IGNORE_INDEX."""
+    """The next token where it is an action that is trained, else IGNORE_INDEX."""
     positions_BS: torch.Tensor
-    """int64, from 0 in each segment."""
+    """From 0 in each segment."""
     cu_seqlens: torch.Tensor
     """int32, from 0: each segment's end among the B * S positions. A segment is a sample, or the
     pads at a row's end."""
     is_pad_BS: torch.Tensor
-    """bool."""
     logprobs_BS: torch.Tensor
-    """fp32, of the rollout; 0 where there is no target."""
+    """Of the rollout; 0 where there is no target."""
     advantages_BS: torch.Tensor
-    """fp32."""
     versions_BS: torch.Tensor
-    """int64, version of the weights that chose the target; -1: the policy did not choose it."""
+    """Of the weights that chose the target; -1: the policy did not choose it."""
     places: tuple[_Place, ...]
     """The place of every sample in the batch, on the host."""
     routes_BSLK: torch.Tensor | None = None
-    """int32, the experts of each *input* token in the rollout, -1 where unknown; None: no sample
-    has them."""
+    """int32, the experts of each *input* token in the rollout, -1 where unknown."""
     proximal_BS: torch.Tensor | None = None
-    """fp32, log-probabilities under the trainer's weights at the start of the update; None: those
-    of the rollout are that, bit for bit."""
+    """Log-probabilities under the trainer's weights at the start of the update; None: those of the
+    rollout are that, bit for bit."""
     reference_BS: torch.Tensor | None = None
-    """fp32, log-probabilities under the reference policy, for the KL."""
+    """Log-probabilities under the reference policy, for the KL."""
     weights_BS: torch.Tensor | None = None
-    """fp32, importance weights, 0 where they have masked a token; None: ones."""
+    """Importance weights, 0 where they have masked a token; None: ones."""
 
     def to(self, device: torch.device) -> RolloutBatch:
-        """The batch on ``device``, without waiting for the copy."""
         return self._replace(**tensors_on(device, self._asdict()))
 
     @property
     def inputs(self) -> Inputs:
-        """The inputs of the model."""
         return Inputs(
             self.tokens_BS, self.positions_BS, self.cu_seqlens, self.is_pad_BS, self.routes_BSLK
         )
@@ -272,12 +272,8 @@ def pack(
 ) -> list[RolloutBatch]:
     """Pack every sample once into micro-batches of ``micro_batch_size`` rows of ``seq_len``.
 
-    Args:
-        least: return at least so many, the last of them empty. All ranks of an engine's call need
-            the same number, that of the rank with the most.
-
-    Raises:
-        ValueError: a sample is longer than a row and the token that it predicts last.
+    Returns at least ``least``, the last of them empty: all ranks of an engine's call need the same
+    number. ValueError: a sample is longer than a row and the token that it predicts last.
     """
     lengths_N = np.array([len(s.tokens) - 1 for s in samples], dtype=np.int64)
     for i in np.flatnonzero(lengths_N > seq_len):
@@ -374,22 +370,17 @@ def from_padded(
 ) -> list[Sample]:
     """Make samples of sequences that are padded on the left, on the right or anywhere.
 
-    Args:
-        is_real_BS: bool, false at padding (an "attention mask"); the other per-token tensors are
-            [B, S] too, and describe each token itself.
-        versions_BS: None: 0 for every action.
-        groups: None: each sequence is its own.
+    ``is_real_BS`` is false at padding (an "attention mask"); per-token tensors describe each token
+    itself. Without ``versions_BS`` they are 0, without ``groups`` each sequence is its own.
     """
-    if versions_BS is None:
-        versions_BS = torch.where(is_action_BS, 0, -1)
     return [
-        Sample(
-            tokens=tokens_BS[b, real_S].numpy(),
-            is_action=is_action_BS[b, real_S].numpy(),
-            logprobs=logprobs_BS[b, real_S].numpy(),
-            versions=versions_BS[b, real_S].numpy(),
-            advantage=advantages_BS[b, real_S].numpy(),
-            group=b if groups is None else groups[b],
+        Sample.of(
+            tokens_BS[b, real_S].numpy(),
+            is_action_BS[b, real_S].numpy(),
+            advantages_BS[b, real_S].numpy(),
+            b if groups is None else groups[b],
+            logprobs_BS[b, real_S].numpy(),
+            None if versions_BS is None else versions_BS[b, real_S].numpy(),
         )
         for b, real_S in enumerate(is_real_BS)
     ]

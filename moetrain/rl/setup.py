@@ -1,7 +1,7 @@
 """What a run of reinforcement learning needs before there is a model: its tasks and its sizes.
 
-All errors in settings, files and the environment show here, so that a dry run (:func:`plan`) and
-the process that starts the ranks (:func:`inspect`) refuse what a run would.
+All errors in settings, files and the environment show here, so that a dry run and the process that
+starts the ranks refuse what a run would.
 
 Training data is identified by content: a folder of prompts and functions may move between a run and
 its resumption, while edited prompts are refused. Edited code may be what mends an environment: the
@@ -11,13 +11,13 @@ run goes on with it and says so. Of a user's file its own bytes are compared, no
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config, ConfigError
 from moetrain.config.rl import RlSection
 from moetrain.config.sources import shortened
-from moetrain.data.tokenizer import Tokenizer, load_tokenizer
+from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.processes import planned_machine
 from moetrain.rl.calls import Calls, Failed, not_a_reward
@@ -41,73 +41,102 @@ _CODE = re.compile(r"^[0-9a-f]{64}:")
 """The digest that stands for a file of Python in an identity."""
 
 
-class _Setup(NamedTuple):
-    """The result of :func:`set_up`."""
+class Setup:
+    """All that a run is given.
 
-    total_steps: int
-    num_groups: int
-    """Prompts of a step."""
-    num_pages: int
-    """Pages of one rank's key/value cache."""
-    tokenizer: Tokenizer
-    environment: Environment
-    tasks: Tasks
-    identity: dict[str, str]
-    """What the run is trained on, by the name of the setting that says so."""
-
-
-def inspect(config: Config, arch: Architecture) -> None:
-    """Raise ConfigError as :func:`set_up` would on the device that a run would take here."""
-    wanted = config.train.device
-    has_gpu = torch.cuda.device_count() > 0  # which leaves the devices alone
-    set_up(config, arch, "cuda" if wanted == "cuda" or (has_gpu and wanted == "auto") else "cpu")
-
-
-def plan(config: Config, arch: Architecture) -> str:
-    """Refuse what a run of ``config`` would refuse, and describe the memory that it takes.
-
-    Raises:
-        ConfigError: as :func:`set_up` and :func:`moetrain.train.plan.plan_memory`.
+    Attributes:
+        num_groups: prompts of a step.
+        num_pages: pages of one rank's key/value cache.
+        identity: what the run is trained on, by the name of the setting that says so.
     """
-    set_up(config, arch, planned_machine(config).device.type)
-    return plan_memory(config, arch, generates=True)
+
+    def __init__(self, config: Config, arch: Architecture, device_type: str) -> None:
+        """Open everything that ``config`` names: imports the user's files, makes the environment
+        and tries the reward function.
+
+        Raises:
+            ConfigError: settings of several sections do not fit, one has no effect on this model or
+                cannot run on this device, or something named is not there.
+        """
+        _check_settings(config, arch, device_type)
+        self.config, rl = config, config.rl
+        self.total_steps, self.num_groups = _steps(config), _groups(config)
+        self.num_pages = Pages.number_for(config)
+        self.tokenizer = tokenizer = load_tokenizer(config.data.tokenizer)
+        if tokenizer.vocab_size > arch.vocab_size:
+            raise ConfigError(
+                "data.tokenizer",
+                f"{config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the "
+                f"model's vocabulary of {arch.vocab_size}; use the model's own",
+            )
+        self.environment = environment = open_environment(rl, tokenizer)
+        if isinstance(environment, Jsonl):
+            _try_reward(environment, str(rl.reward), rl.step_timeout)
+        if rl.supervised_steps and not isinstance(environment, Demonstrates):
+            problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
+            raise ConfigError("rl.supervised_steps", problem)
+        self.tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
+        self.identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
+
+    @classmethod
+    def inspect(cls, config: Config, arch: Architecture) -> None:
+        """Raise ConfigError as a run would on the device that it would take here."""
+        wanted = config.train.device
+        has_gpu = torch.cuda.device_count() > 0  # which leaves the devices alone
+        on_gpu = wanted == "cuda" or (has_gpu and wanted == "auto")
+        cls(config, arch, "cuda" if on_gpu else "cpu")
+
+    @classmethod
+    def plan(cls, config: Config, arch: Architecture) -> str:
+        """Refuse what a run of ``config`` would refuse, and describe the memory that it takes.
+
+        Raises:
+            ConfigError: as for a run, and as :func:`moetrain.train.plan.plan_memory`.
+        """
+        cls(config, arch, planned_machine(config).device.type)
+        return plan_memory(config, arch, generates=True)
+
+    @property
+    def digest(self) -> str:
+        """A digest of what the run is trained on, but for the code of it."""
+        tasks = _without_code(self.identity)
+        return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
+
+    def edited_since(self, found: Checkpoint) -> list[str]:
+        """Return the settings whose code was edited since the run that wrote ``found``.
+
+        Raises:
+            ConfigError: anything else that it was trained on differs, by the setting.
+        """
+        before = self.identity | found.state.get("tasks", {})
+        then, now = _without_code(before), _without_code(self.identity)
+        for name, was in then.items():
+            if was == now.get(name):
+                continue
+            section, _, key = name.partition(".")
+            value = now[name]  # "64 of 1000"
+            if key != "eval_tasks":
+                value = shortened(getattr(getattr(self.config, section), key))
+            raise ConfigError(
+                name,
+                f"{value} is another than {str(found.folder)!r} was trained with, or was edited "
+                "since; put that back, or begin anew: checkpoint.resume never, or another "
+                "output_dir",
+            )
+        return [name for name, was in before.items() if was != self.identity[name]]
 
 
-def set_up(config: Config, arch: Architecture, device_type: str) -> _Setup:
-    """Open everything that ``config`` names: imports the user's files, makes the environment and
-    tries the reward function.
-
-    Raises:
-        ConfigError: settings of several sections do not fit, one has no effect on this model or
-            cannot run on this device, or something named is not there.
-    """
-    rl = config.rl
+def _check_settings(config: Config, arch: Architecture, device_type: str) -> None:
+    """Raise ConfigError for what cannot run on this device, or has no effect on this model."""
     if device_type == "cuda" and config.kernels.backend == "reference":
         problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
         raise ConfigError("kernels.backend", problem)
     if config.kernels.precision != "bf16":
         problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
         raise ConfigError("kernels.precision", f"{problem}; unset it")
-    if rl.routing_replay and not arch.num_experts:
+    if config.rl.routing_replay and not arch.num_experts:
         problem = f"true, but {arch.family} has no experts; unset it"
         raise ConfigError("rl.routing_replay", problem)
-    sizes = _steps(config), _groups(config), pages_of(config)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > arch.vocab_size:
-        raise ConfigError(
-            "data.tokenizer",
-            f"{config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the "
-            f"model's vocabulary of {arch.vocab_size}; use the model's own",
-        )
-    environment = open_environment(rl, tokenizer)
-    if isinstance(environment, Jsonl):
-        _try_reward(environment, str(rl.reward), rl.step_timeout)
-    if rl.supervised_steps and not isinstance(environment, Demonstrates):
-        problem = f"{rl.supervised_steps}, but rl.env {rl.env!r} shows nothing"
-        raise ConfigError("rl.supervised_steps", problem)
-    tasks = Tasks(environment.num_tasks, rl.eval_tasks, config.train.seed)
-    identity = _identity(rl, environment) | {"data.tokenizer": tokenizer.fingerprint}
-    return _Setup(*sizes, tokenizer, environment, tasks, identity)
 
 
 def _try_reward(environment: Jsonl, name: str, limit: float) -> None:
@@ -153,20 +182,6 @@ def _groups(config: Config) -> int:
     return number
 
 
-def pages_of(config: Config) -> int:
-    """Return the pages of one rank's key/value cache; ConfigError: they do not hold a row."""
-    rl, longest = config.rl, config.data.seq_len
-    if rl.cache_tokens is None:
-        return rl.max_sequences * -(-longest // Pages.SIZE)
-    if rl.cache_tokens // Pages.SIZE * Pages.SIZE < longest:
-        raise ConfigError(
-            "rl.cache_tokens",
-            f"{rl.cache_tokens}, in pages of {Pages.SIZE}, do not hold a row of data.seq_len "
-            f"{longest}; raise it",
-        )
-    return rl.cache_tokens // Pages.SIZE
-
-
 def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
     prompts = None if rl.prompts is None else _digest(Path(os.path.expanduser(rl.prompts)))
     number = environment.num_tasks  # held-out tasks are drawn from so many
@@ -190,32 +205,8 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def without_code(identity: Mapping[str, str]) -> dict[str, str]:
-    """Return ``identity`` with all files of Python replaced by one name."""
+def _without_code(identity: Mapping[str, str]) -> dict[str, str]:
     return {name: _CODE.sub("FILE.py:", value) for name, value in identity.items()}
-
-
-def check_same_tasks(found: Checkpoint, config: Config, identity: dict[str, str]) -> list[str]:
-    """Return the settings whose code was edited since the run that wrote ``found``.
-
-    Raises:
-        ConfigError: anything else that it was trained on differs, by the setting.
-    """
-    before = identity | found.state.get("tasks", {})
-    then, now = without_code(before), without_code(identity)
-    for name, was in then.items():
-        if was != now.get(name):
-            section, _, key = name.partition(".")
-            value = now[name]  # "64 of 1000"
-            if key != "eval_tasks":
-                value = shortened(getattr(getattr(config, section), key))
-            raise ConfigError(
-                name,
-                f"{value} is another than {str(found.folder)!r} was trained with, or was edited "
-                "since; put that back, or begin anew: checkpoint.resume never, or another "
-                "output_dir",
-            )
-    return [name for name, was in before.items() if was != identity[name]]
 
 
 # ---- which prompts when ---------------------------------------------------------------------
@@ -275,7 +266,6 @@ class Tasks:
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def held_out(self, index: int) -> int:
-        """Return held-out task ``index`` of ``num_held_out``."""
         return index if self._dealt is None else int(self._dealt[index])
 
     def trained(self, prompt: int) -> int:

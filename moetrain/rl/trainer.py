@@ -11,12 +11,11 @@ way and the engine's state, and a resumed run goes on with the same bits.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -27,13 +26,12 @@ from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.layout import TensorSlice
 from moetrain.rl.advantages import Advantages, Outcome, advantages
-from moetrain.rl.calls import Failing, demonstrations
-from moetrain.rl.collect import Collector
-from moetrain.rl.envs import Demonstrates, Demonstration
+from moetrain.rl.calls import demonstrations
+from moetrain.rl.collect import Collector, Failing, figures, write_completions
+from moetrain.rl.envs import Demonstrates
 from moetrain.rl.learn import Learned, Learner, gather
-from moetrain.rl.report import TimeSplit, figures, write_completions
 from moetrain.rl.rows import Sample, Trajectory
-from moetrain.rl.setup import Window, check_same_tasks, set_up, without_code
+from moetrain.rl.setup import Setup, Window
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
@@ -53,19 +51,59 @@ _CURVES = (
 )
 
 
-class _Rollout(NamedTuple):
-    """The trajectories of one step, of all ranks, with their advantages."""
+_PartName = Literal["generate", "rewards", "train", "weights", "offload", "evaluate", "other"]
+"""generate: trajectories, and waiting for other ranks'; rewards: waiting for environments while
+nothing is left to generate; train: scoring and updates; weights: the trainer's into the generator;
+offload: moments, and the generator's memory, going and coming back; other: checkpoints, reports."""
+_PARTS: tuple[_PartName, ...] = get_args(_PartName)
 
-    trajectories: list[Trajectory]
-    values: list[float | None]
-    """Advantages of the trajectories; None: not trained."""
-    row: dict[str, float]
-    """Metrics of the step."""
 
-    def samples(self) -> list[Sample]:
-        """Return the samples to train on."""
-        pairs = zip(self.trajectories, self.values, strict=True)
-        return [t.sample(value) for t, value in pairs if value is not None]
+class _TimeSplit:
+    """Seconds of the loop by part. Parts may nest, and each second counts for the innermost."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
+        self._taken = dict(self.total)
+        """What :meth:`take` has returned, all together."""
+        self._part: _PartName = "other"
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: _PartName) -> Iterator[None]:
+        """Count the time inside as ``name``. Waits for the device at both ends."""
+        around = self._part
+        self._go_on_as(name)
+        yield
+        self._go_on_as(around)
+
+    def _go_on_as(self, name: _PartName) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.total[self._part] += now - self._started
+        self._part, self._started = name, now
+
+    def move(self, seconds: float, source: _PartName, target: _PartName) -> None:
+        self.total[source] -= seconds
+        self.total[target] += seconds
+
+    def take(self) -> dict[str, float]:
+        self._go_on_as(self._part)
+        taken = {name: seconds - self._taken[name] for name, seconds in self.total.items()}
+        self._taken = dict(self.total)
+        return taken
+
+    @staticmethod
+    def line(seconds: Mapping[str, float]) -> str:
+        """Describe a step in one line: ``time 2.3 s: generate 1.2 (52%)  train 0.9 (39%)``."""
+        whole = max(sum(seconds.values()), 1e-9)
+        parts = (f"{n} {s:.2f} ({s / whole:.0%})" for n, s in seconds.items() if s >= whole / 100)
+        return f"  time {whole:.2f} s: {'  '.join(parts)}"
+
+    def table(self) -> list[str]:
+        whole = max(sum(self.total.values()), 1e-9)
+        return [f"  {n:<9}{s:>10.1f} s {s / whole:>7.1%}" for n, s in self.total.items()]
 
 
 class RlTrainer(Run):
@@ -74,9 +112,8 @@ class RlTrainer(Run):
     generates = True
 
     def build(self, arch: Architecture) -> None:
-        """Open the tasks, and build the engine and a generator beside it."""
         config = self.config
-        self.setup = set_up(config, arch, self.device.type)
+        self.setup = Setup(config, arch, self.device.type)
         self.total_steps = self.setup.total_steps
         self.tokenizer, self.tasks = self.setup.tokenizer, self.setup.tasks
         self.environment = self.setup.environment
@@ -88,12 +125,13 @@ class RlTrainer(Run):
         self.weights_at = -1
         """The step whose weights the generator holds."""
         self.lr = 0.0
-        self.time = TimeSplit(self.device)
+        self.time = _TimeSplit(self.device)
         self.began_at = self.logged_at = self.step
         self.generated = self.trained = 0
         """Tokens of all ranks since the run began or was resumed."""
         self.failing = Failing()
         self.rollout_row: dict[str, float] = {}
+        """Metrics of the step's trajectories; empty while demonstrations are learned."""
 
     def _build_generator(self) -> None:
         rl = self.config.rl
@@ -116,8 +154,7 @@ class RlTrainer(Run):
 
     @property
     def identity(self) -> str:
-        tasks = without_code(self.setup.identity)
-        return hashlib.sha256(json.dumps(tasks).encode()).hexdigest()
+        return self.setup.digest
 
     @property
     def trained_on(self) -> str:
@@ -128,7 +165,7 @@ class RlTrainer(Run):
 
     def fit(self) -> None:
         """Train to ``train.steps``; raises as :meth:`opened` says."""
-        self.time = TimeSplit(self.device)  # time between building and running does not count
+        self.time = _TimeSplit(self.device)  # time between building and running does not count
         with self.opened():
             with self.stepping():
                 while self.goes_on:
@@ -140,7 +177,6 @@ class RlTrainer(Run):
             self.finish()
 
     def train_step(self) -> Learned:
-        """Train on demonstrations, or generate and train."""
         rl, optim = self.config.rl, self.config.optim
         self.clock.stop()  # it counts training alone
         if self.step < rl.supervised_steps:
@@ -175,28 +211,26 @@ class RlTrainer(Run):
             self.learner.keep_reference()
 
     def _imitate(self) -> Learned:
-        """Make one update on demonstrations."""
-        assert isinstance(self.environment, Demonstrates)  # set_up has seen to that
+        assert isinstance(self.environment, Demonstrates)  # Setup has seen to that
         size, limit = self.config.train.global_batch_size, self.config.rl.step_timeout
         numbers = range(self.step * size, (self.step + 1) * size)
         with self.time.part("rewards"):
             tasks = [self.tasks.trained(number) for number in numbers]
             vocabulary = self.engine.arch.vocab_size
             shown = demonstrations(self.environment, tasks, limit, vocabulary)
-        samples = [_shown(*pair) for pair in zip(numbers, shown, strict=True)]
+        samples = [Sample.of(*pair, 0.0, i) for i, pair in zip(numbers, shown, strict=True)]
         if (longest := max(len(s.tokens) for s in samples)) > self.config.data.seq_len:
             problem = f"{self.config.data.seq_len} is less than a demonstration of {longest} tokens"
             raise ConfigError("data.seq_len", f"{problem}; raise it, or make the task smaller")
         with self._learning(samples):
-            learned = self.learner.update(self.learner.rows_of(samples), self.supervised, self.lr)
+            batches = self.learner.deal(samples).batches
+            learned = self.learner.update(batches, self.supervised, self.lr)
         learned.row["loss"] = learned.row.pop("cross_entropy")
         return learned
 
     def _reinforce(self) -> Learned:
-        """Generate trajectories, and make updates on them."""
         with self.time.part("offload"), self._offloaded(), self.time.part("generate"):
-            rollout = self.roll_out()
-        self.rollout_row, samples = rollout.row, rollout.samples()
+            samples = self.roll_out()
         if not samples:  # no update, so neither momentum nor decay moves the weights
             skipped = torch.zeros((), dtype=torch.bool, device=self.device)
             return Learned(skipped, None, {"loss": 0.0, "grad_norm": 0.0})
@@ -234,8 +268,8 @@ class RlTrainer(Run):
 
     # ---- trajectories --------------------------------------------------------------------------
 
-    def roll_out(self) -> _Rollout:
-        """Return the trajectories that are due, of all ranks, in the same order on each."""
+    def roll_out(self) -> list[Sample]:
+        """Return the samples of the trajectories that are due, of all ranks, in one order."""
         rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
         found = self._next_groups(self.setup.num_groups)
@@ -253,7 +287,7 @@ class RlTrainer(Run):
         self.generated += generated
         rate = generated / max(1e-9, sum(seconds.values()))
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
-        row = figures(found) | {
+        self.rollout_row = figures(found) | {
             "prompts": self.window.taken - first,
             "useful_groups": _worth_learning(found, worth),
             "advantage_spread": worth.spread,
@@ -262,11 +296,12 @@ class RlTrainer(Run):
             "generated_tokens_per_second": rate,
             "generated_tokens_per_second_per_device": rate / self.world.size,
         }
-        row |= {f"left_out/{reason}": number for reason, number in worth.left_out.items()}
-        return _Rollout(found, worth.values, row)
+        left_out = worth.left_out.items()
+        self.rollout_row |= {f"left_out/{reason}": number for reason, number in left_out}
+        pairs = zip(found, worth.values, strict=True)
+        return [t.sample(value) for t, value in pairs if value is not None]
 
     def _next_groups(self, number: int) -> list[Trajectory]:
-        """Return the trajectories of the next ``number`` prompts, of all ranks."""
         begun, due = self.window.advance(number)
         for prompt in self._mine(begun):
             task = self.tasks.trained(prompt)
@@ -288,7 +323,6 @@ class RlTrainer(Run):
         ]
 
     def _mine(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of ``numbers`` that this rank generates."""
         return [number for number in numbers if number % self.world.size == self.world.rank]
 
     def _all_of(self, mine: Sequence[int]) -> list[Trajectory]:
@@ -321,7 +355,6 @@ class RlTrainer(Run):
             write_completions(found, self.tokenizer, file)
 
     def log_step(self, result: Learned) -> None:
-        """Log the step that has just ended."""
         steps, self.logged_at = max(1, self.step - self.logged_at), self.step
         seconds = {name: taken / steps for name, taken in self.time.take().items()}
         row: dict[str, float | None] = {
@@ -349,11 +382,6 @@ class RlTrainer(Run):
         self.export(self.tokenizer, self.tokenizer.chat_template)
         if self.world.is_main:
             plot_curves(self.log.path, self.folder / "reward.png", _CURVES, "reward")
-        for line in self._summary():
-            self.log.say(line)
-
-    def _summary(self) -> list[str]:
-        """Summarise time and rates since the run began or was resumed, a line each."""
         self.time.take()
         total, size = self.time.total, self.world.size
         whole = sum(total.values())
@@ -364,13 +392,14 @@ class RlTrainer(Run):
         }
         shown = ", ".join(f"{name} {rate / size:,.0f}" for name, rate in rates.items())
         compared, differing = self.learner.compared, self.learner.differing
-        return [
+        for line in (
             f"time of {self.step - self.began_at:,} steps: {whole:,.1f} s",
             *self.time.table(),
             f"tokens/s per device: {shown}",
             f"rl mismatch: compared {compared:,} tokens with the trainer's own, "
             f"differing {differing:,}",
-        ]
+        ):
+            self.log.say(line)
 
     @contextmanager
     def _learning(self, samples: Sequence[Sample]) -> Iterator[None]:
@@ -409,7 +438,7 @@ class RlTrainer(Run):
         return groups
 
     def resume(self, found: Checkpoint) -> None:
-        for name in check_same_tasks(found, self.config, self.setup.identity):
+        for name in self.setup.edited_since(found):
             if self.world.is_main:
                 text = "%s: its code was edited since %s; the run goes on with it as it is now"
                 _logger.warning(text, name, found.folder)
@@ -441,19 +470,5 @@ class RlTrainer(Run):
 
 
 def _worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
-    """Count the groups with a trajectory that is trained."""
     pairs = zip(trajectories, worth.values, strict=True)
     return len({t.group for t, value in pairs if value is not None})
-
-
-def _shown(number: int, marked: Demonstration) -> Sample:
-    """Make a demonstration a sample to train on."""
-    n = len(marked.tokens)
-    return Sample(
-        torch.tensor(marked.tokens).numpy(),
-        torch.tensor(marked.mask).numpy(),
-        torch.zeros(n).numpy(),
-        torch.full((n,), -1).numpy(),
-        0.0,
-        number,
-    )

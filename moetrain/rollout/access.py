@@ -4,8 +4,8 @@ Without a token a request to a loopback address must name such an address as its
 local browser can make a name of its own resolve to this machine (DNS rebinding), and would then
 have the server's origin. A client that keeps the server waiting, for a request or while it reads an
 answer, is closed after a minute, or earlier if there are too many connections and it was waited for
-longest: each takes a file of the process. Starlette's TrustedHostMiddleware and uvicorn's own
-limits answer in plain text, know no loopback addresses, and close no slow client.
+longest: each takes a file of the process. Starlette's and uvicorn's own means answer in plain text,
+know no loopback addresses, and close no slow client.
 
 Left out on purpose: TLS, which belongs to a proxy before the server.
 """
@@ -63,7 +63,6 @@ class Access:
     """The file that holds the token; None: :attr:`own_file`, which is made if it is missing."""
     own_file: Path
     section: str = ""
-    """Prefix of the settings' names, with a dot."""
 
     def check(self) -> None:
         """Raise ConfigError for contradictory settings, or packages that are not installed."""
@@ -86,11 +85,7 @@ class Access:
         return self.auth == "none" or (self.auth == "auto" and _is_loopback(self.host))
 
     def token(self) -> str | None:
-        """Return the token that clients must send; None: none is needed.
-
-        Raises:
-            ConfigError: the file that holds it cannot be read, or holds nothing.
-        """
+        """Return the token that clients must send, if any; ConfigError: its file holds none."""
         if self.is_open:
             return None
         path = Path(self.token_file or self.own_file)
@@ -109,9 +104,6 @@ class Access:
 
     def server(self, app: _App, error_body: _ErrorBody) -> tuple[uvicorn.Server, socket.socket]:
         """Make a server of ``app`` behind authentication, and the listening socket it runs with.
-
-        Args:
-            error_body: makes the JSON that reports a status and a problem.
 
         Raises:
             ConfigError: as :meth:`token`; the address is invalid, or cannot be listened at.
@@ -205,7 +197,6 @@ def _shows(headers: dict[bytes, bytes], token: str) -> bool:
 
 
 def _in_pieces(send: _Send) -> _Send:
-    """Wrap ``send`` so that it gets the body of an answer in pieces."""
 
     async def pieces(message: dict[str, Any]) -> None:
         body = message.get("body", b"")
@@ -279,12 +270,10 @@ def _bounded(error_body: _ErrorBody, most: int) -> type[asyncio.Protocol]:
                 self.transport.abort()
 
         def _is_between(self) -> bool:
-            """Whether no request is being handled."""
             cycle = self.cycle
             return cycle is None or (cycle.response_complete and not cycle.more_body)
 
         def _is_in_request(self) -> bool:
-            """Whether a request has begun but neither ended nor been answered."""
             if self._is_between():
                 return bool(self.conn.trailing_data[0])
             return self.cycle.more_body and not self.cycle.response_started

@@ -21,9 +21,8 @@ from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.kernels.attention.batch_invariant import BLOCK
 from moetrain.models.transformer import Transformer
-from moetrain.rollout.pages import Pages
+from moetrain.rollout.pages import Pages, Running, Scheduler
 from moetrain.rollout.request import Completion, Request, RequestError
-from moetrain.rollout.scheduler import Running, Scheduler
 from moetrain.rollout.steps import ExpertParallel, Steps
 
 _CPU_TOKENS = 16_384
@@ -53,14 +52,12 @@ class Generator:
         """Take over ``model``, on one device and with weights; it serves only generation then.
 
         Args:
-            tokenizer: needed for stop texts alone. Token ids that it does not have are never
-                chosen.
-            num_pages, page_size: the cache has room for num_pages * page_size tokens of all running
-                sequences together; None: most of the device's free memory, on a CPU 16,384 tokens.
+            tokenizer: needed for stop texts. Token ids that it does not have are never chosen.
+            num_pages, page_size: the cache has num_pages * page_size tokens of all running
+                sequences; None: most of the device's free memory, on a CPU 16,384 tokens.
             max_sequences: sequences that run at once; others wait.
             max_tokens: tokens that one step reads; longer prompts are read in chunks.
-            experts: the ranks that share the experts of ``model``, and take every step together;
-                None: this rank has all experts.
+            experts: the ranks that share the experts of ``model``; None: this rank has all.
 
         Raises:
             ValueError: the attention has no paged form, a number is not positive, or pages on CUDA
@@ -96,8 +93,7 @@ class Generator:
         """Take up ``requests``; the next steps serve them.
 
         Raises:
-            RequestError: one can never be served, or another of its id is being served. None of
-                ``requests`` is served then.
+            RequestError: one can never be served, or its id is being served; none is taken up.
         """
         begun: dict[str, list[Running]] = {}
         for request in requests:
@@ -120,15 +116,13 @@ class Generator:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is being served."""
         return bool(self._live)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """Run the model once, and return the completions that have one more token.
 
-        A finished completion has a ``finish_reason``. Collective over the ranks that share experts:
-        a rank with nothing to read still computes its experts for the others.
+        Collective over the ranks that share experts.
         """
         if self.is_asleep:
             raise RuntimeError("the generator sleeps; call wake() first")
@@ -198,12 +192,7 @@ class Generator:
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Return the finished completions of every request; others under way go on meanwhile.
-
-        Raises:
-            RequestError: as for :meth:`submit`.
-            RuntimeError: the generator is paused or asleep; none is served then.
-        """
+        """Return the finished completions of every request; others under way go on meanwhile."""
         if self.paused or self.is_asleep:
             raise RuntimeError("the generator is paused or asleep: generate() would never end")
         self.submit(*requests)
@@ -246,8 +235,7 @@ class Generator:
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy new weights into the model: every parameter and buffer, whole, by name, any dtype.
 
-        Completions under way go on: their tokens are read again, and ``Completion.versions`` says
-        which weights chose which token.
+        Completions under way go on with them, and their tokens are read again.
 
         Raises:
             ValueError: the model lacks a name or shape, or one of its own is not given. The weights
@@ -284,10 +272,9 @@ class Generator:
             cache.wipe()
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Free the cache's memory; completions under way go on after :meth:`wake`.
+        """Free the cache's memory, and that of the generator's own ``weights``, which are lost.
 
-        Args:
-            weights: free the memory of the generator's own parameters too; their values are lost.
+        Completions under way go on after :meth:`wake`.
         """
         self.scheduler.start_over()
         if weights:

@@ -1,8 +1,4 @@
-"""JSON over HTTP for both servers: bounded bodies, strict JSON, and errors as JSON too.
-
-Handlers read bodies with :class:`Bodies`, answer with :func:`reply`, and raise
-``HTTPException(status, problem)`` to refuse.
-"""
+"""JSON over HTTP for both servers: bounded bodies, strict JSON, and errors as JSON too."""
 
 from __future__ import annotations
 
@@ -12,19 +8,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
 
 from moetrain.config.sources import shortened
+from moetrain.rollout.protocol import complaint
 
 _SMALL_BYTES = 64 << 10
 """Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
 _LARGEST_TOGETHER = 8
-"""How many bodies of the largest size may arrive at once."""
 
 FAILED = "the server failed at this; its log says why"
 _Meaning = Callable[[Any], tuple[int, str]]
@@ -41,8 +38,8 @@ def json_app(
     """Make an application whose every error is ``error_body(status, problem)``.
 
     Args:
-        refusals: maps classes of exceptions to a status and a problem. An HTTPException has both
-            itself; any other is status 500, and is logged.
+        refusals: status and problem of exceptions by their class. Any that is neither here nor
+            below is status 500, and is logged.
     """
 
     def answering(meaning: _Meaning) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -54,14 +51,20 @@ def json_app(
 
     meanings: dict[type[Exception], _Meaning] = {
         HTTPException: lambda error: (error.status_code, error.detail),
+        ValidationError: lambda error: (400, complaint(error)),
         ClientDisconnect: lambda error: (400, "the client hung up"),
         Exception: lambda error: (500, FAILED),
         **refusals,
     }
     handlers = {kind: answering(meaning) for kind, meaning in meanings.items()}
+    routes = [Route("/health", _health), *routes]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect has no body
     return app
+
+
+async def _health(request: Request) -> Response:
+    return reply({"status": "ok"})
 
 
 class Bodies:
@@ -81,8 +84,7 @@ class Bodies:
         """Parse the JSON body of ``request`` with ``parse``, in another thread.
 
         Raises:
-            HTTPException: the body has another type, is too large or no JSON, or too many large
-                bodies arrive at once.
+            HTTPException: the body has another type, is too large or no JSON.
             ClientDisconnect: the client hung up.
         """
         # Browsers let any page post other types to a local server without a preflight request.

@@ -1,10 +1,16 @@
-"""The key/value cache: pages of memory, who holds them, and attention that reads them.
+"""The key/value cache: pages of memory, the sequences that hold them, attention that reads them.
 
 A page has room for the keys and values of ``page_size`` consecutive tokens of one sequence. Full
 pages are published under their tokens and the text before them, so that sequences that begin alike
 share them, among others a request's ``n`` completions. A page without references keeps its content
 until its room is needed; the longest unused page goes first. Keys and values depend on the weights:
 after an update :meth:`Pages.forget` comes before any further use.
+
+Batching is continuous: every step reads the last token of each sequence that is being continued,
+and a chunk of each prompt. Sequences are served in the order they came, except that of one
+request's completions the first reads the prompt and the others then share its pages. When pages run
+short, the youngest running sequence gives its pages back and is read again later. So the oldest
+always advances, and nothing waits for ever.
 
 Legend: T tokens of a step, N sequences, P pages, Z tokens of a page, M pages of a sequence at most,
 H query heads, G key/value heads, d width.
@@ -18,11 +24,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from moetrain.config import Config, ConfigError
 from moetrain.kernels.attention.batch_invariant import paged_attention, store_in_pages
 from moetrain.models.layers import Context
+from moetrain.rollout.request import Completion, Request
 
 _Key = tuple[int, tuple[int, ...]]
 """The serial number of the text before (0: none), and a page's tokens."""
@@ -56,14 +65,25 @@ class Pages:
         self._text_of: dict[int, _Text] = {}
         self._serials = count(1)
 
+    @classmethod
+    def number_for(cls, config: Config) -> int:
+        """Return the pages that settings give a rank; ConfigError: they do not hold a row."""
+        rl, longest = config.rl, config.data.seq_len
+        if rl.cache_tokens is None:
+            return rl.max_sequences * -(-longest // cls.SIZE)
+        number = rl.cache_tokens // cls.SIZE
+        if number * cls.SIZE < longest:
+            row = f"a row of data.seq_len {longest}"
+            problem = f"{rl.cache_tokens}, in pages of {cls.SIZE}, do not hold {row}; raise it"
+            raise ConfigError("rl.cache_tokens", problem)
+        return number
+
     @property
     def num_tokens(self) -> int:
-        """Tokens that all pages have room for."""
         return self.num_pages * self.page_size
 
     @property
     def num_available(self) -> int:
-        """Pages that :meth:`allocate` could give."""
         return len(self._free) + len(self._idle)
 
     def allocate(self, number: int) -> list[int] | None:
@@ -143,6 +163,141 @@ class Pages:
             del self._texts[text.key]
 
 
+class Running:
+    """Completion ``index`` of ``request``, under way; it has ``most_pages`` at most."""
+
+    def __init__(self, request: Request, index: int, most_pages: int, stream: int) -> None:
+        self.request, self.params = request, request.params
+        self.completion = Completion(request.id, index)
+        self.tokens = list(request.tokens)
+        """Tokens of prompt and completion."""
+        self.stream = stream
+        """The seed of its noise."""
+        self.inverse, self.scale = self.params.inverse, self.params.scale
+        self.pages: list[int] = []
+        self.table = np.zeros(most_pages, np.int32)
+        """Its page table, which begins with ``pages``."""
+        self.num_read = 0
+        """Tokens whose keys and values lie in ``pages``."""
+        self.routes: list[torch.Tensor] = []
+        """Experts of the tokens that were read, [tokens, MoE layers, K] a chunk; if asked for."""
+        self.scores: list[tuple[float, int]] = []
+        """Of each token of the prompt but the first, if asked for: its log-probability, and the
+        likeliest token in its place."""
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens that the model has yet to read; the last one predicts the next."""
+        return len(self.tokens) - self.num_read
+
+    def take(self, pages: list[int]) -> None:
+        """Append ``pages`` to its own."""
+        self.table[len(self.pages) : len(self.pages) + len(pages)] = pages
+        self.pages += pages
+
+
+class Scheduler:
+    """The sequences that run or wait, and their pages.
+
+    Args:
+        max_sequences: sequences that run at once.
+        max_tokens: tokens that one step reads.
+    """
+
+    def __init__(self, pages: Pages, max_sequences: int, max_tokens: int) -> None:
+        self.pages = pages
+        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.waiting: deque[Running] = deque()
+        """Sequences in the order in which they will begin; new ones go to its end."""
+        self.running: list[Running] = []
+        self.num_preempted = 0
+
+    def plan(self) -> list[tuple[Running, int]]:
+        """Return the next step's sequences and the tokens it reads of each; they have pages."""
+        planned: list[tuple[Running, int]] = []
+        left = self.max_tokens
+        # Only the youngest gives way, the list's last, which has not been planned yet.
+        for sequence in self.running:
+            number = min(sequence.num_unread, left)
+            if number and self._make_room(sequence, number):
+                planned.append((sequence, number))
+                left -= number
+        return planned + self._begin_some(left)
+
+    def _begin_some(self, left: int) -> list[tuple[Running, int]]:
+        """Start waiting sequences; return them and how many of ``left`` tokens each reads."""
+        begun: list[tuple[Running, int]] = []
+        reading = {sequence.request.id for sequence in self.running if sequence.num_unread > 1}
+        for sequence in list(self.waiting):
+            if not left or len(self.running) >= self.max_sequences:
+                break
+            request, size = sequence.request, self.pages.page_size
+            if not request.params.reads_all:
+                if request.id in reading and len(request.tokens) > size:
+                    continue  # it waits until another completion has read the prompt
+                # The last token is read in any case.
+                sequence.take(self.pages.match(sequence.tokens[:-1]))
+                sequence.num_read = len(sequence.pages) * size
+            number = min(sequence.num_unread, left)
+            if not self._grow(sequence, number):
+                self._give_back(sequence)
+                break
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            begun.append((sequence, number))
+            left -= number
+            if sequence.num_unread > 1:
+                reading.add(sequence.request.id)
+        return begun
+
+    def was_read(self, sequence: Running, number: int) -> None:
+        """Note that ``number`` more tokens of ``sequence`` lie in its pages."""
+        before, size = sequence.num_read, self.pages.page_size
+        sequence.num_read += number
+        if not sequence.params.reads_all and before // size < sequence.num_read // size:
+            self.pages.publish(sequence.pages[: sequence.num_read // size], sequence.tokens)
+
+    def remove(self, sequence: Running) -> None:
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._give_back(sequence)
+
+    def start_over(self) -> None:
+        """Queue all running sequences before all others, to be read again, and forget all pages."""
+        while self.running:
+            self._preempt_youngest()
+        self.pages.forget()
+
+    def _make_room(self, sequence: Running, number: int) -> bool:
+        """Get pages for ``number`` more tokens, preempting younger sequences if needed."""
+        while not self._grow(sequence, number):
+            if self._preempt_youngest() is sequence:
+                return False
+        return True
+
+    def _preempt_youngest(self) -> Running:
+        sequence = self.running.pop()
+        self._give_back(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
+        return sequence
+
+    def _grow(self, sequence: Running, number: int) -> bool:
+        """Allocate pages for ``number`` more tokens than were read; False: there are too few."""
+        size = self.pages.page_size
+        missing = sequence.num_read + number - len(sequence.pages) * size
+        if missing <= 0:
+            return True
+        new = self.pages.allocate(-(-missing // size))
+        if new is None:
+            return False
+        sequence.take(new)
+        return True
+
+    def _give_back(self, sequence: Running) -> None:
+        self.pages.release(sequence.pages)
+        sequence.pages, sequence.num_read, sequence.routes, sequence.scores = [], 0, [], []
+
+
 _Cache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of all pages, [P, Z, G, d]."""
 
@@ -157,7 +312,6 @@ class PagedRows(NamedTuple):
     seen_N: torch.Tensor
     """int32: tokens of each sequence that were read before."""
     pages_NM: torch.Tensor
-    """int32: the pages of each sequence, in order."""
     num_single: int
     """Number of sequences that read a single token each; they come first."""
 
@@ -177,11 +331,9 @@ class PagedAttention:
         self.values_PZGd: torch.Tensor | None = None
 
     def free(self) -> None:
-        """Free the memory; its content is lost."""
         self.keys_PZGd = self.values_PZGd = None
 
     def wipe(self) -> None:
-        """Fill the pages with zeros in place."""
         for pages in (self.keys_PZGd, self.values_PZGd):
             if pages is not None:
                 pages.zero_()
@@ -189,7 +341,6 @@ class PagedAttention:
     def __call__(
         self, q_BSHd: torch.Tensor, k_BSGd: torch.Tensor, v_BSGd: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """Return attention's output, [1, T, H, d]."""
         rows = context.mask
         assert isinstance(rows, PagedRows)
         if self.keys_PZGd is None or self.values_PZGd is None:
@@ -220,7 +371,6 @@ class PagedAttention:
         return torch.cat(parts) if parts else torch.empty_like(q_THd)  # nothing to read here
 
     def _by_sequences(self, q_THd: torch.Tensor, cache: _Cache, rows: PagedRows) -> torch.Tensor:
-        """Attend by torch, for all sequences of one size at a time."""
         out_THd, members_of = torch.empty_like(q_THd), defaultdict[tuple[int, int], list[int]](list)
         sizes = zip(rows.ends_N.diff().tolist(), rows.seen_N.tolist(), strict=True)
         for i, size in enumerate(sizes):

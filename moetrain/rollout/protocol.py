@@ -14,7 +14,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     ValidationError,
     model_validator,
@@ -23,7 +22,6 @@ from pydantic import (
 from moetrain.config.sources import shortened
 
 _MOST_COMPLETIONS = 128
-"""Completions of one prompt, as OpenAI limits them."""
 _MOST_LIKELIEST = 20
 """Likeliest tokens beside a chosen one, as OpenAI limits them for chats."""
 _MOST_STOPS, _LONGEST_STOP = 16, 128
@@ -34,17 +32,11 @@ _MOST_TURNS = 4096
 _Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
-class _First(FailFast):
-    # Unions need a hash, and pydantic's class has none.
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-
-FIRST = _First()
-"""Marks lists, so that a bad one makes one complaint and not a million, which take gigabytes."""
-
-
 class JsonBody(BaseModel):
-    """A JSON object with exact types, and without unknown keys, infinities or NaNs."""
+    """A JSON object with exact types, and without unknown keys, infinities or NaNs.
+
+    Lists have ``fail_fast``: a million complaints about a bad one would take gigabytes.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -88,13 +80,12 @@ class _Asked(JsonBody):
     seed: int | None = None
     """None: a new one for each request."""
     n: int = Field(default=1, le=_MOST_COMPLETIONS)
-    stop: Annotated[list[_Stop], FIRST, BeforeValidator(_as_list)] = Field(
-        [], max_length=_MOST_STOPS
+    stop: Annotated[list[_Stop], BeforeValidator(_as_list)] = Field(
+        [], max_length=_MOST_STOPS, fail_fast=True
     )
     stream: bool = False
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields that SamplingParams has under the same names."""
         seed = uuid.uuid4().int % 2**63 if self.seed is None else self.seed
         same = self.model_dump(include={"temperature", "top_k", "top_p", "min_p", "n"})
         return same | {"stop": tuple(self.stop), "seed": seed}
@@ -156,7 +147,6 @@ class Chat(_Asked):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields that go to the template beside the messages, by name."""
         names = ("tools", "documents", "chat_template_kwargs")
         return {name: getattr(self, name) for name in names}
 

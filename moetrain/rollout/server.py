@@ -20,7 +20,6 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -33,7 +32,7 @@ from starlette.types import Send as ASGISend
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.http_json import FAILED, Bodies, json_app, reply
-from moetrain.rollout.protocol import Chat, Completions, complaint, error_body
+from moetrain.rollout.protocol import Chat, Completions, error_body
 from moetrain.rollout.request import (
     Completion,
     Request,
@@ -177,7 +176,7 @@ class _GenerationFailed(Exception):
 
 
 class CompletionServer:
-    """The HTTP server of a generator.
+    """The HTTP server of a generator that has a tokenizer.
 
     Attributes:
         app: the ASGI application; it does not authenticate clients.
@@ -186,20 +185,13 @@ class CompletionServer:
     def __init__(
         self, generator: Generator, name: str, *, max_queue: int = 1024, max_request_mib: int = 4
     ) -> None:
-        """
-        Args:
-            generator: has a tokenizer.
-            name: the model's, in replies.
-            max_queue: completions that run or wait at once; further requests are status 429.
-            max_request_mib: size of one body.
-        """
+        """Serve ``max_queue`` completions at once, which run or wait; more are status 429."""
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
         self.generator, self.name, self.max_queue = generator, name, max_queue
         self.bodies = Bodies(max_request_mib << 20, "max_request_mib")
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         routes = [
-            Route("/health", self.health),
             Route("/v1/models", self.models),
             Route("/v1/completions", partial(self.answer, Completions), methods=["POST"]),
             Route("/v1/chat/completions", partial(self.answer, Chat), methods=["POST"]),
@@ -217,9 +209,6 @@ class CompletionServer:
         yield
         await self.serving.close()
 
-    async def health(self, request: HTTPRequest) -> Response:
-        return reply({"status": "ok"})
-
     async def models(self, request: HTTPRequest) -> Response:
         entry = {"id": self.name, "object": "model", "created": 0, "owned_by": "moetrain"}
         return reply({"object": "list", "data": [entry]})
@@ -236,10 +225,9 @@ class CompletionServer:
     def _parse(self, kind: type[Completions | Chat], body: object) -> _Answer:
         if isinstance(body, dict):
             body = {key: value for key, value in body.items() if value is not None}
+        asked = kind.model_validate(body)
         try:
-            return _Answer(self, kind.model_validate(body))
-        except ValidationError as error:
-            raise HTTPException(400, complaint(error)) from None
+            return _Answer(self, asked)
         except ValueError as error:  # from SamplingParams, ConfigError among others
             raise HTTPException(400, str(error)) from None
 
@@ -407,11 +395,7 @@ class _Answer:
 
 
 async def _unless_gone(request: HTTPRequest, work: Awaitable[_T]) -> _T:
-    """Await ``work``, and cancel it when the client hangs up. The body must have been read.
-
-    Raises:
-        ClientDisconnect: the client has hung up.
-    """
+    """Await ``work``, or cancel it and raise ClientDisconnect when the client hangs up."""
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -36,15 +36,13 @@ from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.layout import chunk_of
-from moetrain.rollout.pages import PagedAttention, PagedRows, Pages
+from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.request import Request, SamplingParams
-from moetrain.rollout.scheduler import Running
 
 _Planned = Sequence[tuple[Running, int]]
 """Sequences of one step and how many tokens of each it reads, those that read one first."""
 
 _SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32))
-"""Numbers of lanes that graphs are captured for."""
 _SALT = 0x9E3779B9
 _TOKEN, _POSITION, _STREAM, _INVERSE, _SCALE, _PAGES = range(6)  # columns of a lane
 
@@ -77,8 +75,8 @@ class _CapturedStep(NamedTuple):
 class ExpertParallel:
     """This rank's part of the experts of a generator's model; it has everything else for itself.
 
-    Every rank serves its own requests over its own cache. Tokens travel to their experts as in
-    training, so every rank takes every step, even with nothing to read.
+    Tokens travel to their experts as in training, so every rank takes every step, even with nothing
+    to read.
     """
 
     def __init__(
@@ -90,11 +88,7 @@ class ExpertParallel:
     ) -> None:
         """Keep only this rank's experts of ``model``, which has all of them (on meta, say).
 
-        Args:
-            dispatcher: sends tokens to the ranks of ``group``; None: the all-to-all.
-
-        Raises:
-            ValueError: the ranks cannot share the experts equally.
+        Without ``dispatcher`` an all-to-all sends tokens to the ranks of ``group``.
         """
         self.group, self.top_k = group, model.arch.num_experts_per_token
         plan = model.arch.plan()
@@ -112,7 +106,6 @@ class ExpertParallel:
                 self._rows[name] = rows
 
     def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``weight``, the whole parameter ``name``."""
         return weight[self._rows[name]] if name in self._rows else weight
 
     @property
@@ -169,7 +162,6 @@ class Steps:
         self._lanes_LC = torch.zeros(0, _PAGES + self._pages_per_sequence, dtype=torch.int32)
 
     def begin(self, request: Request, index: int) -> Running:
-        """Return completion ``index`` of ``request``, of which nothing was read."""
         stream = _stream_of(request.params, index)
         return Running(request, index, self._pages_per_sequence, stream)
 
@@ -183,7 +175,6 @@ class Steps:
         return self.device.type == "cuda" and self.model.embed.weight.dtype == torch.bfloat16
 
     def free(self) -> None:
-        """Free the cache's memory, and the graphs that hold its addresses."""
         self._graphs.clear()
         for cache in self.caches:
             cache.free()
@@ -201,10 +192,7 @@ class Steps:
 
     @torch.no_grad()
     def run(self, planned: _Planned, *, routes: bool) -> _Step | None:
-        """Take a step; None: no rank that shares experts had anything to read.
-
-        Collective over those ranks.
-        """
+        """Take a step, collectively; None: no rank that shares experts had anything to read."""
         size, is_mixed = len(planned), any(number > 1 for _, number in planned)
         if self.experts is not None:
             size, is_mixed = self.experts.agree(size, is_mixed, self.device)
@@ -290,7 +278,6 @@ class Steps:
 
     @contextmanager
     def _noted(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """Collect the routers' choices inside, if ``wanted``."""
         chosen: list[torch.Tensor] = []
         hooks = [
             router.register_forward_hook(lambda module, args, routed: chosen.append(routed.ids_TK))

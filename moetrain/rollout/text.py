@@ -135,7 +135,6 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """Return the text that was held back, after the last token."""
         return self._new(self._tokenizer.decode(self._tokens))
 
     def _new(self, text: str) -> str:

@@ -25,7 +25,7 @@ from moetrain.train.metrics import plot_curves, routing_health
 from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
 from moetrain.train.run import GivenUp, Run
 
-_SAMPLER = "moetrain.rollout.sample"
+_SAMPLER = "moetrain.rollout.weights"
 """Module whose ``write_sample`` writes ``sample.txt``. It is imported by name at the end of a run:
 generation is a layer above training, which needs nothing else of it."""
 

@@ -108,7 +108,6 @@ class Prompts:
         return chat_ids(self.tokenizer, messages, record)
 
     def text(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` alone."""
         return tuple(self.tokenizer.encode_batch([text])[0].ids.tolist())
 
     def ended(self, text: str) -> tuple[int, ...]:

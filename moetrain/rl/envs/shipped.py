@@ -140,13 +140,11 @@ class _Calculator(Environment):
         self.prompts, self.digits, self.terms, self.calls = prompts, digits, terms, calls
 
     def sum_of(self, task: int) -> str:
-        """Return what is to be calculated, as text."""
         rng = random.Random(task)
         numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
         return numbers[0] + "".join(rng.choice("+-*") + number for number in numbers[1:])
 
     def reply(self, question: str) -> str:
-        """Return what the tool says to ``question``."""
         try:
             value = str(evaluate(question))
         except ValueError:
@@ -424,7 +422,6 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
 
 
 def _checked(name: str, environment: Any) -> Environment:
-    """Return ``environment`` if it looks like one."""
     number = getattr(environment, "num_tasks", "missing")
     if number is not None and not (type(number) is int and number > 0):
         problem = f"its num_tasks is {shortened(number)}; None (without end), or 1 or more"
