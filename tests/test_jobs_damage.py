@@ -17,7 +17,7 @@ from moetrain.config import ConfigError
 from moetrain.jobs import store
 from moetrain.jobs.api import BadRequest
 from moetrain.jobs.client import Client, RequestFailed
-from moetrain.jobs.run import serving
+from moetrain.jobs.run import JobRun
 from moetrain.jobs.scheduler import Service
 
 SEEDS = (3, 4, 5)
@@ -232,7 +232,7 @@ def test_damaged_jobs_are_set_aside_and_the_others_served(left, tmp_path, unread
             with pytest.raises(BadRequest, match=says) as refused:
                 service.submit(names[key], *STEP)
             assert waiting[key].result(0)["error"] in str(refused.value)
-        with serving(service):
+        with JobRun.serving(service):
             client = Client(f"http://127.0.0.1:{port}")
             job = client.create(name=names["half"], seed=7)
             assert job.describe()["status"] == "failed"

@@ -19,7 +19,7 @@ from test_jobs import WORDS, Course, adapter_of, config_of, run_alone
 from moetrain.cli.train import run_jobs as run
 from moetrain.config import ConfigError
 from moetrain.jobs.client import Client, RequestFailed
-from moetrain.jobs.run import access_of
+from moetrain.jobs.run import JobRun
 
 SEEDS = 25
 CANCELLED = (3, 10, 21, 32, 43, 48)
@@ -263,18 +263,18 @@ def test_a_token_is_made_for_who_listens_to_others(tmp_path):
         (["jobs.host=localhost"], False),
         (["jobs.auth=token"], True),
     ):
-        token = access_of(config_of(tmp_path, *words)).token()
+        token = JobRun.access_of(config_of(tmp_path, *words)).token()
         assert (token is not None) == has_token, words
         if has_token:
             assert len(token) > 40
-            assert access_of(config_of(tmp_path, *words)).token() == token
+            assert JobRun.access_of(config_of(tmp_path, *words)).token() == token
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     for text, says in (("", "holds no token"), (None, "cannot be read")):
         if text is not None:
             (tmp_path / "mine").write_text(text)
         name = "mine" if text is not None else "nowhere"
         with pytest.raises(ConfigError, match=f"jobs.token_file: .*{says}"):
-            access_of(
+            JobRun.access_of(
                 config_of(tmp_path, "jobs.auth=token", f"jobs.token_file={tmp_path / name}")
             ).token()
 

@@ -13,7 +13,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rl.calls import Calls, Failed
 from moetrain.rl.envs import Demonstrates, Turn
-from moetrain.rl.envs.shipped import GENERATED, evaluate, load_function, open_environment
+from moetrain.rl.envs.shipped import _GENERATED, _evaluate, _load_function, open_environment
 from moetrain.rl.setup import Tasks, Window
 
 TOKENIZER = ByteTokenizer()
@@ -32,7 +32,7 @@ def ids(text, ends=True):
     return [*text.encode(), *[TOKENIZER.eos_id] * ends]
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", _GENERATED)
 def test_what_is_shown_is_what_the_environment_says_and_rewards(name):
     environment = opened(name)
     assert isinstance(environment, Demonstrates)
@@ -83,13 +83,13 @@ def test_sorting_is_rewarded_up_to_the_first_wrong_digit():
     ("text", "value"), [("2+3*4", 14), ("10-2-3", 5), ("7*3*2-40", 2), ("0-5*2", -10)]
 )
 def test_sums(text, value):
-    assert evaluate(text) == value == eval(text)
+    assert _evaluate(text) == value == eval(text)
 
 
 @pytest.mark.parametrize("text", ["", "2**9", "1+", "x", "__import__('os')", "9" * 21, "1/2"])
 def test_what_is_no_sum(text):
     with pytest.raises(ValueError, match="no sum"):
-        evaluate(text)
+        _evaluate(text)
 
 
 def test_the_calculator_answers_as_often_as_it_may():
@@ -190,7 +190,7 @@ def test_classes_of_a_users_file_can_be_pickled(name, tmp_path):
         "class Score:\n"
         "    value: float = 0.5\n"
     )
-    made = load_function(f"{file}:Score", "rl.reward", "shipped")()
+    made = _load_function(f"{file}:Score", "rl.reward", "shipped")()
     assert pickle.loads(pickle.dumps(made)) == made
 
 

@@ -15,9 +15,9 @@ from moetrain.rl.envs import Demonstration
 from moetrain.rl.rows import Trajectory
 
 GONE = """
-from moetrain.rl.envs.shipped import Sort
+from moetrain.rl.envs.shipped import _Sort
 
-class Gone(Sort):
+class Gone(_Sort):
     left = 16 * 2 + 5  # attempts of two steps, and some of the third
 
     def score(self, problem, answer):
@@ -55,9 +55,9 @@ def test_a_run_whose_environment_is_gone_ends(tmp_path, capsys):
 
 
 LARGE = """
-from moetrain.rl.envs.shipped import Sort
+from moetrain.rl.envs.shipped import _Sort
 
-class Large(Sort):
+class Large(_Sort):
     def score(self, problem, answer):
         size = sum(map(ord, answer)) % 8
         return 1e39 if size == 0 else (-1) ** size * 1e12

@@ -132,9 +132,9 @@ def test_two_gpus_that_share_experts_learn_the_best_word(tmp_path):
 DEADLY = """
 import os, signal
 from pathlib import Path
-from moetrain.rl.envs.shipped import Sort
+from moetrain.rl.envs.shipped import _Sort
 
-class Deadly(Sort):
+class Deadly(_Sort):
     scored = 0
 
     def score(self, problem, answer):

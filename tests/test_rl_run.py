@@ -283,9 +283,9 @@ def test_experts_that_generation_chose_are_trained(tmp_path):
 
 FAULTY = """
 import time
-from moetrain.rl.envs.shipped import Sort
+from moetrain.rl.envs.shipped import _Sort
 
-class Faulty(Sort):
+class Faulty(_Sort):
     def score(self, problem, answer):
         kind = int(problem.prompt[0]) % 5
         if kind == 0:

@@ -22,13 +22,13 @@ from moetrain.train.memory import GIB, estimate_memory, least_sleep
 
 BAD_ENVIRONMENTS = """
 from pathlib import Path
-from moetrain.rl.envs.shipped import Sort
+from moetrain.rl.envs.shipped import _Sort
 
-class Raises(Sort):
+class Raises(_Sort):
     def __init__(self, prompts):
         Path("/nothing/at/all").read_text()
 
-class Endless(Sort):
+class Endless(_Sort):
     num_tasks = 0
 
 class Other:
@@ -311,9 +311,9 @@ def test_a_moved_folder_goes_on_edited_code_too_and_edited_prompts_do_not(tmp_pa
 
 
 COUNTED = """
-from moetrain.rl.envs.shipped import Sort
+from moetrain.rl.envs.shipped import _Sort
 
-class Counted(Sort):
+class Counted(_Sort):
     num_tasks = 30
 """
 

@@ -15,9 +15,9 @@ from test_jobs import config_of
 from test_rollout import make_model
 
 from moetrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from moetrain.jobs import server as jobs_server
 from moetrain.jobs.api import KINDS
 from moetrain.jobs.scheduler import Service
+from moetrain.jobs.server import JobRoutes
 from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout.access import Access
@@ -165,8 +165,8 @@ class Jobs(Target):
 
     def __init__(self, folder):
         self.service = Service(config_of(folder / "jobs", "jobs.max_request_mib=1"))
-        app = jobs_server.make_app(self.service)
-        super().__init__(app, jobs_server.error_body, folder, KINDS.values())
+        app = JobRoutes(self.service).app
+        super().__init__(app, JobRoutes.error_body, folder, KINDS.values())
         self.over = False
         self.worker = threading.Thread(target=self.work)
         self.worker.start()

@@ -6,6 +6,7 @@ finite. Otherwise one line says what is wrong (:class:`BadRequest`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,7 +21,7 @@ from moetrain.rl.rows import Sample
 from moetrain.rollout.protocol import JsonBody, complaint
 from moetrain.rollout.request import Request, SamplingParams
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 """Pattern of a save's name, which names a folder and leads nowhere else."""
 _FP32_LARGEST = float(np.finfo(np.float32).max)
 _LOSS_SETTINGS = (
@@ -255,7 +256,12 @@ class Sampling(_JobBody):
 class Save(_JobBody):
     """A request to keep the job's state, adapter and moments, under a name."""
 
-    name: str = Field(pattern=f"^{NAME}$")
+    name: str = Field(pattern=f"^{_NAME}$")
+
+    @staticmethod
+    def may_be_named(name: str) -> bool:
+        """Whether ``name`` can be a save's."""
+        return re.fullmatch(_NAME, name) is not None
 
 
 class Load(Save):

@@ -1,9 +1,7 @@
 """``python -m moetrain.jobs``: the service as a process, behind HTTP.
 
 Exit codes are those of :mod:`moetrain.train`. A signal stops it in order: jobs in memory are saved,
-and waiting clients are told. If it is killed, nothing is lost that a client was told of.
-
-With several processes (torchrun, ``launch.nproc``) the main one has the jobs and the HTTP server.
+and waiting clients are told.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class JobRun:
         if share := config.optim.offload_fraction:
             problem = f"{share}, but jobs take turns at one optimizer's state, on the device"
             raise ConfigError("optim.offload_fraction", f"{problem}; leave it 0")
-        access_of(config).check()
+        self.access_of(config).check()
         self.config = config
 
     @classmethod
@@ -67,7 +65,7 @@ class JobRun:
                 session = JobSession(*resolve_run(self.config))
                 session.follow()
         else:
-            with Service(self.config) as service, stop_signals() as stop, serving(service):
+            with Service(self.config) as service, stop_signals() as stop, self.serving(service):
                 _announce(service)
                 service.is_stopping = lambda: bool(stop)
                 while not stop:
@@ -79,6 +77,31 @@ class JobRun:
         if stop:
             raise SystemExit(128 + stop[0])
 
+    @classmethod
+    @contextmanager
+    def serving(cls, service: Service) -> Iterator[None]:
+        """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
+        access = cls.access_of(service.config)
+        from moetrain.jobs.server import JobRoutes  # which needs an extra
+
+        server, listener = access.server(JobRoutes(service).app, JobRoutes.error_body)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            print(f"serving jobs at http://{access.host}:{access.port}", flush=True)
+            yield
+        finally:
+            service.tell_stopped()
+            server.should_exit = True
+            thread.join()
+
+    @staticmethod
+    def access_of(config: Config) -> Access:
+        """Return the address of the server, and who may use it."""
+        jobs = config.jobs
+        own_file = Path(config.output_dir) / "token"
+        return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")
+
 
 def _announce(service: Service) -> None:
     settings = json.dumps(service.config.to_dict(), indent=2)
@@ -86,28 +109,3 @@ def _announce(service: Service) -> None:
     _logger.info("settings:\n%s", service.config.describe())
     work = sum(job.has_work for job in service.jobs.values())
     _logger.info("%d jobs, of which %d have something to do", len(service.jobs), work)
-
-
-@contextmanager
-def serving(service: Service) -> Iterator[None]:
-    """Serve HTTP at ``jobs.port`` inside, in a thread of its own."""
-    jobs = service.config.jobs
-    from moetrain.jobs.server import error_body, make_app  # which needs an extra
-
-    server, listener = access_of(service.config).server(make_app(service), error_body)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        print(f"serving jobs at http://{jobs.host}:{jobs.port}", flush=True)
-        yield
-    finally:
-        service.tell_stopped()
-        server.should_exit = True
-        thread.join()
-
-
-def access_of(config: Config) -> Access:
-    """Return the address of the server, and who may use it."""
-    jobs = config.jobs
-    own_file = Path(config.output_dir) / "token"
-    return Access(jobs.host, jobs.port, jobs.auth, jobs.token_file, own_file, "jobs.")

@@ -5,8 +5,8 @@
 
 Jobs with something to do take turns, one request each. A request is on the disk before its sender
 is told so, and its answer before the next one runs: after a crash the next process goes on from
-the newest checkpoint of each job and computes again what that checkpoint has not seen. An error
-within a request, or a damaged file, costs its own job alone. A write that fails ends the service.
+the newest checkpoint of each job and computes again what that has not seen. An error within a
+request, or a damaged file, costs its own job alone. A write that fails ends the service.
 """
 
 from __future__ import annotations

@@ -16,19 +16,17 @@ the job's request N, which can be sent again and is done once.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from moetrain.config.sources import shortened
-from moetrain.jobs.api import NAME, BadRequest, Full
+from moetrain.jobs.api import BadRequest, Full, Save
 from moetrain.jobs.scheduler import Service, Unknown
 from moetrain.rollout.http_json import Bodies, json_app, reply
 from moetrain.rollout.protocol import JsonBody
@@ -56,17 +54,14 @@ class _Nothing(JsonBody):
     """The body of a request that is described by its path."""
 
 
-def make_app(service: Service) -> Starlette:
-    """Make the HTTP application of ``service``; it does not authenticate clients."""
-    return _JobRoutes(service).app
+class JobRoutes:
+    """The HTTP application of a service, :attr:`app`; it does not authenticate clients."""
 
+    @staticmethod
+    def error_body(status: int, problem: str) -> dict[str, str]:
+        """Return the JSON of an error."""
+        return {"error": problem}
 
-def error_body(status: int, problem: str) -> dict[str, str]:
-    """Return the JSON of an error."""
-    return {"error": problem}
-
-
-class _JobRoutes:
     def __init__(self, service: Service) -> None:
         self.service = service
         most_bytes = service.config.jobs.max_request_mib << 20
@@ -82,7 +77,7 @@ class _JobRoutes:
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
         routes = [Route(path, handler, methods=[method]) for path, method, handler in table]
-        self.app = json_app(routes, error_body, _REFUSALS)
+        self.app = json_app(routes, self.error_body, _REFUSALS)
 
     # ---- routes --------------------------------------------------------------------------------
 
@@ -130,7 +125,7 @@ class _JobRoutes:
 
     async def saved(self, request: HTTPRequest) -> Response:
         name, save, file = (request.path_params[key] for key in ("job", "name", "file"))
-        if file not in _FILES or not re.fullmatch(NAME, save):
+        if file not in _FILES or not Save.may_be_named(save):
             raise Unknown(file)
         return FileResponse(await asyncio.to_thread(self.service.saved_file, name, save, file))
 

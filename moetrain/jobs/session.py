@@ -36,7 +36,7 @@ from moetrain.jobs.api import (
     parse,
 )
 from moetrain.jobs.shared import JobState, SharedEngine, Spread
-from moetrain.jobs.store import read_request
+from moetrain.jobs.store import Job
 from moetrain.models.architecture import Architecture
 from moetrain.rl.learn import Dealt, gather
 from moetrain.rl.losses import PolicyObjective, score
@@ -215,7 +215,7 @@ class JobSession(Spread):
             DamagedJob: the request's file is damaged.
             Exception: any other; call :meth:`forget` then too.
         """
-        entry = read_request(self.now.folder, number)
+        entry = Job.request_in(self.now.folder, number)
         request = parse(entry["kind"], entry["body"], self.limits)
         self.draw_seed = zlib.crc32(f"{self.now.seed}.{number}".encode())
         torch.manual_seed(self.draw_seed)  # dropout's
@@ -225,7 +225,6 @@ class JobSession(Spread):
 
     @Spread.together
     def pass_over(self, number: int, forgets_step: bool) -> None:
-        """Count request ``number`` as seen by the state."""
         if forgets_step:
             self.engine.forget()
         self.now.seen = number + 1

@@ -112,7 +112,6 @@ class SharedEngine(Engine):
         self.optimizer.begin()
 
     def restore(self, job: JobState, found: Checkpoint) -> None:
-        """Load state and progress of ``job`` from the checkpoint ``found``."""
         for group in self.GROUPS:  # one at a time: each takes host memory
             self.load_state({group: found.group(group)})
         state = found.state

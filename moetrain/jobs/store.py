@@ -84,11 +84,6 @@ def read(folder: Path, name: str, **fields: type | tuple[type, ...]) -> dict[str
     return value
 
 
-def read_request(folder: Path, number: int) -> dict[str, Any]:
-    """Return ``kind`` and ``body`` of a request of the job in ``folder``; raises DamagedJob."""
-    return read(folder, _file(_REQUESTS, number), kind=str, body=dict)
-
-
 def _file(kind: str, number: int) -> str:
     return f"{kind}/{number:08d}.json"
 
@@ -135,6 +130,11 @@ class Job:
         walk = os.walk(self.folder, onerror=errors.append)
         is_there = any(not name.startswith(".") for _, _, names in walk for name in names)
         return is_there or bool(errors)  # of which look will say what is wrong
+
+    @staticmethod
+    def request_in(folder: Path, number: int) -> dict[str, Any]:
+        """Return ``kind`` and ``body`` of a request of the job in ``folder``; or DamagedJob."""
+        return read(folder, _file(_REQUESTS, number), kind=str, body=dict)
 
     def begin(self) -> None:
         """Write a new job to the disk."""

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     """The KL estimate, summed over its tokens, for ``rl.kl_in`` reward."""
 
 
-class Advantages(NamedTuple):
+class _Advantages(NamedTuple):
     """The advantages of outcomes, in their order."""
 
     values: list[float | None]
@@ -69,7 +69,7 @@ _OVER_BATCH = ("reinforce_pp_baseline", "reinforce_pp")
 """Those whose advantages are then normalised over the batch."""
 
 
-def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
+def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> _Advantages:
     """Compute the advantage of every outcome of the *global* batch, all ranks' together."""
     penalty = settings.kl_coef if settings.kl_in == "reward" else 0.0
     rewards = np.array([o.reward - penalty * o.kl for o in outcomes], dtype=np.float64)
@@ -94,7 +94,7 @@ def advantages(outcomes: Sequence[Outcome], settings: RlSection) -> Advantages:
     if settings.advantage in _OVER_BATCH and len(trained):
         spread = 1.0 if _is_flat(values[trained]) else _spread(values[trained])
         values[trained] = (values[trained] - values[trained].mean()) / spread
-    return Advantages(
+    return _Advantages(
         [float(v) if r is None else None for v, r in zip(values, reasons, strict=True)],
         Counter(reason for reason in reasons if reason is not None),
         _spread(values[trained]),

@@ -3,11 +3,10 @@
     collector.start(group, task, size, seed)    # begins them
     collector.finish(groups)                    # runs until these are over; others go on meanwhile
 
-A trajectory is either being continued by the generator or waits for its environment. An environment
-that raises, takes too long or answers nonsense ends its own trajectory alone, which keeps a word
-for why. Weights may change between two calls: trajectories go on with the new ones, and every token
-keeps the version that chose it. With experts shared between ranks, :meth:`Collector.finish` is
-collective: ranks that are done take steps too.
+A trajectory is either being continued by the generator or waits for its environment, whose failure
+ends this trajectory alone. Weights may change between two calls: trajectories go on with the new
+ones, and every token keeps the version that chose it. With experts shared between ranks,
+:meth:`Collector.finish` is collective: ranks that are done take steps too.
 """
 
 from __future__ import annotations
@@ -148,7 +147,6 @@ class Collector:
         return _both(episode, answer) if isinstance(answer, Awaitable) else (episode, answer)
 
     def _hear(self) -> None:
-        """Handle the answers of environments, until no plain call is under way."""
         started = time.perf_counter()
         while True:
             # Wait only if there is nothing to generate.
@@ -278,7 +276,6 @@ class Failing:
     def __init__(self) -> None:
         self.steps = 0
         self._first = Trajectory(0, 0, 0, 0, 0.0)
-        """One that failed in the newest of these steps."""
 
     def look_at(self, trajectories: Sequence[Trajectory]) -> None:
         before, self._first = self._first.fault, trajectories[0]
@@ -293,7 +290,6 @@ class Failing:
         return self.steps >= self.HOPELESS_STEPS
 
     def describe(self) -> str:
-        """Say what has failed, in the environment's own words."""
         first = self._first
         return (
             f"every trajectory of {self.steps} steps in a row failed ({first.fault}), and "

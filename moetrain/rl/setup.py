@@ -195,7 +195,6 @@ def _identity(rl: RlSection, environment: Environment) -> dict[str, str]:
 
 
 def _function(name: str) -> str:
-    """Return ``FILE.py:NAME`` with a digest of the file in place of its path, other names as is."""
     file, _, key = name.rpartition(":")
     path = Path(os.path.expanduser(file))
     return f"{_digest(path)}:{key}" if file and path.is_file() else name

@@ -5,8 +5,7 @@
 
 The first ``rl.supervised_steps`` learn demonstrations instead. Every rank generates for its own
 prompts; all ranks know the trajectories, so that groups, rows and what is left out do not depend on
-the mesh. A checkpoint is written between steps: it holds the window of prompts, trajectories under
-way and the engine's state, and a resumed run goes on with the same bits.
+the mesh. A checkpoint also holds trajectories under way: a resumed run has the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
 from moetrain.parallel.layout import TensorSlice
-from moetrain.rl.advantages import Advantages, Outcome, advantages
+from moetrain.rl.advantages import Outcome, advantages
 from moetrain.rl.calls import demonstrations
 from moetrain.rl.collect import Collector, Failing, figures, write_completions
 from moetrain.rl.envs import Demonstrates
@@ -275,7 +274,7 @@ class RlTrainer(Run):
         found = self._next_groups(self.setup.num_groups)
         worth = advantages(self._outcomes(found), rl)
         for _ in range(rl.resample):
-            missing = self.setup.num_groups - _worth_learning(found, worth)
+            missing = self.setup.num_groups - _worth_learning(found, worth.values)
             if missing <= 0:
                 break
             found += self._next_groups(missing)
@@ -289,7 +288,7 @@ class RlTrainer(Run):
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
         self.rollout_row = figures(found) | {
             "prompts": self.window.taken - first,
-            "useful_groups": _worth_learning(found, worth),
+            "useful_groups": _worth_learning(found, worth.values),
             "advantage_spread": worth.spread,
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
@@ -469,6 +468,6 @@ class RlTrainer(Run):
                 self.collector.resume(trajectory)
 
 
-def _worth_learning(trajectories: Sequence[Trajectory], worth: Advantages) -> int:
-    pairs = zip(trajectories, worth.values, strict=True)
+def _worth_learning(trajectories: Sequence[Trajectory], values: Sequence[float | None]) -> int:
+    pairs = zip(trajectories, values, strict=True)
     return len({t.group for t, value in pairs if value is not None})

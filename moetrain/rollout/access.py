@@ -5,7 +5,7 @@ local browser can make a name of its own resolve to this machine (DNS rebinding)
 have the server's origin. A client that keeps the server waiting, for a request or while it reads an
 answer, is closed after a minute, or earlier if there are too many connections and it was waited for
 longest: each takes a file of the process. Starlette's and uvicorn's own means answer in plain text,
-know no loopback addresses, and close no slow client.
+and close no slow client.
 
 Left out on purpose: TLS, which belongs to a proxy before the server.
 """

@@ -208,7 +208,6 @@ class Scheduler:
         self.pages = pages
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.waiting: deque[Running] = deque()
-        """Sequences in the order in which they will begin; new ones go to its end."""
         self.running: list[Running] = []
         self.num_preempted = 0
 

@@ -274,7 +274,6 @@ def _slot(bytes_N: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dty
 
 
 def _are_chunks(target: torch.Tensor, places: Sequence[Box]) -> bool:
-    """Whether ``places`` are equal numbers of rows of ``target``, in order."""
     rows, *rest = target.shape
     each, left = divmod(rows, len(places))
     whole = tuple(slice(0, size) for size in rest)
@@ -297,12 +296,11 @@ class _SampleError(ValueError):
 def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
     """Continue ``train.sample_prompt``, or the start of a held-out row, into ``file``. Collective.
 
-    The main rank writes it. If it cannot be made (the prompt is empty or no text, logits are not
-    finite, memory is short, or the model has no generation), the log says why.
+    If it cannot be made, the log says why: the run itself has succeeded.
     """
     try:
         text = data.tokenizer.decode(_sample(engine, data))
-    except _SampleError as error:  # the run itself has succeeded
+    except _SampleError as error:
         log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
         return
     if engine.world.is_main:
@@ -311,7 +309,6 @@ def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> Non
 
 
 def _prompt(data: Data, text: str | None) -> list[int]:
-    """Return the tokens to continue: of ``text``, else of the first held-out row."""
     if text is None:
         return (data.eval or data.train).row(0).tokens_S[:_PROMPT_TOKENS].tolist()
     try:
@@ -321,7 +318,6 @@ def _prompt(data: Data, text: str | None) -> list[int]:
 
 
 def _sample(engine: Engine, data: Data) -> list[int]:
-    """Return the prompt and its continuation. An error is raised on every rank or after all met."""
     train, seq_len = engine.config.train, engine.config.data.seq_len
     ids = _prompt(data, train.sample_prompt)
     if not ids:

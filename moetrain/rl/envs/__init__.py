@@ -5,10 +5,9 @@
     episode.step(action)         -> what the policy reads next, a reward, and whether that is all
 
 Tokens go in and come out; :class:`TextEnvironment` turns them into text for tasks that are text.
-Each call may be plain or ``async``. Plain calls are waited for, which keeps a run the same at every
-rerun, and are meant for what answers at once; asynchronous ones run beside generation, on one event
-loop for all, and must not block it. Every call has a time limit, and one that fails costs its own
-trajectory alone (:mod:`moetrain.rl.calls`).
+Each call may be plain or ``async``, and has a time limit. Plain ones are meant for what answers at
+once; asynchronous ones run beside generation, on one event loop for all, and must not block it
+(:mod:`moetrain.rl.calls`).
 
 Ours are in :mod:`moetrain.rl.envs.shipped`.
 """

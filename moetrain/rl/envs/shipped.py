@@ -15,7 +15,6 @@ needs: ``answer``, for ours.
 from __future__ import annotations
 
 import copy
-import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -25,7 +24,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import permutations, takewhile
 from pathlib import Path
-from types import CodeType
+from types import ModuleType
 from typing import Any
 
 from moetrain.config import ConfigError
@@ -69,7 +68,7 @@ class _YesNoMaybe(SolvedEnvironment):
         return _WORTH.get(answer, 0.0)
 
 
-class Sort(SolvedEnvironment):
+class _Sort(SolvedEnvironment):
     """Put ``least`` to ``most`` different digits in order.
 
     The right answer scores 1; any other scores half the share of digits that are right before the
@@ -114,7 +113,7 @@ class _Arithmetic(SolvedEnvironment):
         numbers = [str(rng.randrange(10**self.digits)) for _ in range(self.terms)]
         signs = [rng.choice(self.operations) for _ in numbers[1:]]
         text = numbers[0] + "".join(a + b for a, b in zip(signs, numbers[1:], strict=True))
-        return Problem(f"{text}=", str(evaluate(text)))
+        return Problem(f"{text}=", str(_evaluate(text)))
 
     def score(self, problem: Problem, answer: str) -> float:
         return float(answer.strip() == problem.answer)
@@ -128,8 +127,7 @@ class _Calculator(Environment):
         environment     -> 10628 ;
         policy          10628<end>
 
-    Sums of products of ``terms`` numbers of up to ``digits`` digits. A turn that begins with
-    ``calc`` asks the tool, ``calls`` times at most; any other is the answer, and ends the episode.
+    A turn that begins with ``calc`` asks the tool, ``calls`` times at most; any other answers.
     """
 
     num_tasks = None
@@ -146,7 +144,7 @@ class _Calculator(Environment):
 
     def reply(self, question: str) -> str:
         try:
-            value = str(evaluate(question))
+            value = str(_evaluate(question))
         except ValueError:
             value = "error"
         return f"-> {value} ; "
@@ -161,7 +159,7 @@ class _Calculator(Environment):
             (self.prompts.encode(f"{text}="), False),
             (self.prompts.ended(_ASK + text), True),
             (self.prompts.text(self.reply(text)), False),
-            (self.prompts.ended(str(evaluate(text))), True),
+            (self.prompts.ended(str(_evaluate(text))), True),
         ]
         tokens = tuple(token for part, _ in parts for token in part)
         return Demonstration(tokens, tuple(acts for part, acts in parts for _ in part))
@@ -180,7 +178,7 @@ class _Sum(Episode):
             self._left -= 1
             reply = self._environment.reply(text.removeprefix(_ASK))
             return Turn(self._environment.prompts.text(reply))
-        return Turn(reward=float(text.strip() == str(evaluate(self._text))), done=True)
+        return Turn(reward=float(text.strip() == str(_evaluate(self._text))), done=True)
 
 
 class _ReasoningGym(SolvedEnvironment):
@@ -218,7 +216,7 @@ def _check_whole(**values: object) -> None:
 
 
 def _check_sum(digits: int, terms: int) -> None:
-    """Raise ConfigError for sizes that no sum has, or that :func:`evaluate` refuses."""
+    """Raise ConfigError for sizes that no sum has, or that :func:`_evaluate` refuses."""
     _check_whole(digits=digits, terms=terms)
     if not 1 <= digits <= _MOST_DIGITS:
         raise ConfigError("rl.env_args", f"digits {digits}: 1 to {_MOST_DIGITS}")
@@ -226,7 +224,7 @@ def _check_sum(digits: int, terms: int) -> None:
         raise ConfigError("rl.env_args", f"terms {terms}: 1 to {_MOST_TERMS}")
 
 
-def evaluate(text: str) -> int:
+def _evaluate(text: str) -> int:
     """Return the value of whole numbers with ``+``, ``-`` and ``*`` between them.
 
     Raises:
@@ -278,7 +276,7 @@ def _find_reward(name: str) -> _Reward:
     """Return the function that ``rl.reward`` names: ``exact``, ``math`` or ``file.py:function``."""
     if name in _SHIPPED:
         return _SHIPPED[name]()
-    reward = load_function(name, "rl.reward", ", ".join(_SHIPPED))
+    reward = _load_function(name, "rl.reward", ", ".join(_SHIPPED))
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # a function in C may have no signature
@@ -314,16 +312,7 @@ def _math() -> _Reward:
 _SHIPPED: dict[str, Callable[[], _Reward]] = {"exact": _exact, "math": _math}
 
 
-class _AsItIsNow(importlib.machinery.SourceFileLoader):
-    """Compiles the file anew; Python's own loader takes its cached byte code for a file that was
-    edited within the same second and kept its length."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
-def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
+def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     """Import the function or class ``file.py:name``, which runs the file.
 
     Raises:
@@ -335,14 +324,12 @@ def load_function(name: str, field: str, others: str) -> Callable[..., Any]:
         raise ConfigError(field, f"{name!r} is neither {others} nor FILE.py:NAME of a file")
     if path.suffix != ".py":
         raise ConfigError(field, f"{file!r} is no Python file; its name must end in .py")
-    module_name = f"moetrain_user_{path.stem.replace('.', '_')}"  # a dot would mean a package
-    loader = _AsItIsNow(module_name, str(path))
-    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look it up
+    module = ModuleType(f"moetrain_user_{path.stem.replace('.', '_')}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look it up
     try:
-        loader.exec_module(module)
+        # Python's own loader takes the byte code of a file that was edited within the same second.
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
         found = getattr(module, key)
     except (Exception, SystemExit) as error:  # a user's file, whatever it raises
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
@@ -384,9 +371,9 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 # ---- by name ------------------------------------------------------------------------------------
 
-GENERATED: dict[str, Callable[..., Environment]] = {
+_GENERATED: dict[str, Callable[..., Environment]] = {
     "yes_no_maybe": _YesNoMaybe,
-    "sort": Sort,
+    "sort": _Sort,
     "arithmetic": _Arithmetic,
     "calculator": _Calculator,
 }
@@ -404,14 +391,14 @@ def open_environment(settings: RlSection, tokenizer: Tokenizer) -> Environment:
     args = _arguments(settings.env_args)
     gym, _, task = name.partition(":")
     try:
-        if name in GENERATED:
-            return GENERATED[name](prompts, **args)
+        if name in _GENERATED:
+            return _GENERATED[name](prompts, **args)
         if name == "jsonl":
             return _open_jsonl(settings, prompts, **args)
         if gym == "reasoning-gym" and task:
             return _ReasoningGym(prompts, task, **args)
-        others = f"{', '.join(GENERATED)}, jsonl, reasoning-gym:TASK"
-        return _checked(name, load_function(name, "rl.env", others)(prompts, **args))
+        others = f"{', '.join(_GENERATED)}, jsonl, reasoning-gym:TASK"
+        return _checked(name, _load_function(name, "rl.env", others)(prompts, **args))
     except TypeError as error:  # an argument that it does not have, or of another type
         raise ConfigError("rl.env_args", f"{settings.env_args!r}: {error}") from error
     except ConfigError:
