@@ -22,7 +22,7 @@ from moetrain.models.hf.load import load_hf
 from moetrain.models.hf.save import save_hf
 from moetrain.rollout.access import Access
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.protocol import Chat, Completions, error_body
+from moetrain.rollout.protocol import Chat, Completions
 from moetrain.rollout.server import CompletionServer
 
 DEEP = "@deep"
@@ -135,7 +135,7 @@ class Serve(Target):
         save_hf(make_model(), folder / "hf", tokenizer=ByteTokenizer().export())
         self.generator = Generator(load_hf(folder / "hf"), load_tokenizer(str(folder / "hf")))
         app = CompletionServer(self.generator, "tiny", max_request_mib=1).app
-        super().__init__(app, error_body, folder, (Completions, Chat))
+        super().__init__(app, CompletionServer.error_body, folder, (Completions, Chat))
         turns = [{"role": "user", "content": "a"}]
         self.good = {
             "/v1/completions": {"prompt": "AB", "max_tokens": 2, "seed": 1},

@@ -62,7 +62,6 @@ def _run(argv: Sequence[str] | None) -> None:
     access.check()
     from moetrain.rollout.engine import Generator
     from moetrain.rollout.pages import Pages
-    from moetrain.rollout.protocol import error_body
     from moetrain.rollout.server import CompletionServer
     from moetrain.rollout.text import load_model
 
@@ -78,7 +77,7 @@ def _run(argv: Sequence[str] | None) -> None:
     name = args.name or args.path
     limits = {"max_queue": args.max_queue, "max_request_mib": args.max_request_mib}
     app = CompletionServer(generator, name, **limits).app
-    server, listener = access.server(app, error_body)
+    server, listener = access.server(app, CompletionServer.error_body)
     print(f"serving {name} at http://{args.host}:{listener.getsockname()[1]}", flush=True)
     server.run(sockets=[listener])
 

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from moetrain.config.sources import shortened
 from moetrain.jobs.api import BadRequest, Full, Save
 from moetrain.jobs.scheduler import Service, Unknown
-from moetrain.rollout.http_json import Bodies, json_app, reply
+from moetrain.rollout.http_json import JsonServer, reply
 from moetrain.rollout.protocol import JsonBody
 
 _LONGEST_WAIT = 600.0
@@ -54,18 +54,15 @@ class _Nothing(JsonBody):
     """The body of a request that is described by its path."""
 
 
-class JobRoutes:
-    """The HTTP application of a service, :attr:`app`; it does not authenticate clients."""
+class JobRoutes(JsonServer):
+    """The HTTP application of a service."""
 
     @staticmethod
     def error_body(status: int, problem: str) -> dict[str, str]:
-        """Return the JSON of an error."""
         return {"error": problem}
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        most_bytes = service.config.jobs.max_request_mib << 20
-        self.bodies = Bodies(most_bytes, "jobs.max_request_mib")
         job = "/v1/jobs/{job}"
         table = [
             ("/v1/jobs", "POST", self.create),
@@ -77,12 +74,13 @@ class JobRoutes:
             (job + "/saves/{name}/{file}", "GET", self.saved),
         ]
         routes = [Route(path, handler, methods=[method]) for path, method, handler in table]
-        self.app = json_app(routes, self.error_body, _REFUSALS)
+        most = service.config.jobs.max_request_mib
+        super().__init__(routes, _REFUSALS, most, "jobs.max_request_mib")
 
     # ---- routes --------------------------------------------------------------------------------
 
     async def create(self, request: HTTPRequest) -> Response:
-        new = await self.bodies.read(request, _NewJob.model_validate)
+        new = await self.read(request, _NewJob.model_validate)
         return reply(await asyncio.to_thread(self.service.create, new.id, new.seed), 201)
 
     async def describe(self, request: HTTPRequest) -> Response:
@@ -91,7 +89,7 @@ class JobRoutes:
 
     async def cancel(self, request: HTTPRequest) -> Response:
         name = request.path_params["job"]
-        await self.bodies.read(request, _Nothing.model_validate)
+        await self.read(request, _Nothing.model_validate)
         return reply(await asyncio.to_thread(self.service.cancel, name))
 
     async def delete(self, request: HTTPRequest) -> Response:
@@ -104,7 +102,7 @@ class JobRoutes:
         wait, text = _wait_of(request), request.query_params.get("number")
         number = None if text is None else _number_of(text)
         take = partial(self.service.submit, name, kind, number=number)
-        return await self._answer(name, await self.bodies.read(request, take), wait)
+        return await self._answer(name, await self.read(request, take), wait)
 
     async def answer(self, request: HTTPRequest) -> Response:
         number = _number_of(request.path_params["number"])

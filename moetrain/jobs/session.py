@@ -272,8 +272,7 @@ class JobSession(Spread):
         done: dict[tuple[int, int], dict[str, Any]] = {}
         mine = requests[self.world.rank :: self.world.size]
         try:
-            for one in mine:
-                generator.submit(one)
+            generator.submit(*mine)
             while generator.goes_on(generator.is_busy):  # others may need this rank's experts
                 for c in generator.step():
                     if c.finish_reason is not None:

@@ -19,7 +19,7 @@ from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.layout import Sliceable, TensorSlice
 from moetrain.parallel.world import World
-from moetrain.rl.losses import PolicyObjective, TokenStats, corrected, kl_estimate, score
+from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate, score
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack
 from moetrain.train.engine import Engine
 from moetrain.train.objectives import Objective, RouterLosses
@@ -128,9 +128,8 @@ class Learner:
         batches, row = self._scored(batches, version)
         if settings.kl_coef:
             with self.at_reference():
-                stats = score(self.engine, batches, settings.temperature)
-            pairs = zip(batches, stats, strict=True)
-            batches = [b._replace(reference_BS=found.logprob) for b, found in pairs]
+                pairs = zip(batches, self._logprobs(batches), strict=True)
+            batches = [batch._replace(reference_BS=found_BS) for batch, found_BS in pairs]
         rest = iter(batches)
         parts = [list(islice(rest, len(update))) for update in updates]
         done = [self.update(part, self.policy, lr) for part in parts]
@@ -155,15 +154,14 @@ class Learner:
         no batch has a token of earlier weights, the others have them too, and are not scored.
         """
         settings = self.config.rl
-        stats = score(self.engine, batches[:1], settings.temperature)
-        seen = self._compare(batches[:1], stats, version)
+        first = self._logprobs(batches[:1])
+        seen = self._compare(batches[:1], first, version)
         old = sum(int(((b.versions_BS >= 0) & (b.versions_BS != version)).sum()) for b in batches)
         differs = self.world.sum_rows(seen + torch.tensor([0, old, 0], device=seen.device))[1] > 0
         if differs and (settings.ratio == "proximal" or settings.importance_of != "none"):
-            rest = score(self.engine, batches[1:], settings.temperature)
+            rest = self._logprobs(batches[1:])
             seen += self._compare(batches[1:], rest, version)
-            proximal = [found.logprob for found in (*stats, *rest)]
-            batches = corrected(batches, proximal, settings)
+            batches = corrected(batches, first + rest, settings)
         apart, differing, number = self.world.sum_rows(seen).tolist()
         self.compared += int(number)
         self.differing += int(differing)
@@ -171,14 +169,18 @@ class Learner:
             {"mismatch": apart / number, "mismatch_share": differing / number} if number else {}
         )
 
+    def _logprobs(self, batches: Sequence[RolloutBatch]) -> list[torch.Tensor]:
+        """Score ``batches`` with the engine's weights as they are; [B, S] each. Collective."""
+        return [found.logprob for found in score(self.engine, batches, self.config.rl.temperature)]
+
     def _compare(
-        self, batches: Sequence[RolloutBatch], stats: Sequence[TokenStats], version: int
+        self, batches: Sequence[RolloutBatch], scored: Sequence[torch.Tensor], version: int
     ) -> torch.Tensor:
         """Return k3 summed over tokens of ``version``, how many differ, and how many there are."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch, found in zip(batches, stats, strict=True):
+        for batch, logprobs_BS in zip(batches, scored, strict=True):
             same_BS = (batch.targets_BS != IGNORE_INDEX) & (batch.versions_BS == version)
-            mine, theirs = found.logprob[same_BS], batch.logprobs_BS[same_BS]
+            mine, theirs = logprobs_BS[same_BS], batch.logprobs_BS[same_BS]
             apart = kl_estimate("k3", theirs.double(), mine.double()).sum()
             sums += torch.stack([apart, (mine != theirs).double().sum(), same_BS.double().sum()])
         return sums.to(self.world.device)
@@ -187,17 +189,13 @@ class Learner:
 
     def kl_sums(self, samples: Sequence[Sample]) -> list[float]:
         """Estimate each sample's KL from the reference over its actions. Collective."""
-        settings, dealt = self.config.rl, self.deal(samples)
+        dealt = self.deal(samples)
         with self.at_reference():
-            stats = score(self.engine, dealt.batches, settings.temperature)
-        kls = [
-            torch.where(
-                batch.targets_BS != IGNORE_INDEX,
-                kl_estimate(settings.kl, batch.logprobs_BS, found.logprob),
-                0,
-            )
-            for batch, found in zip(dealt.batches, stats, strict=True)
-        ]
+            pairs = zip(dealt.batches, self._logprobs(dealt.batches), strict=True)
+        kls = []
+        for batch, found_BS in pairs:
+            kl_BS = kl_estimate(self.config.rl.kl, batch.logprobs_BS, found_BS)
+            kls.append(torch.where(batch.targets_BS != IGNORE_INDEX, kl_BS, 0))
         return dealt.by_sample(kls, lambda kl: kl.sum().item())
 
     def keep_reference(self) -> None:

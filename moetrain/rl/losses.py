@@ -63,7 +63,7 @@ _WHOLE = Vocabulary()
 # ---- log-probabilities and entropies ------------------------------------------------------------
 
 
-class TokenStats(NamedTuple):
+class _TokenStats(NamedTuple):
     """Values of each token, at least fp32 and differentiable; 0 where there is no target."""
 
     logprob: torch.Tensor
@@ -79,19 +79,19 @@ def token_stats(
     *,
     temperature: float = 1.0,
     vocabulary: Vocabulary = _WHOLE,
-) -> TokenStats:
+) -> _TokenStats:
     """Return log-probability and entropy of each target under softmax(h @ head^T / temperature).
 
     Where ``head_VD`` is spread over tensor parallel ranks it takes ``model.vocabulary``, is
     collective, and returns the same on all of them.
     """
     losses = vocabulary.token_losses(hidden_TD, head_VD, targets_T, temperature=temperature)
-    return TokenStats(-losses.loss_T, losses.entropy_T)
+    return _TokenStats(-losses.loss_T, losses.entropy_T)
 
 
 def score(
     engine: Engine, batches: Sequence[RolloutBatch], temperature: float = 1.0
-) -> list[TokenStats]:
+) -> list[_TokenStats]:
     """Return :func:`token_stats` [B, S] of each batch under the engine's weights, on the CPU.
 
     ``Engine.forward_backward`` computes the same numbers, and the same bits where blocks are not
@@ -104,12 +104,12 @@ def score(
     shapes = [(2, *batch.targets_BS.shape) for batch in batches]
     with engine.work(), torch.no_grad(), engine.exact_sizes():
         found = engine.collect(batches, finish, shapes)
-    return [TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
+    return [_TokenStats(*stats_2BS.cpu()) for stats_2BS in found]
 
 
 def _batch_stats(
     model: Transformer, hidden_BSD: torch.Tensor, batch: RolloutBatch, temperature: float
-) -> TokenStats:
+) -> _TokenStats:
     stats = token_stats(
         hidden_BSD.flatten(0, 1),
         model.head_weight,
@@ -117,7 +117,7 @@ def _batch_stats(
         temperature=temperature,
         vocabulary=model.vocabulary,
     )
-    return TokenStats(*(x_T.view_as(batch.targets_BS) for x_T in stats))
+    return _TokenStats(*(x_T.view_as(batch.targets_BS) for x_T in stats))
 
 
 # ---- importance weights -------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class PolicyObjective:
         return mine | self.routers.router_terms(outputs, sizes["tokens"])
 
     def token_terms(
-        self, stats: TokenStats, batch: RolloutBatch, sizes: Mapping[str, torch.Tensor]
+        self, stats: _TokenStats, batch: RolloutBatch, sizes: Mapping[str, torch.Tensor]
     ) -> dict[str, Term]:
         """Compute all terms but the routers', from log-probabilities and entropies [B, S]."""
         settings, logprob = self.settings, stats.logprob
@@ -315,7 +315,7 @@ class PolicyObjective:
         return learned | {name: Term(mean, 0.0) for name, mean in means.items()}
 
     def _learned(
-        self, loss: torch.Tensor, stats: TokenStats, batch: RolloutBatch, shares: torch.Tensor
+        self, loss: torch.Tensor, stats: _TokenStats, batch: RolloutBatch, shares: torch.Tensor
     ) -> dict[str, Term]:
         """Compute the terms that have gradients, by each token's share of the whole [B, S]."""
         settings = self.settings
@@ -334,7 +334,7 @@ class PolicyObjective:
 
 
 def _seen(
-    token: _TokenLoss, stats: TokenStats, old: torch.Tensor, batch: RolloutBatch
+    token: _TokenLoss, stats: _TokenStats, old: torch.Tensor, batch: RolloutBatch
 ) -> dict[str, torch.Tensor]:
     now, ratio = stats.logprob.detach(), token.ratio.detach()
     trainer = now if batch.proximal_BS is None else batch.proximal_BS

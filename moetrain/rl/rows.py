@@ -163,16 +163,15 @@ class Trajectory:
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """Return fields as JSON, and per-token values of all as tensors, for a checkpoint."""
         rows = [asdict(t) for t in trajectories]
+        lengths = [len(row["tokens"]) for row in rows]
         tensors = {
-            name: torch.tensor([value for row in rows for value in row[name]], dtype=dtype)
+            name: torch.tensor([value for row in rows for value in row.pop(name)], dtype=dtype)
             for name, dtype in _PER_TOKEN.items()
         }
         for i, row in enumerate(rows):
             if (routes := row.pop("routes")) is not None:
                 tensors[f"routes.{i}"] = torch.from_numpy(routes)
-            row["length"] = len(row["tokens"])
-            for name in _PER_TOKEN:
-                del row[name]
+            row["length"] = lengths[i]
         return rows, tensors
 
     @classmethod

@@ -58,7 +58,15 @@ class Setup:
             ConfigError: settings of several sections do not fit, one has no effect on this model or
                 cannot run on this device, or something named is not there.
         """
-        _check_settings(config, arch, device_type)
+        if device_type == "cuda" and config.kernels.backend == "reference":
+            problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
+            raise ConfigError("kernels.backend", problem)
+        if config.kernels.precision != "bf16":
+            problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
+            raise ConfigError("kernels.precision", f"{problem}; unset it")
+        if config.rl.routing_replay and not arch.num_experts:
+            problem = f"true, but {arch.family} has no experts; unset it"
+            raise ConfigError("rl.routing_replay", problem)
         self.config, rl = config, config.rl
         self.total_steps, self.num_groups = _steps(config), _groups(config)
         self.num_pages = Pages.number_for(config)
@@ -124,19 +132,6 @@ class Setup:
                 "output_dir",
             )
         return [name for name, was in before.items() if was != self.identity[name]]
-
-
-def _check_settings(config: Config, arch: Architecture, device_type: str) -> None:
-    """Raise ConfigError for what cannot run on this device, or has no effect on this model."""
-    if device_type == "cuda" and config.kernels.backend == "reference":
-        problem = "'reference' has no generation on CUDA; use auto, or train.device cpu"
-        raise ConfigError("kernels.backend", problem)
-    if config.kernels.precision != "bf16":
-        problem = f"{config.kernels.precision!r}, but what is learned from is generated in bf16"
-        raise ConfigError("kernels.precision", f"{problem}; unset it")
-    if config.rl.routing_replay and not arch.num_experts:
-        problem = f"true, but {arch.family} has no experts; unset it"
-        raise ConfigError("rl.routing_replay", problem)
 
 
 def _try_reward(environment: Jsonl, name: str, limit: float) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -23,62 +24,63 @@ _SMALL_BYTES = 64 << 10
 """Bodies up to this size are read whatever else arrives: uvicorn buffers as much of each anyway."""
 _LARGEST_TOGETHER = 8
 
-FAILED = "the server failed at this; its log says why"
 _Meaning = Callable[[Any], tuple[int, str]]
 """The status and the problem that an exception stands for."""
 _T = TypeVar("_T")
 
 
-def json_app(
-    routes: Sequence[BaseRoute],
-    error_body: Callable[[int, str], object],
-    refusals: Mapping[type[Exception], _Meaning],
-    lifespan: Lifespan[Starlette] | None = None,
-) -> Starlette:
-    """Make an application whose every error is ``error_body(status, problem)``.
-
-    Args:
-        refusals: status and problem of exceptions by their class. Any that is neither here nor
-            below is status 500, and is logged.
-    """
-
-    def answering(meaning: _Meaning) -> Callable[[Request, Exception], Awaitable[Response]]:
-        async def answer(request: Request, error: Exception) -> Response:
-            status, problem = meaning(error)
-            return reply(error_body(status, problem), status, getattr(error, "headers", None))
-
-        return answer
-
-    meanings: dict[type[Exception], _Meaning] = {
-        HTTPException: lambda error: (error.status_code, error.detail),
-        ValidationError: lambda error: (400, complaint(error)),
-        ClientDisconnect: lambda error: (400, "the client hung up"),
-        Exception: lambda error: (500, FAILED),
-        **refusals,
-    }
-    handlers = {kind: answering(meaning) for kind, meaning in meanings.items()}
-    routes = [Route("/health", _health), *routes]
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.router.redirect_slashes = False  # a redirect has no body
-    return app
-
-
-async def _health(request: Request) -> Response:
-    return reply({"status": "ok"})
-
-
-class Bodies:
-    """Reads the JSON bodies of one server in bounded memory.
+class JsonServer:
+    """An HTTP server of JSON: every error is :meth:`error_body`, and bodies take bounded memory.
 
     Starlette's own limit on a body answers in plain text, and counts each body by itself.
+
+    Attributes:
+        app: the ASGI application; it does not authenticate clients.
     """
 
-    def __init__(self, most_bytes: int, setting: str) -> None:
-        """``setting``: the name of the setting behind ``most_bytes``, the limit of one body."""
-        self.most_bytes, self.setting = most_bytes, setting
+    FAILED = "the server failed at this; its log says why"
+
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        refusals: Mapping[type[Exception], _Meaning],
+        most_mib: int,
+        setting: str,
+        lifespan: Lifespan[Starlette] | None = None,
+    ) -> None:
+        """
+        Args:
+            refusals: status and problem of exceptions by their class. Any that is neither here nor
+                below is status 500, and is logged.
+            most_mib: size of one body, which ``setting`` gives.
+        """
+        self.most_mib, self.setting = most_mib, setting
         self.arriving = 0
         """Bytes of bodies that are being received or parsed."""
         self._turn = asyncio.Lock()
+        meanings: dict[type[Exception], _Meaning] = {
+            HTTPException: lambda error: (error.status_code, error.detail),
+            ValidationError: lambda error: (400, complaint(error)),
+            ClientDisconnect: lambda error: (400, "the client hung up"),
+            Exception: lambda error: (500, self.FAILED),
+            **refusals,
+        }
+        handlers = {kind: partial(self._refuse, meaning) for kind, meaning in meanings.items()}
+        routes = [Route("/health", self._health), *routes]
+        self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        self.app.router.redirect_slashes = False  # a redirect has no body
+
+    @staticmethod
+    def error_body(status: int, problem: str) -> object:
+        """Return the JSON of an error."""
+        raise NotImplementedError
+
+    async def _refuse(self, meaning: _Meaning, request: Request, error: Exception) -> Response:
+        status, problem = meaning(error)
+        return reply(self.error_body(status, problem), status, getattr(error, "headers", None))
+
+    async def _health(self, request: Request) -> Response:
+        return reply({"status": "ok"})
 
     async def read(self, request: Request, parse: Callable[[Any], _T]) -> _T:
         """Parse the JSON body of ``request`` with ``parse``, in another thread.
@@ -104,10 +106,11 @@ class Bodies:
             self.arriving -= len(data)
 
     def _check(self, length: int) -> None:
-        if length > self.most_bytes:
-            problem = f"the body has more than the {self.most_bytes >> 20} MiB of {self.setting}"
+        most = self.most_mib << 20
+        if length > most:
+            problem = f"the body has more than the {self.most_mib} MiB of {self.setting}"
             raise HTTPException(413, problem)
-        if length > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * self.most_bytes:
+        if length > _SMALL_BYTES and self.arriving > _LARGEST_TOGETHER * most:
             raise HTTPException(429, "too many large bodies arrive at once; send it again later")
 
 

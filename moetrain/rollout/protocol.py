@@ -98,14 +98,9 @@ class Completions(_Asked):
     logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
 
     @property
-    def has_logprobs(self) -> bool:
-        """Whether the reply holds each token's log-probability."""
-        return self.logprobs is not None
-
-    @property
-    def top(self) -> int:
-        """How many of the likeliest tokens the reply holds beside each token."""
-        return self.logprobs or 0
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens go with each token's log-probability; None: there are none."""
+        return self.logprobs
 
     @property
     def most_tokens(self) -> int | None:
@@ -138,12 +133,8 @@ class Chat(_Asked):
     top_logprobs: int | None = Field(default=None, ge=0, le=_MOST_LIKELIEST)
 
     @property
-    def has_logprobs(self) -> bool:
-        return self.logprobs
-
-    @property
-    def top(self) -> int:
-        return self.top_logprobs or 0
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -162,15 +153,6 @@ class Chat(_Asked):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs true; send both")
         return self
-
-
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-def error_body(status: int, problem: str) -> dict[str, Any]:
-    """Return the protocol's error object."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": problem, "type": kind, "param": None, "code": None}}
 
 
 def _is_ids(value: object) -> bool:

@@ -31,8 +31,8 @@ from starlette.types import Send as ASGISend
 
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.rollout.engine import Generator
-from moetrain.rollout.http_json import FAILED, Bodies, json_app, reply
-from moetrain.rollout.protocol import Chat, Completions, error_body
+from moetrain.rollout.http_json import JsonServer, reply
+from moetrain.rollout.protocol import Chat, Completions
 from moetrain.rollout.request import (
     Completion,
     Request,
@@ -46,6 +46,7 @@ _logger = logging.getLogger("moetrain")
 _MOST_LOGPROBS = 1 << 20
 """Log-probabilities in one reply, of tokens and alternatives, some hundred bytes each."""
 _NOT_FINITE = "the model's probabilities are not finite numbers: its weights are damaged"
+_ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _LEAST_LOGPROB = -9999.0
 """The protocol's value for a token that is never chosen."""
 _T = TypeVar("_T")
@@ -175,12 +176,8 @@ class _GenerationFailed(Exception):
     """The server failed to generate; the message is one line for the client."""
 
 
-class CompletionServer:
-    """The HTTP server of a generator that has a tokenizer.
-
-    Attributes:
-        app: the ASGI application; it does not authenticate clients.
-    """
+class CompletionServer(JsonServer):
+    """The HTTP server of a generator that has a tokenizer."""
 
     def __init__(
         self, generator: Generator, name: str, *, max_queue: int = 1024, max_request_mib: int = 4
@@ -189,7 +186,6 @@ class CompletionServer:
         assert generator.tokenizer is not None
         self.tokenizer: Tokenizer = generator.tokenizer
         self.generator, self.name, self.max_queue = generator, name, max_queue
-        self.bodies = Bodies(max_request_mib << 20, "max_request_mib")
         self.stop_ids = end_ids(generator.model, self.tokenizer)
         routes = [
             Route("/v1/models", self.models),
@@ -200,7 +196,12 @@ class CompletionServer:
             RequestError: lambda error: (400, error.problem),
             _GenerationFailed: lambda error: (500, str(error)),
         }
-        self.app = json_app(routes, error_body, refusals, self.lifespan)
+        super().__init__(routes, refusals, max_request_mib, "max_request_mib", self.lifespan)
+
+    @staticmethod
+    def error_body(status: int, problem: str) -> dict[str, Any]:
+        kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        return {"error": {"message": problem, "type": kind, "param": None, "code": None}}
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -214,7 +215,7 @@ class CompletionServer:
         return reply({"object": "list", "data": [entry]})
 
     async def answer(self, kind: type[Completions | Chat], request: HTTPRequest) -> Response:
-        answer = await self.bodies.read(request, partial(self._parse, kind))
+        answer = await self.read(request, partial(self._parse, kind))
         updates = answer.updates()
         if not answer.asked.stream:
             return await _unless_gone(request, answer.whole(updates))
@@ -270,7 +271,7 @@ class _Answer:
             problem = f"{len(self.prompts)} prompts x n {params.n} are more completions than "
             raise ValueError(f"{problem}max_queue {server.max_queue} allows; ask in parts")
         number = count * params.max_tokens * (1 + params.logprobs)
-        if asked.has_logprobs and number > _MOST_LOGPROBS:
+        if asked.likeliest is not None and number > _MOST_LOGPROBS:
             each = f"{1 + params.logprobs} log-probabilities for each of {count} x "
             problem = f"{each}{params.max_tokens} tokens are more than {_MOST_LOGPROBS}"
             raise ValueError(f"logprobs: {problem}; lower max_tokens, or ask in parts")
@@ -288,7 +289,7 @@ class _Answer:
         return SamplingParams(
             max_tokens=min(SamplingParams.max_tokens, most - longest) if wanted is None else wanted,
             stop_ids=self.server.stop_ids,
-            logprobs=self.asked.top,
+            logprobs=self.asked.likeliest or 0,
             **self.asked.sampling(),
         )
 
@@ -317,7 +318,7 @@ class _Answer:
             raise
         except Exception as error:  # a failed step fails all requests that it served
             _logger.error("generation failed", exc_info=error)
-            raise _GenerationFailed(FAILED) from None
+            raise _GenerationFailed(self.server.FAILED) from None
 
     async def whole(self, updates: AsyncGenerator[_Item, None]) -> Response:
         """Return the reply in one piece."""
@@ -344,7 +345,7 @@ class _Answer:
                 yield self._event(*item)
             yield "data: [DONE]\n\n"
         except _GenerationFailed as error:
-            yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
+            yield f"data: {json.dumps(self.server.error_body(500, str(error)))}\n\n"
 
     def _event(self, number: int, new: str, update: _Update) -> str:
         choice = self._choice(number, new, [update], is_part=True)
@@ -366,7 +367,7 @@ class _Answer:
             choice["text"] = text
         else:
             choice["delta" if is_part else "message"] = {"role": "assistant", "content": text}
-        if self.asked.has_logprobs:
+        if self.asked.likeliest is not None:
             choice["logprobs"] = self._logprobs(updates)
         return choice
 
