@@ -50,7 +50,7 @@ class Service:
     """The error of requests that had no answer when it ended."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model, and the jobs that the folder holds; ConfigError: of another model."""
+        """Load the model, and the folder's jobs; ConfigError if those are of another model."""
         self.folder = Path(config.output_dir)
         folder = RunFolder(self.folder)
         folder.check_usable()

@@ -117,9 +117,10 @@ class JobRoutes(JsonServer):
             answer = await asyncio.wait_for(waiting, wait)
         except TimeoutError:
             return reply({"number": number}, 202)
-        told = {key: answer[key] for key in ("result", "error") if key in answer}
-        status = 200 if "result" in told else 503 if told["error"] == Service.STOPPED else 422
-        return reply({"number": number} | told, status)
+        if "result" in answer:
+            return reply({"number": number, "result": answer["result"]})
+        status = 503 if answer["error"] == Service.STOPPED else 422
+        return reply({"number": number, "error": answer["error"]}, status)
 
     async def saved(self, request: HTTPRequest) -> Response:
         name, save, file = (request.path_params[key] for key in ("job", "name", "file"))

@@ -185,7 +185,7 @@ class JobSession(Spread):
 
     @Spread.together
     def save(self) -> None:
-        """Write a checkpoint of the current job, between two steps; RunFailed: it cannot."""
+        """Write a checkpoint of the current job, between two steps; raises RunFailed."""
         self._write(RunFolder(self.now.folder).checkpoints)
         self.now.saved = self.now.seen
 

@@ -85,7 +85,7 @@ class Access:
         return self.auth == "none" or (self.auth == "auto" and _is_loopback(self.host))
 
     def token(self) -> str | None:
-        """Return the token that clients must send, if any; ConfigError: its file holds none."""
+        """Return the token that clients must send, if any; ConfigError if its file holds none."""
         if self.is_open:
             return None
         path = Path(self.token_file or self.own_file)
