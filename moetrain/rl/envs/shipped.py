@@ -329,7 +329,8 @@ def _load_function(name: str, field: str, others: str) -> Callable[..., Any]:
     sys.modules[module.__name__] = module  # dataclasses and pickle look it up
     try:
         # Python's own loader takes the byte code of a file that was edited within the same second.
-        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+        code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
         found = getattr(module, key)
     except (Exception, SystemExit) as error:  # a user's file, whatever it raises
         problem = f"cannot load {name!r}: {type(error).__name__}: {shortened(str(error))}"
