@@ -75,6 +75,8 @@ NEEDS: tuple[_Need, ...] = (
     _Need("data.eval_path", {"data.mix": (None,)}),  # each entry may have one
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer", _OF_TEXT),
+    _Need("data.streaming", {"data.source": _TEXTS}),
+    _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
     _Need("train.eval_interval", _EVALUATED, _SOME),
     _Need("train.eval_rows", _EVALUATED),

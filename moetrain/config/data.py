@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from moetrain.config.sections import Section, from_home
 from moetrain.config.sources import ConfigError, source_by_suffix
@@ -85,6 +85,12 @@ class DataSection(Section):
     """How documents fill rows. whole: uncut, with padding; a conversation longer than a row loses
     its end, and a longer text is cut into parts. stream: documents follow one another and are cut
     at the end of each row. auto: whole for conversations, else stream."""
+    streaming: Literal["auto", "yes", "no"] = "auto"
+    """Whether training begins while later blocks of the data are tokenised. Passes over a stream
+    have about as many rows as its first block tells. auto: for files over 64 MiB, of which no part
+    is limited."""
+    workers: NonNegativeInt | None = None
+    """Processes of each rank that tokenise a stream ahead; unset: a core each, up to 8."""
     cache_dir: str | None = None
     """Folder of the token cache; unset: the user's cache folder (XDG_CACHE_HOME/moetrain)."""
     num_documents: int = Field(default=1024, gt=0, lt=2**31)

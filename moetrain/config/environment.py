@@ -137,6 +137,11 @@ def c_compiler() -> str | None:
     return next(filter(None, map(shutil.which, [named] if named else ["clang", "gcc"])), None)
 
 
+def one_tokenizer_thread() -> None:
+    """Let the tokenizers of this process use one thread; others have the other cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def user_cache_dir() -> Path:
     """Return moetrain's cache folder: under XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetrain"

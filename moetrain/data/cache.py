@@ -18,12 +18,19 @@ content).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
 import logging
+import multiprocessing
 import os
+import shutil
+import signal
 import sys
+import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,7 +42,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moetrain.config import ConfigError
-from moetrain.data.sources import Source, TextPart
+from moetrain.config.environment import launched_place, one_tokenizer_thread
+from moetrain.data.containers import FilePart
+from moetrain.data.sources import HashRange, Source, TextPart
 from moetrain.data.tokenizer import Tokenizer
 
 _logger = logging.getLogger("moetrain")
@@ -49,6 +58,20 @@ _CHECKED_BYTES = 1 << 26
 a large one as are read in a tenth of a second."""
 # Characters encoded in one call: enough for the tokenizer's threads, small beside any model.
 _BATCH_CHARACTERS = 1 << 22
+
+
+_BLOCK_BYTES = 1 << 22
+"""Bytes of text in a block of a stream, at least; twice as many at most."""
+_KEPT_BLOCKS = 4
+_FREE_SHARE = 0.1
+
+
+class BlockPlace(NamedTuple):
+    """Where a block is in a walk: the pass, the group of parts in its order, the chunk of that."""
+
+    turn: int
+    group: int
+    chunk: int
 
 
 class TokenCache(NamedTuple):
@@ -83,7 +106,12 @@ class TokenCache(NamedTuple):
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         folder = cache_dir / key
         if not os.path.isdir(folder):
-            _build(source, tokenizer, folder)
+            _build(source.parts(), source.container.total_bytes(), tokenizer, folder)
+        return cls.opened(folder)
+
+    @classmethod
+    def opened(cls, folder: Path) -> TokenCache:
+        """Open the cache in ``folder``; ConfigError if it is damaged."""
         try:
             return cls._mapped(folder)
         except (OSError, ValueError, TypeError, LookupError) as error:
@@ -124,18 +152,167 @@ class TokenCache(NamedTuple):
         )
 
 
+class Blocks:
+    """The token caches of a source's blocks, made by several processes ahead of their use.
+
+    A block holds parts from all over the source. Blocks stay in the cache for the next pass and the
+    next run, until a tenth of the disk is left: then those that were used first go.
+    """
+
+    def __init__(
+        self, source: Source, share: HashRange, tokenizer: Tokenizer, cache_dir: Path, workers: int
+    ) -> None:
+        """List the blocks of ``share`` of ``source``; ``workers`` processes make them."""
+        parts = source.file_parts(share)
+        self._groups: list[list[FilePart]] = [[]]
+        for i in np.random.Generator(np.random.PCG64(0)).permutation(len(parts)):
+            if sum(part.size for part in self._groups[-1]) >= _BLOCK_BYTES:
+                self._groups.append([])
+            self._groups[-1].append(parts[i])
+        self.num_bytes = sum(part.size for part in parts)
+        self.source, self._share, self._tokenizer = source, share, tokenizer
+        names = [[part.file.name, *part[1:]] for part in parts]
+        self.identity = ["blocks", _FORMAT, tokenizer.fingerprint, share, names]
+        self.identity += source.identity()[2:]  # without the files' places
+        key = json.dumps([self.identity, source.identity()])
+        self._folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:32]
+        place = launched_place()
+        self._mine = (place.local_rank, place.on_machine or 1) if place is not None else (0, 1)
+        self._workers = workers
+        self._pool: Any = None
+
+    def first(self) -> tuple[TokenCache, int]:
+        """Return the first block, and how many bytes its records have."""
+        found = next(self._chunks(0), [])
+        folder = self._folder / "0-0"
+        _build_block(self.source, self._tokenizer, found, folder)
+        return TokenCache.opened(folder), max(1, sum(each.num_bytes for each in found))
+
+    def sample(self, num_bytes: int) -> TokenCache | None:
+        """Return a cache of the first ``num_bytes``, of at most sixteen groups of parts."""
+        found = []
+        for group in range(min(16, len(self._groups))):
+            for each in itertools.chain.from_iterable(self._chunks(group)):
+                found.append(each)
+                num_bytes -= each.num_bytes
+            if num_bytes <= 0:
+                break
+        if not found:
+            return None
+        _build_block(self.source, self._tokenizer, found, self._folder / "sample-0")
+        return TokenCache.opened(self._folder / "sample-0")
+
+    def walk(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, TokenCache]]:
+        """Yield the blocks from ``at`` on without end, and where each is.
+
+        Raises:
+            ConfigError: as :meth:`TokenCache.of`.
+        """
+        ahead: deque[tuple[BlockPlace, Path, list[Any]]] = deque()
+        used: deque[Path] = deque()
+        read = self._read(seed, at)
+        while True:
+            while len(ahead) <= 2 * self._workers * self._mine[1]:
+                place, folder, found = next(read)
+                ahead.append((place, folder, found))
+                number, count = self._mine
+                if len(ahead) > 1 and (place.group + place.chunk) % count == number:
+                    self._ask(found, folder)
+            place, folder, found = ahead.popleft()
+            _build_block(self.source, self._tokenizer, found, folder)
+            yield place, TokenCache.opened(folder)
+            used.append(folder)
+            disk = shutil.disk_usage(self._folder)
+            while len(used) > _KEPT_BLOCKS and disk.free < _FREE_SHARE * disk.total:
+                shutil.rmtree(used.popleft(), ignore_errors=True)
+                disk = shutil.disk_usage(self._folder)
+
+    def _read(self, seed: int, at: BlockPlace) -> Iterator[tuple[BlockPlace, Path, list[Any]]]:
+        """Yield what is in each block, as it lies in the files, without end."""
+        for turn in itertools.count(at.turn):
+            generator = np.random.Generator(np.random.PCG64([seed, turn]))
+            order = [0, *(1 + generator.permutation(len(self._groups) - 1))]
+            first = at.group if turn == at.turn else 0
+            for place in range(first, len(order)):
+                skipped = at.chunk if (turn, place) == at[:2] else 0
+                group = int(order[place])
+                for chunk, found in enumerate(self._chunks(group)):
+                    if chunk >= skipped:
+                        folder = self._folder / f"{group}-{chunk}"
+                        yield BlockPlace(turn, place, chunk), folder, found
+
+    def _chunks(self, group: int) -> Iterator[list[Any]]:
+        found, num_bytes = [], 0
+        for part in self._groups[group]:
+            for each in self.source.read(part, self._share):
+                found.append(each)
+                num_bytes += each.num_bytes
+                if num_bytes >= 2 * _BLOCK_BYTES:
+                    yield found
+                    found, num_bytes = [], 0
+        if found:
+            yield found
+
+    def _ask(self, found: list[Any], folder: Path) -> None:
+        """Let a process make a block, if there are any; whoever needs it first makes it else."""
+        if self._workers == 0 or folder.is_dir():
+            return
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            given = self.source.for_workers(), self._tokenizer
+            self._pool = context.Pool(self._workers, _begin_worker, given)
+            weakref.finalize(self, self._pool.terminate)
+        self._pool.apply_async(_work, (found, folder))
+
+
+_worker: list[Any] = []
+"""In a process that makes blocks: the source, without its files, and the tokenizer."""
+
+
+def _begin_worker(*given: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    one_tokenizer_thread()
+    _worker[:] = given
+
+
+def _work(found: list[Any], folder: Path) -> None:
+    source, tokenizer = _worker
+    _build_block(source, tokenizer, found, folder)
+
+
+def _build_block(source: Source, tokenizer: Tokenizer, found: list[Any], folder: Path) -> None:
+    """Make a block, unless it is there; if another process makes it, wait for that."""
+    if folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise ConfigError("data.cache_dir", f"{str(folder)!r} cannot be written: {error}") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _build(source.parts_of(found), None, tokenizer, folder, is_block=True)
+
+
 def _checksum(file: Path) -> int:
     with file.open("rb") as opened:
         return zlib.crc32(opened.read(_CHECKED_BYTES))
 
 
-def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+def _build(
+    parts: Iterable[TextPart],
+    total: int | None,
+    tokenizer: Tokenizer,
+    folder: Path,
+    is_block: bool = False,
+) -> None:
     prefix = f"{folder.name}."
     parent = folder.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as temporary:
-            _write(source, tokenizer, Path(temporary))
+            _write(parts, total, tokenizer, Path(temporary), is_block)
             Path(temporary).rename(folder)
     except OSError as error:  # about this folder: sources report what is wrong with their files
         if not os.path.isdir(folder):  # else another process was first, with the same content
@@ -143,16 +320,22 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             raise ConfigError("data.cache_dir", problem) from None
 
 
-def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
-    is_silent = not sys.stderr.isatty()
+def _write(
+    parts: Iterable[TextPart],
+    total: int | None,
+    tokenizer: Tokenizer,
+    folder: Path,
+    is_block: bool = False,
+) -> None:
+    is_silent = is_block or not sys.stderr.isatty()
     with (
         Progress(console=Console(stderr=True), transient=True, disable=is_silent) as progress,
         ExitStack() as stack,
     ):
         files = [stack.enter_context((folder / name).open("wb")) for name in _FILES]
-        task = progress.add_task("Tokenising", total=source.container.total_bytes())
+        task = progress.add_task("Tokenising", total=total)
         writer = _Writer(tokenizer.vocab_size, files)
-        for part, ids_T, masked_T in _encoded(source.parts(), tokenizer):
+        for part, ids_T, masked_T in _encoded(parts, tokenizer):
             writer.add(ids_T, masked_T, part.ends_document)
             progress.advance(task, part.num_bytes)
         meta = writer.finish()
@@ -161,7 +344,7 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             os.fsync(file.fileno())  # no name before its content: a machine may stop at any time
     meta["checksums"] = {name: _checksum(folder / name) for name in _FILES}
     (folder / "meta.json").write_text(json.dumps(meta))
-    if meta["num_documents"]:
+    if meta["num_documents"] and not is_block:
         _logger.info(
             "tokenised %d documents into %d tokens", meta["num_documents"], meta["num_tokens"]
         )

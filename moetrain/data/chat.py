@@ -130,6 +130,9 @@ class ChatTemplate:
         has_bos = tokenizer.bos_ids and "bos_token" in special
         return cls("{{- bos_token }}" * bool(has_bos) + CHATML, special)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_template"}
+
     def identity(self) -> list[str]:
         """Return what decides the texts of conversations, apart from special tokens."""
         return [self.source, *(self.with_tools.identity() if self.with_tools else ())]

@@ -42,6 +42,8 @@ RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
+_RATIO = 4
+"""About how many bytes of text there are in one that is compressed."""
 _ROWS = 4096
 """Rows of a table of ``datasets`` in one piece."""
 
@@ -79,6 +81,8 @@ class FilePart(NamedTuple):
     file: Path
     start: int = 0
     stop: int = sys.maxsize
+    size: int = 0
+    """About how many bytes its records have."""
 
 
 @dataclass(frozen=True)
@@ -113,21 +117,25 @@ class Container:
             line_bytes: size of the pieces of a file of lines; None: a file is one piece.
         """
         if self.table is not None:
-            return [
-                FilePart(Path(self.path), i, i + _ROWS) for i in range(0, len(self.table), _ROWS)
-            ]
+            starts = range(0, len(self.table), _ROWS)
+            size = sum(file.stat().st_size for file in self.files) // max(1, len(starts))
+            return [FilePart(Path(self.path), i, i + _ROWS, size) for i in starts]
         pieces = []
         for file in self.files:
-            suffix = file.suffix.lower()
+            suffix, size = file.suffix.lower(), file.stat().st_size
             if suffix == ".parquet":
                 with self.reading(file):
-                    groups = _pyarrow("parquet").ParquetFile(file).num_row_groups
-                pieces += [FilePart(file, i, i + 1) for i in range(groups)]
+                    found = _pyarrow("parquet").ParquetFile(file).metadata
+                    groups = [
+                        found.row_group(i).total_byte_size for i in range(found.num_row_groups)
+                    ]
+                pieces += [FilePart(file, i, i + 1, each) for i, each in enumerate(groups)]
             elif suffix in _TABLES | _COMPRESSED or line_bytes is None:
-                pieces.append(FilePart(file))
+                ratio = _RATIO if suffix in _COMPRESSED else 1
+                pieces.append(FilePart(file, size=ratio * size))
             else:
-                starts = range(0, file.stat().st_size, line_bytes)
-                pieces += [FilePart(file, i, i + line_bytes) for i in starts]
+                ends = [(i, min(i + line_bytes, size)) for i in range(0, size, line_bytes)]
+                pieces += [FilePart(file, start, stop, stop - start) for start, stop in ends]
         return pieces
 
     def records(self, piece: FilePart) -> Iterator[Raw]:

@@ -16,8 +16,10 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -27,8 +29,8 @@ import torch
 
 from moetrain.config import Config, ConfigError, DataSection
 from moetrain.config.data import MixEntry
-from moetrain.config.environment import user_cache_dir
-from moetrain.data.cache import TokenCache
+from moetrain.config.environment import launched_place, user_cache_dir
+from moetrain.data.cache import Blocks, TokenCache
 from moetrain.data.packing import (
     IGNORE_INDEX,
     Dataset,
@@ -37,10 +39,11 @@ from moetrain.data.packing import (
     Samples,
     Shuffled,
     StreamDataset,
+    Streamed,
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import Source, open_sources
+from moetrain.data.sources import HashRange, Source, open_sources
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -97,7 +100,7 @@ def build_data(config: Config, vocab_size: int) -> Data:
         identity = [train.identity, None if held_out is None else held_out.identity]
         return Data(train, held_out, tokenizer, _hash(identity), template)
     if data.mix is None:
-        train, held_out, template = _from_files(data, tokenizer)
+        train, held_out, template = _from_files(data, tokenizer, config.train.seed)
         identity = [train.identity, None if held_out is None else held_out.identity]
         return Data(train, held_out, tokenizer, _hash(identity), template)
     return _mixed(data, data.mix, tokenizer, config.train.seed)
@@ -111,8 +114,8 @@ def _mixed(data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, see
     """Return the rows of a mixture; its passes are as long as weights and repeats allow."""
     parts, held_out, template = {}, {}, None
     for entry, (name, section) in zip(mix, data.sources().items(), strict=True):
-        train, rows, found = _from_files(section, tokenizer, entry.limit)
-        parts[name] = Shuffled(train, seed)
+        train, rows, found = _from_files(section, tokenizer, seed, entry.limit)
+        parts[name] = train if isinstance(train, Streamed) else Shuffled(train, seed)
         template = template or found
         if rows is not None:
             held_out[name] = rows
@@ -133,10 +136,10 @@ def _mixed(data: DataSection, mix: Sequence[MixEntry], tokenizer: Tokenizer, see
 
 
 def _from_files(
-    data: DataSection, tokenizer: Tokenizer, limit: int | None = None
+    data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None = None
 ) -> tuple[Dataset, Dataset | None, str | None]:
     """Return the rows of both sides, and the template of the conversations among them."""
-    train, held_out, template = _from_text(data, tokenizer, limit)
+    train, held_out, template = _from_text(data, tokenizer, seed, limit)
     for side, dataset in (("", train), ("held out: ", held_out)):
         if isinstance(dataset, WholeDataset):
             _logger.info("%s%s", side, dataset.describe())
@@ -144,12 +147,14 @@ def _from_files(
 
 
 def _from_text(
-    data: DataSection, tokenizer: Tokenizer, limit: int | None
+    data: DataSection, tokenizer: Tokenizer, seed: int, limit: int | None
 ) -> tuple[Dataset, Dataset | None, str | None]:
     sources = open_sources(data, tokenizer, limit)
     if said := sources.undivided.describe():
         _logger.info("%s", said)
     cache_dir = user_cache_dir() if data.cache_dir is None else Path(data.cache_dir)
+    if limit is None and _streams(data, sources.undivided):
+        return _streamed(data, sources, tokenizer, cache_dir, seed)
 
     def read(source: Source) -> TokenCache:
         return TokenCache.of(source, tokenizer, cache_dir)
@@ -171,6 +176,59 @@ def _from_text(
     else:
         whole = read(sources.undivided)
     return *_divided(whole, sources.undivided, data), template
+
+
+_STREAMED_BYTES = 1 << 26
+"""Size of files from which on data.streaming auto streams them."""
+_HELD_OUT_BYTES = 1 << 22
+"""Bytes of held-out text that a stream evaluates at most, of as many blocks as have them."""
+_MOST_WORKERS = 8
+
+
+def _streams(data: DataSection, source: Source) -> bool:
+    if data.streaming != "auto" or data.source == "stdlib":
+        return data.streaming == "yes"
+    size = sum(part.size for part in source.container.pieces())
+    return size > _STREAMED_BYTES
+
+
+def _streamed(
+    data: DataSection, sources: Any, tokenizer: Tokenizer, cache_dir: Path, seed: int
+) -> tuple[Dataset, Dataset | None, str | None]:
+    """Return the rows of both sides of a source that is tokenised while it is trained on."""
+    low = 0.0 if data.eval_path is not None else data.eval_fraction
+    place = launched_place()
+    on_machine = (place.on_machine if place is not None else None) or 1
+    cores = max(1, (os.cpu_count() or 1) // on_machine)
+    workers = min(cores, _MOST_WORKERS) if data.workers is None else data.workers
+    undivided = sources.undivided
+    blocks = Blocks(undivided, HashRange(low, 1.0), tokenizer, cache_dir, workers)
+    first, num_bytes = blocks.first()
+    _all_rows(first, undivided, data)
+    fixed = data.model_copy(update={"packing": "whole" if _is_whole(first, data) else "stream"})
+    rows_of = partial(_rows, data=fixed)
+    size = max(1, round(len(rows_of(first)) * blocks.num_bytes / num_bytes))
+    _logger.info(
+        "%s is tokenised while training, a pass has about %s rows (data.streaming no: all at once)",
+        undivided.path,
+        f"{size:,}",
+    )
+    train = Streamed(blocks, rows_of, seed, size)
+    template = sources.template if first.masked is not None else None
+    if data.eval_path is not None:
+        rest, held_out = sources.eval, HashRange(0.0, 1.0)
+    elif data.eval_fraction:
+        rest, held_out = undivided, HashRange(0.0, data.eval_fraction)
+    else:
+        return train, None, template
+    sample = Blocks(rest, held_out, tokenizer, cache_dir, 0).sample(_HELD_OUT_BYTES)
+    if sample is None or not sample.targets.any() or not len(rows := _rows(sample, fixed)):
+        raise ConfigError(
+            "data.eval_fraction",
+            f"{data.eval_fraction}: the first blocks of {undivided.field} hold out too little; "
+            "raise it, name data in data.eval_path, or set it to 0",
+        )
+    return train, rows, template
 
 
 def _is_whole(cache: TokenCache, data: DataSection) -> bool:

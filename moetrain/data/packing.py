@@ -12,12 +12,13 @@ Shapes: S tokens of a row, D documents, I items (documents, or parts of them).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from moetrain.data.cache import TokenCache
+from moetrain.data.cache import BlockPlace, Blocks, TokenCache
 
 IGNORE_INDEX = -100
 """Target of a token without loss; torch's default ``ignore_index``."""
@@ -149,6 +150,58 @@ class Mixture(Samples):
     def resume(self, state: Any) -> None:
         for name, samples in self._parts.items():
             samples.resume(state[name] if state else None)
+
+
+class _BlockRows(NamedTuple):
+    """The samples of a block."""
+
+    first: int
+    place: BlockPlace
+    rows: Dataset
+    order: np.ndarray
+
+
+class Streamed(Samples):
+    """The rows of a source's blocks, one block after the other, each in an order of the seed."""
+
+    def __init__(
+        self, blocks: Blocks, rows_of: Callable[[TokenCache], Dataset], seed: int, size: int
+    ) -> None:
+        """Take ``rows_of`` each block; ``size`` is about how many rows a pass has."""
+        self.identity = [blocks.identity, rows_of(blocks.first()[0]).identity]
+        self._blocks, self._rows_of, self._seed, self._size = blocks, rows_of, seed, size
+        self._recent: deque[_BlockRows] = deque(maxlen=4)
+        self._start(0, BlockPlace(0, 0, 0))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _start(self, first: int, place: BlockPlace) -> None:
+        self._recent.clear()
+        self._next, self._walk = first, self._blocks.walk(self._seed, place)
+
+    def row(self, index: int) -> Row:
+        return self.sample(index)
+
+    def sample(self, number: int) -> Row:
+        if number < (self._recent[0].first if self._recent else self._next):
+            self._start(0, BlockPlace(0, 0, 0))
+        while number >= self._next:
+            place, cache = next(self._walk)
+            rows = self._rows_of(cache)
+            order = np.random.Generator(np.random.PCG64([self._seed, *place]))
+            self._recent.append(_BlockRows(self._next, place, rows, order.permutation(len(rows))))
+            self._next += len(rows)
+        span = next(s for s in reversed(self._recent) if s.first <= number)
+        return span.rows.row(int(span.order[number - span.first]))
+
+    def state(self, number: int) -> Any:
+        found = [span for span in self._recent if span.first <= number]
+        return [found[-1].first, *found[-1].place] if found else [0, 0, 0, 0]
+
+    def resume(self, state: Any) -> None:
+        first, *place = state or [0, 0, 0, 0]
+        self._start(first, BlockPlace(*place))
 
 
 def _permutation(seed: int, turn: int, size: int) -> np.ndarray:

@@ -16,15 +16,22 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError, DataSection
 from moetrain.data.chat import BadLineError, ChatTemplate
-from moetrain.data.containers import Container, Raw, document_name, list_files, open_container
+from moetrain.data.containers import (
+    Container,
+    FilePart,
+    Raw,
+    document_name,
+    list_files,
+    open_container,
+)
 from moetrain.data.formats import Document, RecordReader
 from moetrain.data.tokenizer import Tokenizer
 
@@ -37,6 +44,8 @@ _PART_BYTES = 1 << 20
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+_STREAM_PART = 1 << 20
+"""Bytes of files of lines, and of longer texts, that a stream reads as one part."""
 _FIRST = 64
 """Records that are looked at to say what forms a source has."""
 
@@ -50,7 +59,7 @@ class TextPart(NamedTuple):
     """Bytes of the source that were read for it, for the progress bar."""
 
 
-class _HashRange(NamedTuple):
+class HashRange(NamedTuple):
     """The documents whose hash, a number in [0, 1), lies in ``low <= hash < high``."""
 
     low: float
@@ -62,7 +71,7 @@ class _HashRange(NamedTuple):
         return self.low <= int.from_bytes(digest, "big") / 2**64 < self.high
 
 
-_EVERYTHING = _HashRange(0.0, 1.0)
+EVERYTHING = HashRange(0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,22 @@ class Source:
         """
         raise NotImplementedError
 
+    def file_parts(self, share: HashRange) -> list[FilePart]:
+        """List the parts of the files that a stream reads in any order."""
+        raise NotImplementedError
+
+    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw] | Iterator[TextPart]:
+        """Yield what is of ``share`` in ``part``, for :meth:`parts_of`."""
+        raise NotImplementedError
+
+    def for_workers(self) -> Source:
+        """Return a copy without its files, whose :meth:`parts_of` another process calls."""
+        return replace(self, container=replace(self.container, files=[], table=None))
+
+    def parts_of(self, found: Iterable[Any]) -> Iterator[TextPart]:
+        """Yield the documents of what :meth:`read` yields; raises as :meth:`parts`."""
+        raise NotImplementedError
+
     def describe(self) -> str:
         """Say in a line which forms the first records have; raises as :meth:`parts`."""
         return ""
@@ -109,12 +134,36 @@ class _TextSource(Source):
             with self.container.reading(path):
                 yield from _text_parts(path)
 
+    def file_parts(self, share: HashRange) -> list[FilePart]:
+        """A file longer than a part is divided into documents of a part's length."""
+        root = Path(self.path)
+        parts = []
+        for file in self.container.files:
+            size, name = file.stat().st_size, os.fsencode(document_name(file, root))
+            for start in range(0, size, _STREAM_PART):
+                key = name if size <= _STREAM_PART else b"%s#%d" % (name, start)
+                if share.holds(key):
+                    stop = min(size, start + _STREAM_PART)
+                    parts.append(FilePart(file, start, stop, stop - start))
+        return parts
+
+    def read(self, part: FilePart, share: HashRange) -> Iterator[TextPart]:
+        with self.container.reading(part.file):
+            if part.start == 0 and part.stop == part.file.stat().st_size:
+                yield from _text_parts(part.file)
+                return
+            text = _lines_from(part)
+            yield TextPart(Document(text), True, len(text))
+
+    def parts_of(self, found: Iterable[Any]) -> Iterator[TextPart]:
+        return iter(found)
+
 
 @dataclass(frozen=True)
 class _RecordSource(Source):
     """Records, of which a share is chosen by hash."""
 
-    share: _HashRange
+    share: HashRange
     reader: RecordReader
     limit: int | None = None
     """Records to read at most, before the share is chosen; None: all."""
@@ -132,9 +181,14 @@ class _RecordSource(Source):
     def parts(self) -> Iterator[TextPart]:
         return self.parts_of(self.raws())
 
-    def parts_of(self, raws: Iterator[Raw]) -> Iterator[TextPart]:
-        """Yield the documents of ``raws``."""
-        for raw in raws:
+    def file_parts(self, share: HashRange) -> list[FilePart]:
+        return self.container.pieces(_STREAM_PART)
+
+    def read(self, part: FilePart, share: HashRange) -> Iterator[Raw]:
+        return (raw for raw in self.container.records(part) if share.holds(raw.key))
+
+    def parts_of(self, found: Iterable[Any]) -> Iterator[TextPart]:
+        for raw in found:
             num_bytes = raw.num_bytes
             try:
                 documents = self.reader.documents(raw.value())
@@ -186,7 +240,7 @@ def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = No
     template = ChatTemplate.of(tokenizer, data.chat_template) if reads_records else None
     source = None if template is None else template.source
 
-    def opened(field: str, path: str, *shares: _HashRange) -> list[Source]:
+    def opened(field: str, path: str, *shares: HashRange) -> list[Source]:
         if template is not None:
             container = open_container(field, path, data.split, data.subset)
             reader = RecordReader(template, data.format, data.text_field, data.train_on)
@@ -200,7 +254,7 @@ def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = No
             for share in shares
         ]
 
-    shares = _EVERYTHING, _HashRange(data.eval_fraction, 1.0), _HashRange(0.0, data.eval_fraction)
+    shares = EVERYTHING, HashRange(data.eval_fraction, 1.0), HashRange(0.0, data.eval_fraction)
     if data.source == "stdlib":
         named = "data.source", sysconfig.get_path("stdlib")
     else:
@@ -208,9 +262,21 @@ def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = No
         named = "data.path", data.path
     undivided, train, held_out = opened(*named, *shares)
     if data.eval_path is not None:
-        (other,) = opened("data.eval_path", data.eval_path, _EVERYTHING)
+        (other,) = opened("data.eval_path", data.eval_path, EVERYTHING)
         return _Sources(undivided, other, undivided, source)
     return _Sources(train, held_out if data.eval_fraction else None, undivided, source)
+
+
+def _lines_from(part: FilePart) -> str:
+    """Return the lines that begin in ``part``; a line longer than that is cut."""
+    with part.file.open("rb") as file:
+        skipped = 0
+        if part.start:
+            file.seek(part.start - 1)
+            skipped = len(file.readline(_STREAM_PART)) - 1
+        raw = file.read(max(0, part.stop - part.start - skipped))
+        raw += file.readline(_STREAM_PART) if raw and raw[-1:] != b"\n" else b""
+    return raw.decode("utf-8", errors="replace")
 
 
 def _text_parts(path: Path) -> Iterator[TextPart]:
