@@ -107,10 +107,9 @@ class Service:
                 f"in {str(self.folder)!r} {error}; put it back, or, where model, lora and "
                 "optim.state_dtype are as they were for its jobs, remove it",
             ) from None
-        settings = {"architecture": "model", "frozen": "model", "lora": "lora"}
-        settings["moments"] = "optim.state_dtype"
-        for key, setting in settings.items():
+        for key in mine:
             if theirs.get(key) != mine[key]:
+                setting = {"lora": "lora", "moments": "optim.state_dtype"}.get(key, "model")
                 problem = f"{str(self.folder)!r} has jobs of another base ({key} differs)"
                 remedy = f"set {setting} as it was, or choose another folder"
                 raise ConfigError("output_dir", f"{problem}; {remedy}")

@@ -271,14 +271,18 @@ class RlTrainer(Run):
         """Return the samples of the trajectories that are due, of all ranks, in one order."""
         rl, first = self.config.rl, self.window.taken
         self.collector.reset_counts()
-        found = self._next_groups(self.setup.num_groups)
-        worth = advantages(self._outcomes(found), rl)
-        for _ in range(rl.resample):
-            missing = self.setup.num_groups - _worth_learning(found, worth.values)
-            if missing <= 0:
-                break
-            found += self._next_groups(missing)
+        found: list[Trajectory] = []
+        useful: set[int] = set()
+        again = rl.resample
+        while True:
+            found += self._next_groups(self.setup.num_groups - len(useful))
             worth = advantages(self._outcomes(found), rl)
+            pairs = zip(found, worth.values, strict=True)
+            trained = [(t, value) for t, value in pairs if value is not None]
+            useful = {t.group for t, _ in trained}
+            if len(useful) >= self.setup.num_groups or not again:
+                break
+            again -= 1
         self.failing.look_at(found)
         seconds = self.collector.seconds
         self.time.move(seconds["environment"], "generate", "rewards")
@@ -288,7 +292,7 @@ class RlTrainer(Run):
         ages = [self.step - v for t in found for v in t.versions if v >= 0]
         self.rollout_row = figures(found) | {
             "prompts": self.window.taken - first,
-            "useful_groups": _worth_learning(found, worth.values),
+            "useful_groups": len(useful),
             "advantage_spread": worth.spread,
             "staleness_mean": sum(ages) / max(1, len(ages)),
             "staleness_max": max(ages, default=0),
@@ -297,8 +301,7 @@ class RlTrainer(Run):
         }
         left_out = worth.left_out.items()
         self.rollout_row |= {f"left_out/{reason}": number for reason, number in left_out}
-        pairs = zip(found, worth.values, strict=True)
-        return [t.sample(value) for t, value in pairs if value is not None]
+        return [t.sample(value) for t, value in trained]
 
     def _next_groups(self, number: int) -> list[Trajectory]:
         begun, due = self.window.advance(number)
@@ -466,8 +469,3 @@ class RlTrainer(Run):
         for trajectory in Trajectory.from_state(found.state["under_way"], tensors):
             if self._mine([trajectory.group]):
                 self.collector.resume(trajectory)
-
-
-def _worth_learning(trajectories: Sequence[Trajectory], values: Sequence[float | None]) -> int:
-    pairs = zip(trajectories, values, strict=True)
-    return len({t.group for t, value in pairs if value is not None})
