@@ -16,7 +16,6 @@ import asyncio
 import hmac
 import ipaddress
 import json
-import os
 import resource
 import secrets
 import socket
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
 
 from moetrain.config import ConfigError
+from moetrain.config.files import write_atomically
 from moetrain.config.sources import shortened
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Access:
         try:
             if self.token_file is None and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _write_secret(path, secrets.token_urlsafe(32))
+                write_atomically(path, _write_secret)
             token = path.read_text("utf-8").strip()
         except (OSError, ValueError) as error:
             problem = f"{shortened(str(path))} cannot be read: {error}"
@@ -183,12 +183,9 @@ def _names_this_machine(address: str) -> bool:
         return False
 
 
-def _write_secret(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    temporary.replace(path)
+def _write_secret(path: Path) -> None:
+    path.touch(0o600, exist_ok=False)  # before there is anything in it
+    path.write_text(secrets.token_urlsafe(32) + "\n", "utf-8")
 
 
 def _shows(headers: dict[bytes, bytes], token: str) -> bool:

@@ -189,10 +189,7 @@ class _ReasoningGym(SolvedEnvironment):
 
     def __init__(self, prompts: Prompts, name: str, **settings: Any) -> None:
         super().__init__(prompts)
-        if importlib.util.find_spec("reasoning_gym") is None:
-            problem = f"{name!r} needs reasoning-gym, which is not installed"
-            raise ConfigError("rl.env", f"{problem}; pip install 'moetrain[rl]'")
-        reasoning_gym = importlib.import_module("reasoning_gym")  # a second
+        reasoning_gym = _import_extra("reasoning_gym", "rl.env", name)
         try:
             settings = {"seed": 0, "size": _GYM_SIZE, **settings}
             self._dataset: Any = reasoning_gym.create_dataset(name, **settings)
@@ -206,6 +203,14 @@ class _ReasoningGym(SolvedEnvironment):
 
     def score(self, problem: Problem, answer: str) -> float:
         return float(self._dataset.score_answer(answer.strip(), problem.facts))
+
+
+def _import_extra(module: str, field: str, value: str) -> Any:
+    """Import a package of the extra ``rl``, which takes a second; or ConfigError."""
+    if importlib.util.find_spec(module) is None:
+        problem = f"{value!r} needs {module.replace('_', '-')}, which is not installed"
+        raise ConfigError(field, f"{problem}; pip install 'moetrain[rl]'")
+    return importlib.import_module(module)
 
 
 def _check_whole(**values: object) -> None:
@@ -295,10 +300,7 @@ def _exact() -> _Reward:
 
 def _math() -> _Reward:
     """Score with math-verify, which understands LaTeX and different ways to write a number."""
-    if importlib.util.find_spec("math_verify") is None:
-        problem = "'math' needs math-verify, which is not installed; pip install 'moetrain[rl]'"
-        raise ConfigError("rl.reward", problem)
-    math_verify = importlib.import_module("math_verify")  # a second
+    math_verify = _import_extra("math_verify", "rl.reward", "math")
     parse, verify = math_verify.parse, math_verify.verify
 
     def score(line: dict[str, Any], answer: str) -> float:
