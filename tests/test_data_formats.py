@@ -93,9 +93,7 @@ FORMS: dict[str, tuple[list[dict], list[tuple[list[dict], int]]]] = {
         ],
         [
             (turns("Hi", "Héllo"), 1),
-            (turns("Hi", "So"), 1),
             (turns("a", "b", "c", "d"), 3),
-            (turns("a", "b", "c", "e"), 3),
         ],
     ),
 }
@@ -234,6 +232,17 @@ def test_which_turns_are_learned(template: str, train_on, learned: list[str]):
     found = [document.text[a:b] for a, b in document.loss_spans]
     assert [text.removesuffix("<|im_end|>") for text in found] == learned
     assert document.text.endswith("e<|im_end|>")
+
+
+def test_a_pair_has_both_answers_where_they_are_asked_for():
+    reader = RecordReader(ChatTemplate(CHATML, {}), reads_pairs=True)
+    for record in [*FORMS["preference"][0], {"prompt": "a", "chosen": "b", "rejected": "c"}]:
+        chosen, rejected = reader.documents(record)
+        assert (chosen.side, rejected.side) == (1, -1)
+        assert chosen.loss_spans is not None
+        start = chosen.loss_spans[0][0]
+        assert chosen.text[:start] == rejected.text[:start]
+        assert chosen.text[start:] != rejected.text[start:]
 
 
 def test_a_template_that_reads_parts_gets_them():

@@ -52,6 +52,9 @@ class RecordReader:
     form: str = "auto"
     text_field: str = "text"
     train_on: TrainOn = "all"
+    reads_pairs: bool = False
+    """Whether a preference pair's rejected answer is read too; next-token loss learns the chosen
+    one alone."""
 
     def identity(self) -> list[Any]:
         """Return what decides the documents of a record, as JSON."""
@@ -150,9 +153,8 @@ class RecordReader:
     def _preference(self, record: dict[str, Any]) -> list[Document]:
         if record.get("prompt") is None and isinstance(record["chosen"], list):
             record = {**record, **_shared_prompt(record)}
-        return [
-            self._whole_answer(record, key, side) for key, side in (("chosen", 1), ("rejected", -1))
-        ]
+        sides = [("chosen", 1), ("rejected", -1)][: 1 + self.reads_pairs]
+        return [self._whole_answer(record, key, side) for key, side in sides]
 
     def _whole_answer(self, record: dict[str, Any], key: str, side: int) -> Document:
         found = self._answer(record, "prompt", key, side)

@@ -1,0 +1,107 @@
+"""``moetrain data PATH``: shows what would be trained on, before anything is trained.
+
+The same code as a run's reads, renders, tokenises and packs the data; what it learns to make is
+green here. Left out on purpose: statistics over all of a large source; they are of its first rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moetrain.cli.command import Parser, run_command
+from moetrain.config import Config
+from moetrain.data.loader import Data, build_data
+from moetrain.data.packing import IGNORE_INDEX, Row
+from moetrain.train.setup import resolve_run
+
+_MOST_ROWS = 1000
+"""Rows whose documents are counted."""
+_BAR = 40
+"""Characters of the longest bar of the histogram."""
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    parser = Parser("data", "Show what would be trained on: rows, lengths, and what is learned.")
+    parser.add_argument("path", metavar="PATH", help="as data.path; further settings follow")
+    parser.add_argument("--show", type=int, default=2, help="rows to print (default: 2)")
+    options, settings = parser.parse_known_args(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("moetrain").setLevel(logging.INFO)
+    config = Config.load(overrides=["--data.path", options.path, *settings], once=True)
+    config, arch = resolve_run(config)
+    data = build_data(config, arch.vocab_size)
+    console = Console()
+    size = len(data.train)
+    rows = [data.train.row(i) for i in range(min(size, _MOST_ROWS))]
+    _describe(console, config, data, rows)
+    for number, row in enumerate(rows[: options.show]):
+        console.rule(f"row {number}", align="left")
+        console.print(_coloured(data, row), soft_wrap=True)
+
+
+main = partial(run_command, _run)
+
+
+def _describe(console: Console, config: Config, data: Data, rows: Sequence[Row]) -> None:
+    """Print the counts and the histogram of the first rows."""
+    lengths = np.concatenate([_lengths(row) for row in rows])
+    tokens = int(lengths.sum())
+    learned = sum(int((row.targets_S != IGNORE_INDEX).sum()) for row in rows)
+    held_out = "none" if data.eval is None else f"{len(data.eval):,}"
+    table = Table(show_header=False, box=None)
+    table.add_row("rows to train on", f"{len(data.train):,} of {config.data.seq_len} tokens")
+    table.add_row("rows held out", held_out)
+    of_first = "" if len(rows) == len(data.train) else f" (first {len(rows):,} rows)"
+    table.add_row("documents or parts" + of_first, f"{len(lengths):,}")
+    table.add_row("tokens", f"{tokens:,} ({tokens / (len(rows) * config.data.seq_len):.1%} full)")
+    table.add_row("learned", f"{learned:,} ({learned / max(1, tokens):.1%})")
+    table.add_row("cut at a row's end", f"{_count_cut(data, rows):,}")
+    console.print(table)
+    counts, edges = np.histogram(lengths, bins=min(12, max(1, int(lengths.max()))))
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        bar = "█" * round(_BAR * count / counts.max())
+        console.print(f"{int(low):>7} to {int(high):<7} {bar} {count}", highlight=False)
+
+
+def _lengths(row: Row) -> np.ndarray:
+    """Return the tokens of each document in ``row``, without pads."""
+    lengths = row.lengths.copy()
+    if row.is_pad_S is not None:
+        lengths[-1] -= int(row.is_pad_S.sum())
+    return lengths
+
+
+def _count_cut(data: Data, rows: Sequence[Row]) -> int:
+    """Count the documents in ``rows`` that do not end with the end of a text."""
+    cut = 0
+    for row in rows:
+        ends = np.cumsum(row.lengths) - row.lengths + _lengths(row)
+        cut += int((row.tokens_S[ends - 1] != data.tokenizer.eos_id).sum())
+    return cut
+
+
+def _coloured(data: Data, row: Row) -> Text:
+    """Return the text of ``row``: what is learned green, the rest dim, a bar between documents."""
+    learned_S = np.append(False, row.targets_S[:-1] != IGNORE_INDEX)
+    text = Text()
+    starts = np.cumsum(row.lengths) - row.lengths
+    for start, length in zip(starts, _lengths(row), strict=True):
+        end = int(start + length)
+        borders = np.flatnonzero(np.diff(learned_S[start:end])) + 1 + start
+        for a, b in zip([start, *borders], [*borders, end], strict=True):
+            said = data.tokenizer.decode(row.tokens_S[a:b].tolist())
+            text.append(said, "green" if learned_S[a] else "dim")
+        text.append("\n│\n", "cyan")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
