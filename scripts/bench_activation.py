@@ -28,7 +28,7 @@ from moetrain.parallel.offload.activations import _ActivationOffload
 from moetrain.parallel.offload.arena import DeviceBytes
 from moetrain.train.memory import GIB
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.run import garbage_collector_off
+from moetrain.train.setup import garbage_collector_off
 from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3

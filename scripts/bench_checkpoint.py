@@ -45,7 +45,7 @@ from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.train.metrics import SilentLog
-from moetrain.train.run import garbage_collector_off
+from moetrain.train.setup import garbage_collector_off
 from moetrain.train.snapshot import restore_snapshot
 from moetrain.train.trainer import Trainer
 

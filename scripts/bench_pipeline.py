@@ -54,7 +54,7 @@ from moetrain.config.environment import launched_place
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Action
 from moetrain.parallel.processes import num_processes
 from moetrain.train.metrics import peak_memory_gib
-from moetrain.train.run import garbage_collector_off
+from moetrain.train.setup import garbage_collector_off
 from moetrain.train.trainer import Trainer
 
 WARMUP_STEPS = 3

@@ -36,7 +36,7 @@ from moetrain.cli.launch import start_ranks
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.parallel.processes import num_processes
-from moetrain.train.run import garbage_collector_off
+from moetrain.train.setup import garbage_collector_off
 
 if TYPE_CHECKING:  # the process that starts the ranks has no need of it, and it takes seconds
     from moetrain.train.trainer import Trainer

@@ -255,9 +255,10 @@ def test_python_that_has_all_it_needs_runs(here):
         text
         for page in PAGES
         for language, _, text in blocks(page)
-        if language == "python" and ('"MODEL"' in text or "micro_batches = " in text)
+        if language == "python"
+        and any(word in text for word in ('"MODEL"', "micro_batches = ", "Confident"))
     ]
-    assert len(programs) == 3
+    assert len(programs) == 4
     for text in programs:
         exec(compile(text, "docs", "exec"), {})
 

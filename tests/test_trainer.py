@@ -27,7 +27,7 @@ from moetrain.parallel import apply
 from moetrain.train.metrics import MetricsLog, read_metrics
 from moetrain.train.objectives import CrossEntropy, routing_losses
 from moetrain.train.snapshot import check_same_run
-from moetrain.train.trainer import Trainer, held_out_loss
+from moetrain.train.trainer import Trainer, held_out_terms
 
 
 def fit(config):
@@ -293,7 +293,7 @@ def test_rows_without_a_target_have_no_held_out_loss(tiny):
             row = rows.row(index)
             return row._replace(targets_S=np.full_like(row.targets_S, IGNORE_INDEX))
 
-    assert np.isnan(held_out_loss(trainer.engine, Silent(), trainer.config.train))
+    assert np.isnan(held_out_terms(trainer.engine, Silent(), trainer.config.train)["loss"])
 
 
 def chats(path, count):

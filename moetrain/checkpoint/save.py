@@ -79,6 +79,8 @@ class SavePlan:
     failed: bool = False
     """The run has failed: save ``failed-step-N``, which replaces earlier ones of that kind, and
     remove nothing else."""
+    keeps: int | None = None
+    """The checkpoint of this step is kept too, as the best one; None: there is none."""
 
     @property
     def path(self) -> Path:
@@ -90,7 +92,7 @@ class SavePlan:
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
         intact = [path for path in list_checkpoints(self.root) if is_intact(path)]
-        older = intact[: -self.keep]
+        older = [path for path in intact[: -self.keep] if step_of(path) != self.keeps]
         return [p for p in older if not self.keep_every or (step_of(p) or 0) % self.keep_every]
 
 

@@ -103,6 +103,7 @@ _PROGRAMS = {
             *(*_NO_DATA, "data.chat_template", "train.steps", "train.epochs", "optim.lr"),
             *("train.max_bad_steps", "optim.min_lr_ratio", "optim.schedule", "optim.warmup_"),
             *("optim.decay_", "train.eval_", "train.sample_", "train.gc_interval", "log."),
+            "train.patience",
             *(f"checkpoint.{x}" for x in CheckpointSection.model_fields if x != "minutes"),
             *(f"rl.{x}" for x in RlSection.model_fields if x not in _JOBS_OF_RL),
         ),

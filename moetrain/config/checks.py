@@ -80,6 +80,7 @@ NEEDS: tuple[_Need, ...] = (
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
     _Need("train.eval_interval", _EVALUATED, _SOME),
     _Need("train.eval_rows", _EVALUATED),
+    _Need("train.patience checkpoint.best", {"train.eval_interval": _SOME}),
     _Need("train.sample_tokens", _OF_TEXT, _SOME),
     _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),

@@ -148,6 +148,9 @@ class TrainSection(Section):
     eval_rows: PositiveInt = 256
     """Held-out rows that an evaluation uses, the same ones at each, whatever train.seed and the
     layout are; all, if there are fewer."""
+    patience: NonNegativeInt = 0
+    """End the run after so many evaluations in a row that are no better than the best before them,
+    by held-out loss (of reinforcement learning, by held-out reward); 0: never."""
     sample_tokens: NonNegativeInt = 200
     """Tokens that the trained model generates at the end of the run, as a sample; 0: no sample."""
     sample_prompt: str | None = None
@@ -281,6 +284,9 @@ class CheckpointSection(Section):
     """Checkpoints that are kept; older ones are removed."""
     keep_every: NonNegativeInt = 0
     """Keep checkpoints at multiples of so many steps for good, besides the newest; 0: none."""
+    best: bool = False
+    """Save at an evaluation that is the best so far, and keep that checkpoint besides the newest;
+    checkpoints/best is a link to it."""
     asynchronous: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (pinned, with a GPU) of
     weights and moments: over all processes 12 bytes a parameter, or 8 with moments in bfloat16."""

@@ -20,8 +20,7 @@ from moetrain.jobs.session import JobSession
 from moetrain.models.architecture import Architecture
 from moetrain.rollout.access import Access
 from moetrain.train.plan import plan_memory
-from moetrain.train.run import stop_signals
-from moetrain.train.setup import resolve_run
+from moetrain.train.setup import resolve_run, stop_signals
 
 _logger = logging.getLogger("moetrain")
 

@@ -34,6 +34,7 @@ from moetrain.rl.setup import Setup, Window
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
+from moetrain.train.callbacks import Result
 from moetrain.train.engine import Engine
 from moetrain.train.metrics import plot_curves, routing_health
 from moetrain.train.objectives import Pretraining
@@ -162,7 +163,7 @@ class RlTrainer(Run):
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def fit(self) -> None:
+    def fit(self) -> Result:
         """Train to ``train.steps``; raises as :meth:`opened` says."""
         self.time = _TimeSplit(self.device)  # time between building and running does not count
         with self.opened():
@@ -174,6 +175,7 @@ class RlTrainer(Run):
                         self.log_step(learned)
                     self.after_step()
             self.finish()
+        return self.result()
 
     def train_step(self) -> Learned:
         rl, optim = self.config.rl, self.config.optim
@@ -351,7 +353,7 @@ class RlTrainer(Run):
             self.collector.start(-1 - index, task, 1, _EVAL_SEED, rl.eval_temperature)
         found = self._all_of([-1 - index for index in mine])[::-1]
         self.evaluated_at = self.step
-        self.log.log(self.step, figures(found, "eval_"))
+        self.report(figures(found, "eval_"))
         if self.world.is_main:
             file = self.folder / "completions" / f"step-{self.step:08d}.txt"
             write_completions(found, self.tokenizer, file)
@@ -375,7 +377,7 @@ class RlTrainer(Run):
             row |= routing_health(routing, self.model.arch.moe_layer_indices)
             for text in self.routing_watch.update(routing):
                 self.log.say(text)
-        self.log.log(self.step, row)
+        self.report(row)
         self.log.say(self.time.line(seconds))
 
     def finish(self) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import signal
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,19 +30,20 @@ from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.parallel.layout import TensorSlice
+from moetrain.train.callbacks import Best, Callback, Callbacks, Result
 from moetrain.train.engine import Engine, LateNumbers
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
 from moetrain.train.profiling import Profile
 from moetrain.train.run_folder import RunFolder
-from moetrain.train.setup import Session, prepare
+from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
 
 _logger = logging.getLogger("moetrain")
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to save and stop."""
 _SAVE = 1 << 32
 """Added to the sum of all ranks' stop signals where the main rank asks for a checkpoint."""
+_END = 1 << 40
+"""Added to the same sum by every rank on which a callback asks to end the run."""
 
 
 class _BadSteps(RunFailed):
@@ -71,13 +72,15 @@ class _StepWatch:
         """Whether a stop signal had come to any rank, as of the step before the last."""
         self.asked_to_save = False
         """Whether the main rank's clock asked for a checkpoint, as of the step before the last."""
+        self.asked_to_end = False
+        """Whether a callback asked to end the run on any rank, as of the step before the last."""
 
     def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
         """Count one step.
 
         Args:
             skipped: 0-d bool, the same on every rank.
-            requests: 0-d, a sum over ranks: stop signals, and ``_SAVE`` for a checkpoint.
+            requests: 0-d, as :meth:`Run.sum_requests` returns it.
 
         Raises:
             _BadSteps: the limit was reached by the steps before this one.
@@ -91,7 +94,8 @@ class _StepWatch:
     def check(self) -> None:
         """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
-        self.asked_to_save, self.asked_to_stop = requests >= _SAVE, requests % _SAVE > 0
+        self.asked_to_save, self.asked_to_stop = requests % _END >= _SAVE, requests % _SAVE > 0
+        self.asked_to_end |= requests >= _END
         if in_row >= self.limit:
             raise _BadSteps(
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
@@ -116,43 +120,6 @@ class _StepWatch:
         return int(self._counts[1])
 
 
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT in a list while inside; a second Ctrl-C interrupts at once.
-
-    SIGUSR1, which batch systems send some time before the end, counts as SIGTERM.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # only the main thread may set handlers; its owner decides what stops it
-        return
-
-    def note(number: int, frame: Any) -> None:
-        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
-
-    before = {s: signal.signal(s, note) for s in _STOPS}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def garbage_collector_off() -> Iterator[None]:
-    """Leave garbage collection to the loop, and never scan objects that were made before it."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 class Run(ABC):
     """One training run.
 
@@ -167,7 +134,12 @@ class Run(ABC):
     engine: Engine
     total_steps: int
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, callbacks: Sequence[Callback] = ()) -> None:
+        """Build the run, and resume it if there is something to resume.
+
+        Raises:
+            ConfigError: a setting is wrong, or the run cannot be made of it here.
+        """
         sleep = config.rl.sleep if self.generates else None
         self.session = Session(*prepare(config), sleep)
         self.config, self.world = self.session.config, self.session.world
@@ -181,6 +153,10 @@ class Run(ABC):
         """Stop signals that came to this process."""
         self.continues: Path | None = None
         """The newest checkpoint that this run has resumed or written."""
+        self.best = Best()
+        self.callbacks = Callbacks([self.best, *callbacks])
+        self.loss: float | None = None
+        self.ended_by = ""
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
         self.routing_watch = RoutingWatch(arch.moe_layer_indices)
         is_frozen = config.lora.rank > 0
@@ -259,7 +235,9 @@ class Run(ABC):
             try:
                 if self.world.is_main:
                     self.announce()
-                yield
+                with self.callbacks.running(self):
+                    yield
+                    self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
                 raise RunFailed(f"{failure}; {self.save_failed()}") from None
@@ -284,7 +262,20 @@ class Run(ABC):
     @property
     def goes_on(self) -> bool:
         """Whether there is another step to take."""
-        return self.step < self.total_steps and not self.watch.asked_to_stop
+        watch = self.watch
+        is_asked = watch.asked_to_stop or watch.asked_to_end
+        return self.step < self.total_steps and not is_asked
+
+    def end(self, reason: str, *, everywhere: bool = False) -> None:
+        """End the run after this step, as if it were its last; ``reason`` is said and returned.
+
+        Of several ranks any may call this: all end together at most two steps later. With
+        ``everywhere``, all of them call it at this step, and end with it.
+        """
+        if not self.ended_by:
+            self.ended_by = reason
+            self.say(f"ended at step {self.step}: {reason}")
+        self.watch.asked_to_end |= everywhere or self.world.size == 1
 
     def count_step(self, skipped: torch.Tensor) -> None:
         """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
@@ -315,6 +306,7 @@ class Run(ABC):
             else:
                 self.begin_save()
         self.report_saved(self.snapshots.finished())
+        self.callbacks.on_step(self)
         if self.due(config.train.gc_interval):
             gc.collect()
 
@@ -324,7 +316,7 @@ class Run(ABC):
         if self.config.checkpoint.at_end:
             self.save()  # before all that takes time, and while a stop signal can wait
         self.report_saved(self.snapshots.wait())
-        if self.sum_requests().item() > 0:
+        if self.sum_requests().item() % _SAVE > 0:
             self.save()
             number = self.stop[0] if self.stop else signal.SIGTERM  # another rank's
             self.log.say(f"stopped by {signal.Signals(number).name} at step {self.step}")
@@ -332,13 +324,42 @@ class Run(ABC):
             raise SystemExit(128 + number)
 
     def sum_requests(self, *, save: bool = False) -> torch.Tensor:
-        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank says ``save`` (0-d)."""
-        mine = len(self.stop) + _SAVE * (save and self.world.is_main)
+        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank says ``save``, plus
+        ``_END`` for each rank on which a callback ends the run (0-d)."""
+        mine = len(self.stop) + _SAVE * (save and self.world.is_main) + _END * bool(self.ended_by)
         return self.world.sum_all(torch.full((), mine, device=self.device))
 
     def due(self, interval: int) -> bool:
         """Return whether something done every ``interval`` steps (0: never) is due now."""
         return interval > 0 and self.step % interval == 0
+
+    def say(self, text: str) -> None:
+        """Print a line on the main rank."""
+        self.log.say(text)
+
+    def report(self, row: Mapping[str, float | None]) -> None:
+        """Log the values of a step or an evaluation, which are the same on every rank."""
+        clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
+        self.loss = clean.get("loss", self.loss)
+        self.log.log(self.step, clean)
+        self.callbacks.on_log(self, clean)
+        if any(name.startswith("eval_") for name in clean):
+            self.callbacks.on_evaluate(self, clean)
+
+    def result(self) -> Result:
+        """Return what the run has come to."""
+        length = "train.steps" if self.config.train.epochs is None else "train.epochs"
+        best = self.best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
+        return Result(
+            self.step,
+            self.ended_by or length,
+            self.loss,
+            self.best.step,
+            self.best.value,
+            best,
+            self.continues,
+            self.folder,
+        )
 
     def announce(self) -> None:
         """Say what is about to run, and write ``config.json``."""
@@ -395,8 +416,10 @@ class Run(ABC):
         started = time.perf_counter()
         self.report_saved(self.snapshots.wait())  # one at a time
         progress = {"step": self.step, "tokens": self.tokens, "data": self.identity}
-        progress |= self.progress()
-        self.snapshots.save(path.parent, progress, self.progress_tensors(), failed=failed)
+        progress |= self.progress() | self.callbacks.state()
+        keeps = self.best.step if self.config.checkpoint.best else None
+        tensors = self.progress_tensors()
+        self.snapshots.save(path.parent, progress, tensors, failed=failed, keeps=keeps)
         if not self.config.checkpoint.asynchronous:
             self.report_saved(self.snapshots.wait())
         self.clock.count_blocked(time.perf_counter() - started)
@@ -409,6 +432,7 @@ class Run(ABC):
         """Say that a checkpoint is complete, if one is."""
         if saved is not None:
             self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
+            self.callbacks.on_checkpoint(self, saved.path)
 
     def save_failed(self) -> str:
         """Save the state of a failed run under another name; returns what to tell the user."""
@@ -447,4 +471,5 @@ class Run(ABC):
         self.step = self.saved_at = found.state["step"]
         self.tokens = found.state["tokens"]
         self.continues = found.folder
+        self.callbacks.load_state(found.state)
         self.take_up(found)

@@ -118,9 +118,11 @@ class RunFolder:
             saves += checkpoint.keep if steps is None else (steps - 1) // checkpoint.interval
         if checkpoint.minutes:  # how many there will be is not known
             saves += checkpoint.keep if steps is None else min(checkpoint.keep, steps - 1)
-        milestones = 0
+        milestones = int(checkpoint.best)
+        if checkpoint.best:
+            saves += 1 + checkpoint.keep
         if checkpoint.keep_every and steps is not None:
-            milestones = steps // checkpoint.keep_every
+            milestones += steps // checkpoint.keep_every
         # The oldest goes when the newest is complete.
         copies = min(saves, checkpoint.keep + 1 + milestones)
         one = arch.num_params() * _CHECKPOINT_BYTES

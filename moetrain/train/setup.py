@@ -4,7 +4,8 @@
     Session(config, arch)   joins the processes, and checks device, compilers and memory
 
 Training, reinforcement learning and the job service all begin this way; each then builds its
-engine on ``session.world``. Every check comes before anything slow and raises one line.
+engine on ``session.world``. Every check comes before anything slow and raises one line. What a
+process sets for the time of its steps is here too: its signals, and its garbage collector.
 
 Left out on purpose: what settings alone show (:mod:`moetrain.config`), and whether degrees, model
 and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world`).
@@ -12,8 +13,13 @@ and batch fit the number of processes (:func:`moetrain.parallel.world.plan_world
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -40,6 +46,8 @@ from moetrain.train.run_folder import RunFolder
 
 _logger = logging.getLogger("moetrain")
 
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
 _LONGEST_DEFAULT_ROW = 4096
 """Default of data.seq_len for models that take more: memory grows with the row, and most documents
 are shorter."""
@@ -294,3 +302,40 @@ def _check_compilers(config: Config, device: torch.device) -> None:
                 "true, which on a CPU needs a C++ compiler, and there is none; install g++, name "
                 "one in CXX, or leave it off",
             ) from None
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT in a list while inside; a second Ctrl-C interrupts at once.
+
+    SIGUSR1, which batch systems send some time before the end, counts as SIGTERM.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers; its owner decides what stops it
+        return
+
+    def note(number: int, frame: Any) -> None:
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _logger.info("stopping; a checkpoint will be written (Ctrl-C again: none, and at once)")
+
+    before = {s: signal.signal(s, note) for s in _STOPS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def garbage_collector_off() -> Iterator[None]:
+    """Leave garbage collection to the loop, and never scan objects that were made before it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

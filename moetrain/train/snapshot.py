@@ -49,6 +49,7 @@ class Snapshots(Saver):
         tensors: Mapping[str, Mapping[str, TensorSlice]],
         *,
         failed: bool,
+        keeps: int | None = None,
     ) -> Path:
         """Begin to write a checkpoint under ``root``, once the previous one is written.
 
@@ -58,6 +59,7 @@ class Snapshots(Saver):
         Args:
             progress: what ``state.json`` holds.
             tensors: this rank's parts of groups besides the engine's.
+            keeps: a step whose checkpoint is kept besides the newest.
 
         Raises:
             RunFailed: this checkpoint or the previous one cannot be written.
@@ -72,7 +74,7 @@ class Snapshots(Saver):
             "config": engine.config.to_dict(),
             "frozen": engine.fingerprint,
         }
-        plan = SavePlan(root, progress["step"], keep, self.settings.keep_every, failed)
+        plan = SavePlan(root, progress["step"], keep, self.settings.keep_every, failed, keeps)
         if self.staging is None:
             self.start(plan, groups, state)
         else:

@@ -8,21 +8,24 @@ something to resume from, and trains. What every kind of run has around its step
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from moetrain.checkpoint.read import Checkpoint
-from moetrain.config import ConfigError, TrainSection
+from moetrain.config import Config, ConfigError, TrainSection
+from moetrain.data.given import given_data
 from moetrain.data.loader import Loader, build_data, eval_batches
 from moetrain.data.packing import Dataset
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.optim import learning_rate
+from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine, sequential
 from moetrain.train.metrics import plot_curves, routing_health
-from moetrain.train.objectives import CrossEntropy, Pretraining, routing_losses
+from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.run import GivenUp, Run
 
 _SAMPLER = "moetrain.rollout.weights"
@@ -33,25 +36,60 @@ generation is a layer above training, which needs nothing else of it."""
 class _StepResult(NamedTuple):
     """The numbers of one optimizer step, still on the device (0-d unless said otherwise)."""
 
-    loss: torch.Tensor
-    """Mean cross-entropy over the global batch's targets, in nats a token."""
+    terms: dict[str, torch.Tensor]
+    """The objective's terms over the global batch, without their coefficients, by name."""
     grad_norm: torch.Tensor
     skipped: torch.Tensor
     routing: RoutingStats | None
     """Statistics of this rank's micro-batches, summed; None: the model has no experts."""
 
+    @property
+    def loss(self) -> torch.Tensor:
+        """The first term: the mean cross-entropy in nats a token, unless an objective is given."""
+        return next(iter(self.terms.values()))
+
 
 class Trainer(Run):
     """One run of pretraining or fine-tuning. ``Trainer(config).fit()`` is all there is to call."""
 
+    def __init__(
+        self,
+        config: Config,
+        *,
+        data: Any = None,
+        eval_data: Any = None,
+        objective: Objective[Any] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """Build the run, and resume it if there is something to resume.
+
+        Args:
+            data: a sequence or an iterable of rows (:mod:`moetrain.data.given`), read by every
+                rank; None: what ``config.data`` describes.
+            eval_data: a sequence of rows to evaluate on, or several by name; with ``data`` alone.
+            objective: what is minimised, and measured in evaluations (:mod:`objectives
+                <moetrain.train.objectives>`); None: the cross-entropy and the routers' losses.
+            callbacks: what to call as the run goes along (:mod:`moetrain.train.callbacks`).
+
+        Raises:
+            ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
+        """
+        self._given, self._given_eval, self._objective = data, eval_data, objective
+        super().__init__(config, callbacks=callbacks)
+
     def build(self, arch: Architecture) -> None:
         """Build data, model and optimizer."""
         config = self.config
-        if not self.world.is_first_on_machine:
-            self.world.barrier()  # the first rank of a machine tokenises, into a cache for all
-        self.data = build_data(config, arch.vocab_size)
-        if self.world.is_first_on_machine:
-            self.world.barrier()
+        self.objective = self._objective or Pretraining.of(config, arch)
+        self._pools = config.moe.pools_aux_loss(config.model.path)
+        if self._given is None:
+            if not self.world.is_first_on_machine:
+                self.world.barrier()  # the first rank of a machine tokenises, into a cache for all
+            self.data = build_data(config, arch.vocab_size)
+            if self.world.is_first_on_machine:
+                self.world.barrier()
+        else:
+            self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
         self.loader = Loader(
             self.data.train,
             global_batch_size=config.train.global_batch_size,
@@ -72,11 +110,12 @@ class Trainer(Run):
 
     @property
     def trained_on(self) -> str:
-        return f"{len(self.data.train):,} rows of {self.config.data.seq_len} tokens"
+        number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
+        return f"{number} of {self.config.data.seq_len} tokens"
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def fit(self) -> None:
+    def fit(self) -> Result:
         """Train to ``train.steps``, or for ``train.epochs``; raises as :meth:`opened` says."""
         with self.opened():
             with self.stepping():
@@ -87,6 +126,7 @@ class Trainer(Run):
                         self.log_step(result)
                     self.after_step()
             self.finish()
+        return self.result()
 
     def train_step(self) -> _StepResult:
         """Queue forward, backward and update over one global batch."""
@@ -102,15 +142,15 @@ class Trainer(Run):
         tokens = self.world.dims.data_ranks * sum(b.tokens_BS.numel() for b in batches)
         self.tokens += tokens
         self.clock.count(tokens // self.world.size)
-        return _StepResult(totals.terms["cross_entropy"], *outcome, totals.routing)
+        return _StepResult(totals.terms, *outcome, totals.routing)
 
     def give_up_if_stopped(self) -> None:
         """Raise GivenUp between two micro-batches once a stop signal has come.
 
         Only a single process does so: several would have to agree between all micro-batches where
-        to stop, so they stop at the end of the step.
+        to stop, so they stop at the end of the step. So does a stream, which cannot go back.
         """
-        if self.stop and self.world.size == 1:
+        if self.stop and self.world.size == 1 and len(self.data.train):
             raise GivenUp
 
     def one_by_one(self, batches: Any, forward: Any, backward: Any) -> None:
@@ -125,34 +165,35 @@ class Trainer(Run):
     # ---- evaluation and reports ----------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Log the mean loss of ``train.eval_rows`` held-out rows, in nats a token.
+        """Log the mean of the objective over ``train.eval_rows`` held-out rows.
 
-        Of a mixture each source has a loss; ``eval_loss`` is their mean by shares of the rows.
+        Of several sets of rows (a mixture's sources, or sets with names) each has a line, and
+        ``eval_loss`` is their mean, by shares of the rows that are trained on.
         """
         rows = self.data.eval
         if rows is None or self.evaluated_at == self.step:
             return
         self.clock.stop()
-        parts = self.data.sources or {"": (rows, 1.0)}
+        parts, row = self.data.sources or {"": (rows, 1.0)}, {}
+        whole = sum(share for _, share in parts.values())
         try:
-            losses = {
-                name: held_out_loss(self.engine, part, self.config.train)
-                for name, (part, _) in parts.items()
-            }
+            for name, (part, share) in parts.items():
+                terms = held_out_terms(self.engine, part, self.config.train, self._objective)
+                for term, value in terms.items():
+                    key = f"eval_{term}"
+                    row[key] = row.get(key, 0.0) + value * share / whole
+                    row |= {f"{key}/{name}": value} if name else {}
         except GivenUp:
             return
         self.evaluated_at = self.step
-        whole = sum(share for _, share in parts.values())
-        loss = sum(losses[name] * share / whole for name, (_, share) in parts.items())
-        of_sources = {f"eval_loss/{name}": losses[name] for name in self.data.sources}
-        self.log.log(self.step, {"eval_loss": loss, **of_sources})
+        self.report(row)
         self.clock.start()
 
     def log_step(self, result: _StepResult) -> None:
         """Log the step just done; this waits for the device."""
         self.clock.stop()
         row: dict[str, float | None] = {
-            "loss": result.loss.item(),
+            **_named(result.terms),
             "grad_norm": result.grad_norm.item(),
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens": self.tokens,
@@ -163,18 +204,20 @@ class Trainer(Run):
             row["retried_steps"] = self.engine.retried_steps
         if result.routing is not None:
             routing = result.routing.map(self.world.sum)
-            row |= routing_losses(routing, pooled=self.objective.is_pooled)
+            row |= routing_losses(routing, pooled=self._pools)
             row |= routing_health(routing, self.model.arch.moe_layer_indices)
             for text in self.routing_watch.update(routing):  # every rank finds the same
                 self.log.say(text)
-        self.log.log(self.step, row)
+        self.report(row)
         self.clock.start()
 
     def finish(self) -> None:
         """Evaluate, export what settings ask for, plot the losses and write a sample."""
         self.evaluate()
         data, is_text = self.data, self.config.data.source != "synthetic"
-        # Synthetic ids are of no tokenizer.
+        if self._given is not None:
+            is_text = self.config.is_set("data.tokenizer")
+        # Other ids are of no tokenizer.
         self.export(data.tokenizer if is_text else None, data.chat_template)
         if self.world.is_main:
             curves = ("loss", "training", ""), ("eval_loss", "held out", "o")
@@ -195,19 +238,52 @@ class Trainer(Run):
                 f"{str(found.folder)!r} is of reinforcement learning; to begin from its weights "
                 "give its export (checkpoint.save_hf) as model.path",
             )
-        self.loader.resume(found.state)
+        """Log the mean of the objective over ``train.eval_rows`` held-out rows.
+
+        Of several sets of rows (a mixture's sources, or sets with names) each has a line, and
+        ``eval_loss`` is their mean, by shares of the rows that are trained on.
+        """
+        rows = self.data.eval
+        if rows is None or self.evaluated_at == self.step:
+            return
+        self.clock.stop()
+        parts, row = self.data.sources or {"": (rows, 1.0)}, {}
+        whole = sum(share for _, share in parts.values())
+        try:
+            for name, (part, share) in parts.items():
+                terms = held_out_terms(self.engine, part, self.config.train, self._objective)
+                for term, value in terms.items():
+                    key = f"eval_{term}"
+                    row[key] = row.get(key, 0.0) + value * share / whole
+                    row |= {f"{key}/{name}": value} if name else {}
+        except GivenUp:
+            return
+        self.evaluated_at = self.step
+        self.report(row)
 
 
-def held_out_loss(engine: Engine, rows: Dataset, train: TrainSection) -> float:
-    """Return the mean loss of ``train.eval_rows`` of ``rows``, in nats a token, on every rank.
+def _named(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return an objective's terms as they are logged: the first is the loss."""
+    first, *others = terms
+    # Those of the routers are logged for the whole global batch, whatever the objective balances.
+    named = {"loss": first} | {k: k for k in others if k not in ("load_balancing", "router_z")}
+    return {name: terms[key].item() for name, key in named.items()}
 
-    Waits for the device; nan if no row has a target.
+
+def held_out_terms(
+    engine: Engine, rows: Dataset, train: TrainSection, objective: Objective[Any] | None = None
+) -> dict[str, float]:
+    """Return the terms over ``train.eval_rows`` of ``rows``, the first as ``loss``, on every rank.
+
+    ``objective`` is the cross-entropy in nats a token if it is None. Waits for the device; nan if
+    no row has anything of the first thing that the objective counts, such as a target.
     """
-    world = engine.world
+    world, objective = engine.world, objective or CrossEntropy()
     batches = eval_batches(
         rows, train.eval_rows, train.micro_batch_size, world.data_rank, world.dims.data_ranks
     )
-    batches, objective = list(batches), CrossEntropy()
-    loss = engine.forward(batches, objective).terms["cross_entropy"].item()
-    targets = torch.full((), objective.sizes(batches)["targets"], device=world.device)
-    return loss if world.sum_rows(targets).item() > 0 else math.nan
+    batches = list(batches)
+    terms = _named(engine.forward(batches, objective).terms)
+    counted = next(iter(objective.sizes(batches).values()))
+    is_some = world.sum_rows(torch.full((), counted, device=world.device)).item() > 0
+    return terms if is_some else dict.fromkeys(terms, math.nan)
