@@ -25,6 +25,7 @@ _COMMANDS = {
     "generate": ("moetrain.cli.generate:main", "continue a text with a checkpoint"),
     "serve": ("moetrain.cli.serve:main", "serve a checkpoint over HTTP in OpenAI's protocol"),
     "checkpoint": ("moetrain.cli.checkpoint:main", "inspect, verify, convert or compare"),
+    "report": ("moetrain.cli.report:main", "write the page of a run, report.html"),
     "bench": ("moetrain.cli.bench:main", "time training steps"),
 }
 """Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""

@@ -115,6 +115,7 @@ NEEDS: tuple[_Need, ...] = (
     _Need("kernels.precision", {"parallel.tp": {1}}),
     _Need("kernels.precision", {"lora.rank": {0}}),
     _Need("kernels.precision", {"kernels.attention": _Other("exact")}),
+    _Need("log.project", {"log.reporters": _Other((), ("tensorboard",))}),
     _Need("log.profile_after log.profile_as", {"log.profile": _SOME}),
     _Need("log.profile_as", {Fact.CUDA: _HELD}, {"nvtx"}),
     # The checkpoints at the end and at a stop are waited for in any case.

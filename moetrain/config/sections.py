@@ -321,6 +321,12 @@ class LogSection(Section):
     """Steps between logged lines."""
     tensorboard: bool = True
     """Write TensorBoard files to output_dir/tensorboard."""
+    reporters: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Where logged values go besides, separated by commas: wandb (Weights & Biases, offline with
+    WANDB_MODE=offline), mlflow (MLFLOW_TRACKING_URI, else output_dir/mlflow.db), trackio."""
+    project: str = "moetrain"
+    """Name of the project (mlflow: the experiment) in which log.reporters have the run, whose own
+    name is that of the output folder."""
     progress: bool = True
     """Draw a progress bar when standard output is a terminal."""
     profile: NonNegativeInt = 0

@@ -36,7 +36,7 @@ from moetrain.rollout.text import end_ids
 from moetrain.rollout.weights import WeightUpdate, replica
 from moetrain.train.callbacks import Result
 from moetrain.train.engine import Engine
-from moetrain.train.metrics import plot_curves, routing_health
+from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import Pretraining
 from moetrain.train.run import Run
 
@@ -373,10 +373,7 @@ class RlTrainer(Run):
             **{f"seconds/{name}": value for name, value in seconds.items()},
         }
         if result.routing is not None:
-            routing = result.routing.map(self.world.sum)
-            row |= routing_health(routing, self.model.arch.moe_layer_indices)
-            for text in self.routing_watch.update(routing):
-                self.log.say(text)
+            row |= self.routing_row(result.routing.map(self.world.sum))
         self.report(row)
         self.log.say(self.time.line(seconds))
 

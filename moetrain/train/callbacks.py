@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from moetrain.checkpoint.read import checkpoint_name
 from moetrain.config import Config
 from moetrain.parallel.world import World
@@ -30,7 +32,7 @@ Row = Mapping[str, float | None]
 """A line of metrics.jsonl without its step; None: not known, or not finite."""
 
 
-class Running(Protocol):
+class RunView(Protocol):
     """What callbacks may use of a run; :class:`moetrain.train.run.Run` has all of it."""
 
     config: Config
@@ -39,6 +41,10 @@ class Running(Protocol):
     step: int
     """Steps done."""
     total_steps: int
+    moe_layers: list[int]
+    """Indices of the layers with experts."""
+    expert_counts_LE: torch.Tensor | None
+    """Tokens that chose each expert in the last logged step, of all ranks; None: no experts."""
 
     def end(self, reason: str, *, everywhere: bool = False) -> None:
         """End the run in order, as :meth:`moetrain.train.run.Run.end` says."""
@@ -54,22 +60,22 @@ class Running(Protocol):
 class Callback:
     """Does nothing; a subclass overrides the hooks that it needs."""
 
-    def on_start(self, run: Running) -> None:
+    def on_start(self, run: RunView) -> None:
         """The run is built, and resumed if there was something to resume."""
 
-    def on_step(self, run: Running) -> None:
+    def on_step(self, run: RunView) -> None:
         """A step is over; the device may still be computing it."""
 
-    def on_log(self, run: Running, row: Row) -> None:
+    def on_log(self, run: RunView, row: Row) -> None:
         """A line is logged, of a step or of an evaluation."""
 
-    def on_evaluate(self, run: Running, row: Row) -> None:
+    def on_evaluate(self, run: RunView, row: Row) -> None:
         """An evaluation is over, and logged."""
 
-    def on_checkpoint(self, run: Running, path: Path) -> None:
+    def on_checkpoint(self, run: RunView, path: Path) -> None:
         """A checkpoint is complete."""
 
-    def on_end(self, run: Running, error: BaseException | None) -> None:
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
         """The run is over: in order (None), stopped by a signal (SystemExit), or failed."""
 
     def state(self) -> dict[str, Any]:
@@ -120,10 +126,10 @@ class Best(Callback):
     def load_state(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-    def on_start(self, run: Running) -> None:
+    def on_start(self, run: RunView) -> None:
         self._end_if_enough(run)
 
-    def on_evaluate(self, run: Running, row: Row) -> None:
+    def on_evaluate(self, run: RunView, row: Row) -> None:
         if run.step == 0:  # nothing was trained yet
             return
         name, sign = ("eval_loss", -1) if "eval_loss" in row else ("eval_reward", 1)
@@ -136,7 +142,7 @@ class Best(Callback):
         if run.config.checkpoint.best:
             self.on_checkpoint(run, run.begin_save())
 
-    def on_checkpoint(self, run: Running, path: Path) -> None:
+    def on_checkpoint(self, run: RunView, path: Path) -> None:
         is_mine = run.config.checkpoint.best and path == self.path(path.parent) and path.exists()
         if is_mine and run.world.is_main:
             new = path.parent / ".best"
@@ -148,7 +154,7 @@ class Best(Callback):
         """Return the checkpoint of the best evaluation, or where it would be."""
         return None if self.step is None else checkpoints / checkpoint_name(self.step)
 
-    def _end_if_enough(self, run: Running) -> None:
+    def _end_if_enough(self, run: RunView) -> None:
         patience = run.config.train.patience
         if 0 < patience <= self.since:
             times = f"{self.since} evaluations"
@@ -163,7 +169,7 @@ class Callbacks(Callback):
         self._callbacks = callbacks
 
     @contextmanager
-    def running(self, run: Running) -> Iterator[None]:
+    def running(self, run: RunView) -> Iterator[None]:
         """Start the callbacks, and at the end, whatever raises, end them in reverse order."""
         with ExitStack() as started:
             for callback in self._callbacks:
@@ -171,19 +177,19 @@ class Callbacks(Callback):
                 callback.on_start(run)
             yield
 
-    def on_step(self, run: Running) -> None:
+    def on_step(self, run: RunView) -> None:
         for callback in self._callbacks:
             callback.on_step(run)
 
-    def on_log(self, run: Running, row: Row) -> None:
+    def on_log(self, run: RunView, row: Row) -> None:
         for callback in self._callbacks:
             callback.on_log(run, row)
 
-    def on_evaluate(self, run: Running, row: Row) -> None:
+    def on_evaluate(self, run: RunView, row: Row) -> None:
         for callback in self._callbacks:
             callback.on_evaluate(run, row)
 
-    def on_checkpoint(self, run: Running, path: Path) -> None:
+    def on_checkpoint(self, run: RunView, path: Path) -> None:
         for callback in self._callbacks:
             callback.on_checkpoint(run, path)
 
@@ -208,7 +214,7 @@ class Callbacks(Callback):
 
 def _end(
     callback: Callback,
-    run: Running,
+    run: RunView,
     kind: type[BaseException] | None,
     error: BaseException | None,
     traceback: TracebackType | None,

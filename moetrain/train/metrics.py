@@ -1,7 +1,8 @@
-"""Reports of a run: terminal lines or a progress bar, metrics.jsonl, TensorBoard, plots.
+"""Reports of a run: terminal lines or a progress bar, metrics.jsonl, plots.
 
 The numbers of a logged step are one flat mapping of names to floats, from which each output takes
-what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite.
+what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite. Stores of other
+programs are :mod:`moetrain.train.reporters`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Throughput:
 
 
 class MetricsLog:
-    """Writes each logged step to metrics.jsonl, TensorBoard and the terminal.
+    """Writes each logged step to metrics.jsonl and the terminal.
 
     Lines of an existing metrics.jsonl after ``resume_step`` are dropped: the resumed run writes
     them again.
@@ -112,11 +113,6 @@ class MetricsLog:
         text = "".join(json.dumps(row) + "\n" for row in kept)
         write_atomically(self.path, lambda new: new.write_text(text, "utf-8"))
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
         self.console = Console(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if config.progress and self.console.is_terminal:
@@ -137,10 +133,6 @@ class MetricsLog:
         clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
         self._file.write(json.dumps({"step": step, **clean}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in clean.items():
-                if value is not None:
-                    self._board.add_scalar(name, value, step)
         text = _describe(clean)
         if self._bar is None:
             self.console.print(f"step {step}  {text}")
@@ -162,8 +154,6 @@ class MetricsLog:
     def close(self) -> None:
         """Flush and release everything."""
         self.end_progress()
-        if self._board is not None:
-            self._board.close()
         self._file.close()
 
 

@@ -29,11 +29,14 @@ from moetrain.config.environment import launched_place
 from moetrain.config.sources import RunFailed
 from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
+from moetrain.models.moe import RoutingStats
 from moetrain.parallel.layout import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Result
 from moetrain.train.engine import Engine, LateNumbers
-from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
+from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, routing_health
 from moetrain.train.profiling import Profile
+from moetrain.train.report import Report
+from moetrain.train.reporters import reporters_of
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
@@ -154,11 +157,14 @@ class Run(ABC):
         self.continues: Path | None = None
         """The newest checkpoint that this run has resumed or written."""
         self.best = Best()
-        self.callbacks = Callbacks([self.best, *callbacks])
+        shown = [*reporters_of(config.log), Report()] if self.world.is_main else []
+        self.callbacks = Callbacks([self.best, *shown, *callbacks])
         self.loss: float | None = None
         self.ended_by = ""
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
-        self.routing_watch = RoutingWatch(arch.moe_layer_indices)
+        self.moe_layers = arch.moe_layer_indices
+        self.routing_watch = RoutingWatch(self.moe_layers)
+        self.expert_counts_LE: torch.Tensor | None = None
         is_frozen = config.lora.rank > 0
         flops = arch.flops_per_token(config.data.seq_len, is_frozen=is_frozen)
         self.clock = Throughput(flops, self.device)
@@ -336,6 +342,13 @@ class Run(ABC):
     def say(self, text: str) -> None:
         """Print a line on the main rank."""
         self.log.say(text)
+
+    def routing_row(self, routing: RoutingStats) -> dict[str, float]:
+        """Return the health of a step's routing, of all ranks, by name; says what is uneven."""
+        self.expert_counts_LE = routing.counts_LE
+        for text in self.routing_watch.update(routing):  # every rank finds the same
+            self.say(text)
+        return routing_health(routing, self.moe_layers)
 
     def report(self, row: Mapping[str, float | None]) -> None:
         """Log the values of a step or an evaluation, which are the same on every rank."""

@@ -54,8 +54,18 @@ _CHECKPOINT_BYTES = 12
 _EXPORT_BYTES = 4
 _LONGEST_BELOW = len("/checkpoints/.step-00000000.0000000000/model.safetensors")
 """The longest path, in bytes, that a run makes below its output folder."""
-_FILES_OF_A_RUN = ("metrics.jsonl", "config.json", "loss.png", "sample.txt", "reward.png")
-_FOLDERS_OF_A_RUN = ("checkpoints", "tensorboard", "hf", "adapter", "completions", "profile")
+_FILES_OF_A_RUN = (
+    "metrics.jsonl",
+    "config.json",
+    "loss.png",
+    "sample.txt",
+    "reward.png",
+    "report.html",
+    "routing.npz",
+)
+_FOLDERS_OF_A_RUN = (
+    *("checkpoints", "tensorboard", "wandb", "hf", "adapter", "completions", "profile"),
+)
 
 
 class RunFolder:

@@ -42,6 +42,7 @@ from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.train.memory import estimate_memory, least_sleep
 from moetrain.train.plan import check_effects, check_host
+from moetrain.train.reporters import reporters_of
 from moetrain.train.run_folder import RunFolder
 
 _logger = logging.getLogger("moetrain")
@@ -130,6 +131,7 @@ def prepare(config: Config) -> tuple[Config, Architecture]:
     folder = RunFolder(Path(config.output_dir))
     if writes:
         folder.check_usable()
+        reporters_of(config.log)  # each has its library
         _check_data_lies_apart(config)
         resume = config.checkpoint.resume
         if resume not in ("auto", "never") and not os.path.isdir(resume):

@@ -24,7 +24,7 @@ from moetrain.models.moe import RoutingStats
 from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine, sequential
-from moetrain.train.metrics import plot_curves, routing_health
+from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.run import GivenUp, Run
 
@@ -102,7 +102,6 @@ class Trainer(Run):
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
         self.engine = Engine(config, arch, self.world, self.one_by_one)
-        self.objective = Pretraining.of(config, arch)
 
     @property
     def identity(self) -> str:
@@ -205,9 +204,7 @@ class Trainer(Run):
         if result.routing is not None:
             routing = result.routing.map(self.world.sum)
             row |= routing_losses(routing, pooled=self._pools)
-            row |= routing_health(routing, self.model.arch.moe_layer_indices)
-            for text in self.routing_watch.update(routing):  # every rank finds the same
-                self.log.say(text)
+            row |= self.routing_row(routing)
         self.report(row)
         self.clock.start()
 
@@ -238,28 +235,7 @@ class Trainer(Run):
                 f"{str(found.folder)!r} is of reinforcement learning; to begin from its weights "
                 "give its export (checkpoint.save_hf) as model.path",
             )
-        """Log the mean of the objective over ``train.eval_rows`` held-out rows.
-
-        Of several sets of rows (a mixture's sources, or sets with names) each has a line, and
-        ``eval_loss`` is their mean, by shares of the rows that are trained on.
-        """
-        rows = self.data.eval
-        if rows is None or self.evaluated_at == self.step:
-            return
-        self.clock.stop()
-        parts, row = self.data.sources or {"": (rows, 1.0)}, {}
-        whole = sum(share for _, share in parts.values())
-        try:
-            for name, (part, share) in parts.items():
-                terms = held_out_terms(self.engine, part, self.config.train, self._objective)
-                for term, value in terms.items():
-                    key = f"eval_{term}"
-                    row[key] = row.get(key, 0.0) + value * share / whole
-                    row |= {f"{key}/{name}": value} if name else {}
-        except GivenUp:
-            return
-        self.evaluated_at = self.step
-        self.report(row)
+        self.loader.resume(found.state)
 
 
 def _named(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -1,0 +1,89 @@
+"""report.html: what the page of a run shows, parsed, and in a browser where there is one."""
+
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import torch
+
+from moetrain.cli.main import main
+from moetrain.train.report import _POINTS, Report
+from moetrain.train.trainer import Trainer
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture
+def run(tiny):
+    return Trainer(tiny("train.eval_interval=2"))
+
+
+def page_of(folder):
+    text = (folder / "report.html").read_text("utf-8")
+    return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n")), text
+
+
+def test_the_page_of_a_run_has_its_parts(run, capsys):
+    folder = run.fit().folder
+    page, text = page_of(folder)
+    svg = "{http://www.w3.org/2000/svg}"
+    titles = [figure.find("figcaption").text for figure in page.iter("figure")]
+    shown = ["Loss (nats a token)", "Gradient norm", "Learning rate", "Peak memory (GiB)"]
+    assert set(shown) <= set(titles)
+    assert {"layer 0", "layer 1"} <= set(titles)
+    lines = {x.find(f"{svg}title").text.partition(":")[0] for x in page.iter(f"{svg}polyline")}
+    assert {"loss", "eval_loss", "expert_load_max", "router_entropy/layer_1"} <= lines
+    loss = next(x for x in page.iter(f"{svg}polyline") if x.find(f"{svg}title").text[:5] == "loss:")
+    assert len(loss.get("points").split()) == 4
+    assert [h.text for h in page.iter("h2")][:4] == ["Curves", "Time", "Experts", "Samples"]
+    cells = {row[0].text: row[1].text for row in page.iter("tr")}
+    assert cells["data.seq_len"] == "32"
+    assert cells["steps"].endswith(" s")
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
+    sample = (folder / "sample.txt").read_text()
+    assert sample[:8] in "".join(x.text for x in page.iter("pre"))
+    (folder / "report.html").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
+    assert page_of(folder)[1] == text
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is not None:
+        picture = folder / "report.png"
+        words = ["--headless", "--no-sandbox", "--window-size=1200,2400"]
+        subprocess.run(
+            [browser, *words, f"--screenshot={picture}", str(folder / "report.html")], check=True
+        )
+        assert picture.stat().st_size > 20_000
+
+
+def test_dead_experts_are_named_and_a_resumed_run_keeps_the_routing_before_it(run, tiny):
+    run.fit()
+    file = run.folder / "routing.npz"
+    with np.load(file) as kept:
+        assert kept["counts"].shape == (4, 2, 4)
+        assert kept["steps"].tolist() == [1, 2, 3, 4]
+        parts = dict(kept)
+    parts["counts"][-1, 1, [0, 3]] = 0
+    np.savez(file, **parts)
+    assert main(["report", str(run.folder)]) == 0
+    dead = [p.text for p in page_of(run.folder)[0].iter("p") if p.get("class") == "dead"]
+    assert dead == ["No token in the last tenth of the run: layer 1: experts 0, 3"]
+    Trainer(tiny("train.steps=5", "train.eval_interval=2")).fit()
+    with np.load(file) as kept:
+        assert kept["steps"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_long_run_keeps_few_points(run):
+    report = Report()
+    for run.step in range(1, 5 * _POINTS):
+        run.expert_counts_LE = torch.full((2, 4), run.step)
+        report.on_log(run, {"loss": 1.0})
+    assert len(report._steps) < 2 * _POINTS
+    assert report._counts[0][0, 0] == pytest.approx(np.mean(range(1, report._steps[0] + 1)))
+
+
+def test_a_folder_without_a_run_is_said_to_be_one(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "error: report: " in capsys.readouterr().err
