@@ -256,9 +256,9 @@ def test_python_that_has_all_it_needs_runs(here):
         for page in PAGES
         for language, _, text in blocks(page)
         if language == "python"
-        and any(word in text for word in ('"MODEL"', "micro_batches = ", "Confident"))
+        and any(word in text for word in ('"MODEL"', "micro_batches = ", "Confident", "pairs ="))
     ]
-    assert len(programs) == 4
+    assert len(programs) == 5
     for text in programs:
         exec(compile(text, "docs", "exec"), {})
 

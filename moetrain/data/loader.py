@@ -319,6 +319,8 @@ class Batch(NamedTuple):
     is_pad_BS: torch.Tensor | None = None
     """bool: tokens that only fill up a row; None: no batch of this dataset has any. A pad belongs
     to the segment before it and has no target."""
+    reference_BS: torch.Tensor | None = None
+    """fp32: log-probabilities of the targets by a reference model; None: there is none."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Batch:
@@ -327,12 +329,14 @@ class Batch(NamedTuple):
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = [row.positions_S for row in rows if row.positions_S is not None]
         is_pad = [row.is_pad_S for row in rows if row.is_pad_S is not None]
+        reference = [row.reference_S for row in rows if row.reference_S is not None]
         return cls(
             torch.from_numpy(np.stack([row.tokens_S for row in rows])),
             torch.from_numpy(np.stack([row.targets_S for row in rows])),
             torch.from_numpy(np.stack(positions)) if positions else None,
             torch.from_numpy(cu_seqlens),
             torch.from_numpy(np.stack(is_pad)) if is_pad else None,
+            torch.from_numpy(np.stack(reference)) if reference else None,
         )
 
     def to(self, device: torch.device) -> Batch:

@@ -36,6 +36,8 @@ class Row(NamedTuple):
     """Tokens of each segment, in order; they sum to S."""
     is_pad_S: np.ndarray | None = None
     """bool: tokens that only fill up the row, in its last segment; None: no row has any."""
+    reference_S: np.ndarray | None = None
+    """fp32: log-probabilities of the targets by a reference model; None: there is none."""
 
 
 class Dataset(Protocol):

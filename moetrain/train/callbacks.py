@@ -27,6 +27,7 @@ import torch
 from moetrain.checkpoint.read import checkpoint_name
 from moetrain.config import Config
 from moetrain.parallel.world import World
+from moetrain.train.engine import Engine
 
 Row = Mapping[str, float | None]
 """A line of metrics.jsonl without its step; None: not known, or not finite."""
@@ -37,6 +38,7 @@ class RunView(Protocol):
 
     config: Config
     world: World
+    engine: Engine
     folder: Path
     step: int
     """Steps done."""
@@ -170,11 +172,11 @@ class Callbacks(Callback):
 
     @contextmanager
     def running(self, run: RunView) -> Iterator[None]:
-        """Start the callbacks, and at the end, whatever raises, end them in reverse order."""
+        """Start the callbacks; at the end, whatever raises, end in reverse those that started."""
         with ExitStack() as started:
             for callback in self._callbacks:
-                started.push(partial(_end, callback, run))
                 callback.on_start(run)
+                started.push(partial(_end, callback, run))
             yield
 
     def on_step(self, run: RunView) -> None:
