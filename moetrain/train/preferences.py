@@ -23,7 +23,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,8 @@ LOSSES: dict[str, Callable[[Scores, float], torch.Tensor]] = {
 class Preference:
     """The mean loss of the pairs; their margins (rewards' difference) and accuracy are logged."""
 
-    kind: Literal["dpo", "ipo", "kto"] = "dpo"
+    kind: str = "dpo"
+    """A key of :data:`LOSSES`."""
     beta: float = 0.1
     """How much a reward, ``beta`` times the log-ratio of policy and reference, weighs."""
     balances: bool = False
