@@ -84,7 +84,7 @@ class Report(Callback):
     def on_end(self, run: RunView, error: BaseException | None) -> None:
         if error is None or isinstance(error, SystemExit):  # else the disk may be what failed
             self._keep(run)
-            run.say(f"report: {write_report(run.folder)}")
+            write_report(run.folder)
 
     def _keep(self, run: RunView) -> None:
         if not self._steps:
