@@ -25,6 +25,7 @@ _COMMANDS = {
     "generate": ("moetrain.cli.generate:main", "continue a text with a checkpoint"),
     "serve": ("moetrain.cli.serve:main", "serve a checkpoint over HTTP in OpenAI's protocol"),
     "checkpoint": ("moetrain.cli.checkpoint:main", "inspect, verify, convert or compare"),
+    "data": ("moetrain.cli.data:main", "show what would be trained on"),
     "report": ("moetrain.cli.report:main", "write the page of a run, report.html"),
     "bench": ("moetrain.cli.bench:main", "time training steps"),
 }

@@ -32,6 +32,7 @@ from moetrain.config.data import DataSection
 from moetrain.config.rl import RlSection
 from moetrain.config.sections import (
     CheckpointSection,
+    EvalSection,
     JobsSection,
     LaunchSection,
     LogSection,
@@ -60,6 +61,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     rl: RlSection = RlSection()
     jobs: JobsSection = JobsSection()
+    eval: EvalSection = EvalSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
     output_dir: str = "outputs/MODEL-DATA"

@@ -84,6 +84,8 @@ NEEDS: tuple[_Need, ...] = (
     _Need("train.sample_tokens", _OF_TEXT, _SOME),
     _Need("train.sample_prompt", _OF_TEXT),
     _Need("train.sample_prompt", {"train.sample_tokens": _SOME}),
+    _Need("eval.*", {"eval.tasks": _Other(())}),
+    _Need("eval.tasks", _OF_TEXT),
     _Need("lora.*", {"lora.rank": _SOME}),
     _Need("lora.init", {"lora.path": {None}}),
     _Need("lora.layout", {"lora.save": {True}}),

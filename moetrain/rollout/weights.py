@@ -32,6 +32,7 @@ from torch import nn
 
 from moetrain.config import TrainSection
 from moetrain.data.loader import Data
+from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
@@ -289,8 +290,8 @@ _SPARE = 3 * 2**30
 """Bytes on a GPU beside the generator's weights: a sequence's cache, and two units in transit."""
 
 
-class _SampleError(ValueError):
-    """No text can be sampled; the message says why."""
+class CannotGenerate(ValueError):
+    """A training run cannot generate; the message says why, the same on every rank."""
 
 
 def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
@@ -300,7 +301,7 @@ def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> Non
     """
     try:
         text = data.tokenizer.decode(_sample(engine, data))
-    except _SampleError as error:
+    except CannotGenerate as error:
         log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
         return
     if engine.world.is_main:
@@ -314,33 +315,42 @@ def _prompt(data: Data, text: str | None) -> list[int]:
     try:
         return data.tokenizer.encode_prompt(text)
     except ValueError as error:
-        raise _SampleError(str(error)) from None
+        raise CannotGenerate(str(error)) from None
 
 
 def _sample(engine: Engine, data: Data) -> list[int]:
     train, seq_len = engine.config.train, engine.config.data.seq_len
     ids = _prompt(data, train.sample_prompt)
     if not ids:
-        raise _SampleError("the prompt has no tokens")
-    _check_memory(engine)
-    model, experts = replica(engine)
-    num_pages = -(-seq_len // Pages.SIZE)
-    try:
-        generator = Generator(model, data.tokenizer, num_pages=num_pages, experts=experts)
-    except ValueError as error:
-        raise _SampleError(str(error)) from None
-    WeightUpdate(engine, generator)()
+        raise CannotGenerate("the prompt has no tokens")
+    generator = generator_of(engine, data.tokenizer, -(-seq_len // Pages.SIZE))
     window = min(seq_len, generator.longest)
     return _continued(generator, ids, train, window, data.tokenizer.eos_id)
 
 
+def generator_of(engine: Engine, tokenizer: Tokenizer, num_pages: int | None = None) -> Generator:
+    """Return a generator with the engine's weights as they are now. Collective.
+
+    Raises:
+        CannotGenerate: memory is short, or the model has no generation.
+    """
+    _check_memory(engine)
+    model, experts = replica(engine)
+    try:
+        generator = Generator(model, tokenizer, num_pages=num_pages, experts=experts)
+    except ValueError as error:
+        raise CannotGenerate(str(error)) from None
+    WeightUpdate(engine, generator)()
+    return generator
+
+
 def _check_memory(engine: Engine) -> None:
-    """Raise :class:`_SampleError` on every rank if one has no room for the generator."""
+    """Raise :class:`CannotGenerate` on every rank if one has no room for the generator."""
     engine.fsdp.release()
     needed, device = replica_bytes(engine) + _SPARE, engine.world.device
     lacking = torch.tensor([float(_free_bytes(device) < needed)], device=device)
     if engine.world.sum_all(lacking).item() > 0:
-        raise _SampleError(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
+        raise CannotGenerate(f"a device has not the {needed / 2**30:.1f} GiB that it takes")
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -381,5 +391,5 @@ def _continued(
         if is_finite and reason == "length" and len(ids) < end:
             generator.submit(request())
     if not is_finite:
-        raise _SampleError("the model's logits are not finite")
+        raise CannotGenerate("the model's logits are not finite")
     return ids

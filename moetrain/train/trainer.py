@@ -28,9 +28,9 @@ from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.run import GivenUp, Run
 
-_SAMPLER = "moetrain.rollout.weights"
-"""Module whose ``write_sample`` writes ``sample.txt``. It is imported by name at the end of a run:
-generation is a layer above training, which needs nothing else of it."""
+_SAMPLER, _BENCHMARKS = "moetrain.rollout.weights", "moetrain.rollout.harness"
+"""Modules of ``write_sample`` and of ``Benchmarked``. They are imported by name, where settings ask
+for them: generation is a layer above training, which needs nothing else of it."""
 
 
 class _StepResult(NamedTuple):
@@ -75,6 +75,8 @@ class Trainer(Run):
             ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
         """
         self._given, self._given_eval, self._objective = data, eval_data, objective
+        if config.eval.tasks:
+            callbacks = [import_module(_BENCHMARKS).Benchmarked(config), *callbacks]
         super().__init__(config, callbacks=callbacks)
 
     def build(self, arch: Architecture) -> None:

@@ -1,0 +1,234 @@
+"""Benchmarks of EleutherAI's lm-evaluation-harness on our generator.
+
+Answers are written by :class:`~moetrain.rollout.engine.Generator`, and scored by the
+log-probabilities that it gives of prompts. With several ranks each serves its share of the
+requests, and all have every answer.
+
+The library (the extra ``eval``) brings tasks, prompts and scores. Left out on purpose: tasks that
+change while they run, and models that are no generator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from moetrain.config import Config, ConfigError
+from moetrain.config.sections import EvalSection
+from moetrain.config.sources import shortened
+from moetrain.data.chat import ChatTemplate
+from moetrain.data.tokenizer import Tokenizer
+from moetrain.parallel.world import World
+from moetrain.rollout.engine import Generator
+from moetrain.rollout.request import Completion, Request, SamplingParams
+from moetrain.rollout.weights import CannotGenerate, generator_of
+from moetrain.train.callbacks import Callback, RunView
+from moetrain.train.trainer import Trainer
+
+try:
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import (  # pyright: ignore[reportMissingImports]
+        TaskManager,
+        get_task_dict,
+    )
+    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+        get_rolling_token_windows,
+        make_disjoint_window,
+    )
+except ImportError:
+    raise ConfigError(
+        "eval.tasks", "needs lm-eval, not installed here; pip install 'moetrain[eval]'"
+    ) from None
+
+_MOST_TOKENS = 256
+"""Tokens of an answer, where a task says nothing."""
+_NO_SEEDS: Any = dict.fromkeys(
+    ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+)
+"""The library would seed the process, and with it training."""
+
+
+class Benchmarks:
+    """The tasks of ``eval.tasks``, which any model can be measured by."""
+
+    def __init__(self, settings: EvalSection) -> None:
+        """Load the tasks and their data.
+
+        Raises:
+            ConfigError: there is no such task, or its data cannot be loaded.
+        """
+        self.settings = settings
+        self._manager = TaskManager(include_path=settings.task_folder)
+        if unknown := sorted({*settings.tasks} - {*self._manager.all_tasks}):
+            problem = f"{unknown[0]!r} is no task of lm-eval's"
+            raise ConfigError("eval.tasks", f"{problem}, nor of eval.task_folder")
+        try:
+            get_task_dict([*settings.tasks], self._manager)
+        except Exception as error:  # noqa: BLE001 - of any library that loads its data
+            problem = f"the data of {', '.join(settings.tasks)} cannot be loaded"
+            raise ConfigError("eval.tasks", f"{problem}: {shortened(str(error))}") from None
+
+    def scores(
+        self, generator: Generator, tokenizer: Tokenizer, world: World | None = None
+    ) -> dict[str, float]:
+        """Return every score by ``eval/TASK/METRIC``. Collective over the ranks of ``world``."""
+        model, wanted = _Model(generator, tokenizer, world), self.settings
+        found: Any = simple_evaluate(
+            model=model,
+            tasks=[*wanted.tasks],
+            num_fewshot=wanted.num_fewshot,
+            limit=wanted.limit,
+            apply_chat_template=wanted.chat,
+            task_manager=self._manager,
+            log_samples=False,
+            bootstrap_iters=0,
+            **_NO_SEEDS,
+        )
+        return {
+            f"eval/{task}/{metric.removesuffix(',none').replace(',', '/')}": float(value)
+            for task, row in found["results"].items()
+            for metric, value in row.items()
+            if isinstance(value, (int, float)) and "_stderr" not in metric and "," in metric
+        }
+
+
+class Benchmarked(Callback):
+    """Logs the scores of ``eval.tasks`` every ``eval.interval`` steps, and when the run ends."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the tasks; raises ConfigError as :class:`Benchmarks` does."""
+        self._benchmarks, self._interval = Benchmarks(config.eval), config.eval.interval
+        self._done_at = -1
+
+    def on_step(self, run: RunView) -> None:
+        if self._interval and run.step % self._interval == 0:
+            self._measure(run)
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        if error is None and self._done_at < run.step:
+            self._measure(run)
+
+    def _measure(self, run: RunView) -> None:
+        assert isinstance(run, Trainer)  # which has made this callback
+        self._done_at = run.step
+        run.clock.stop()
+        tokenizer = run.data.tokenizer
+        try:
+            generator = generator_of(run.engine, tokenizer)
+        except CannotGenerate as error:
+            run.say(f"no benchmark: {error} (eval.tasks)")
+        else:
+            scores = self._benchmarks.scores(generator, tokenizer, run.world)
+            generator.sleep(weights=True)
+            run.report(scores)
+            run.say(", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+        run.clock.start()
+
+
+class _Model(TemplateLM):
+    """A generator as the library wants a model."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, world: World | None) -> None:
+        super().__init__()
+        self.generator, self.text, self.world = generator, tokenizer, world
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return type(self.text).__name__
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        ids, bos = self.text.encode_batch([string])[0].ids.tolist(), [*self.text.bos_ids]
+        is_begun = ids[: len(bos)] == bos  # by the template of a conversation
+        return ids if add_special_tokens is False or is_begun else [*bos, *ids]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return None  # the checkpoint's, in apply_chat_template
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return ChatTemplate.of(self.text).prompt(chat_history, {})
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        made: list[Request] = []
+        for number, (context, how) in enumerate(request.args for request in requests):
+            until = how.get("until") or []
+            most = int(how.get("max_gen_toks", how.get("max_tokens", _MOST_TOKENS)))
+            most = min(most, self.generator.longest - 1)
+            params = SamplingParams(
+                max_tokens=most,
+                temperature=float(how.get("temperature", 0)) if how.get("do_sample") else 0.0,
+                top_p=float(how.get("top_p") or 1),
+                top_k=int(how.get("top_k") or 0),
+                stop=tuple(filter(None, [until] if isinstance(until, str) else until)),
+                stop_ids=(self.text.eos_id,),
+            )
+            ids = self.tok_encode(context)[-(self.generator.longest - most) :]
+            made.append(Request(str(number), tuple(ids), params))
+        answers = self._served(made, self._text)
+        for number, request in enumerate(made):
+            for stop in request.params.stop:
+                answers[number] = answers[number].partition(stop)[0]
+        return answers
+
+    def _text(self, completion: Completion) -> str:
+        tokens = completion.tokens
+        return self.text.decode(tokens[:-1] if tokens[-1] == self.text.eos_id else tokens)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self._scores([([*before, *after], len(after)) for _, before, after in requests])
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        window = self.generator.longest - 1
+        parts, counts = [], []
+        for (text,) in (request.args for request in requests):
+            ids = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, window - 1, 1)
+            pairs = [make_disjoint_window(pair) for pair in windows]
+            parts += [([*before, *after], len(after)) for before, after in pairs]
+            counts.append(len(pairs))
+        scores = iter(self._scores(parts))
+        return [sum(logprob for logprob, _ in islice(scores, count)) for count in counts]
+
+    def _scores(self, parts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Return the log-probability of the last tokens of texts, and whether they are greedy.
+
+        A text that is too long for the cache loses its beginning.
+
+        Args:
+            parts: texts, and how many of their last tokens to score.
+        """
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
+        window = self.generator.longest - 1
+        made = [Request(str(i), tuple(ids[-window:]), asked) for i, (ids, _) in enumerate(parts)]
+        found = self._served(made, lambda done: [done.prompt_logprobs, done.prompt_likeliest])
+        scores: list[tuple[float, bool]] = []
+        for request, (_, count), (logprobs, likeliest) in zip(made, parts, found, strict=True):
+            first = max(len(logprobs) - count, 0)
+            is_greedy = likeliest[first:] == [*request.tokens[first + 1 :]]
+            scores.append((sum(logprobs[first:]), is_greedy))
+        return scores
+
+    def _served(self, requests: list[Request], pick: Callable[[Completion], Any]) -> list[Any]:
+        """Serve ``requests``, a share on each rank, and return what ``pick`` says of each."""
+        rank, size = (0, 1) if self.world is None else (self.world.rank, self.world.size)
+        done = self.generator.generate(requests[rank::size])
+        found = [pick(completion) for (completion,) in done]
+        if self.world is None or self.world.rendezvous is None:
+            return found
+        texts = self.world.rendezvous.gather(json.dumps(found))
+        answers: list[Any] = [None] * len(requests)
+        for other, text in enumerate(json.loads(self.world.broadcast(json.dumps(texts)))):
+            answers[other::size] = json.loads(text)
+        return answers
