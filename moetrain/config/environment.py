@@ -1,7 +1,8 @@
 """What surrounds a process: others started with it, kinds of GPUs, caches, compilers, threads.
 
 None of this is a setting; variables that are (``MOETRAIN_*``) are read in
-:mod:`moetrain.config.sources`. Left out on purpose: rates of GPUs that nobody has measured.
+:mod:`moetrain.config.sources`. Left out on purpose: which share of a GPU's rates our kernels reach
+(:mod:`moetrain.train.speed`).
 """
 
 from __future__ import annotations
@@ -18,24 +19,34 @@ from moetrain.config.sources import ConfigError
 GIB = 2**30
 
 
-class _Gpu(NamedTuple):
-    """Memory and peak rate of a kind of GPU."""
+class Gpu(NamedTuple):
+    """Memory and rates of a kind of GPU, by its vendor's datasheet unless said otherwise."""
 
     memory_gib: float
     """Memory that torch sees (``total_memory``), which is less than the name promises."""
     peak_flops: float
-    """Dense bf16 FLOP/s by the vendor's datasheet."""
+    """Dense bf16 FLOP/s."""
+    memory_rate: float
+    """Bytes/s of its memory."""
+    link_rate: float
+    """Bytes/s to other GPUs of the machine, in one direction."""
+    has_fp8: bool = True
+    """Whether products in fp8 run on it."""
 
 
 GpuName = Literal["a100", "l40s", "h100", "h800", "h200", "b200"]
-GPUS: dict[GpuName, _Gpu] = {
-    "b200": _Gpu(178.3, 2250e12),
-    "h200": _Gpu(139.8, 989e12),
-    "h100": _Gpu(79.1, 989e12),  # of 80 GB; the A100 too
-    "h800": _Gpu(79.1, 989e12),
-    "a100": _Gpu(79.1, 312e12),
-    "l40s": _Gpu(44.3, 362e12),
+GPUS: dict[GpuName, Gpu] = {
+    "b200": Gpu(178.3, 2250e12, 8.0e12, 900e9),
+    "h200": Gpu(139.8, 989e12, 4.8e12, 450e9),
+    "h100": Gpu(79.1, 989e12, 3.35e12, 450e9),  # of 80 GB; the A100 too
+    "h800": Gpu(79.1, 989e12, 3.35e12, 200e9),
+    "a100": Gpu(79.1, 312e12, 2.04e12, 300e9, has_fp8=False),
+    "l40s": Gpu(44.3, 362e12, 0.86e12, 32e9, has_fp8=False),  # over PCIe 4.0 x16
 }
+GPUS_OF_MACHINE = 8
+"""GPUs that reach one another by links; others are beyond the network."""
+NETWORK_RATE = 50e9
+"""Bytes/s between machines of each GPU, in one direction: an adapter of 400 Gbit/s for each."""
 
 
 class LaunchedPlace(NamedTuple):

@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -267,7 +268,7 @@ class Architecture(BaseModel):
 
     def layers(self) -> list[tuple[AttentionPart, Part]]:
         """Return both parts of every block."""
-        return [(self.attention(i), self.feed_forward(i)) for i in range(self.num_layers)]
+        return list(_layers_of(self))  # pyright: ignore[reportArgumentType] - it is frozen
 
     def parts(self) -> list[Part]:
         """Return each distinct part, in the order of layers."""
@@ -332,3 +333,9 @@ class Architecture(BaseModel):
         """Count the parameters outside the parts: those of the vocabulary and of norms."""
         matrices = 1 if self.tie_embeddings else 2
         return self.hidden_size * (matrices * self.vocab_size + 2 * self.num_layers + 1)
+
+
+@lru_cache(maxsize=8)
+def _layers_of(arch: Architecture) -> tuple[tuple[AttentionPart, Part], ...]:
+    """Make the parts once: plans ask for them hundreds of times."""
+    return tuple((arch.attention(i), arch.feed_forward(i)) for i in range(arch.num_layers))

@@ -21,12 +21,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
+from moetrain.config.sections import TrainSection
 from moetrain.kernels.loss.vocabulary_chunk import CHUNK_ELEMENTS
 from moetrain.models.architecture import FP32, Architecture, Part, Workload
 from moetrain.models.rules import Rule
@@ -154,12 +157,25 @@ def sizes_of_ranks(
     config: Config, arch: Architecture, dims: ParallelDims, dtype: torch.dtype
 ) -> list[RankSizes]:
     """Return the sizes of every pipeline rank, from the arguments of :func:`estimate_memory`."""
-    model, rules = plan_model(config, arch, dtype)
-    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    # What decides on its parameters alone, so that many plans of one run count them once.
+    train = TrainSection(freeze=config.train.freeze)
+    sections = {"kernels": config.kernels, "moe": config.moe, "lora": config.lora, "train": train}
+    key: Any = Config().model_copy(update=sections)
+    numels, rules = _parameters(key, arch, dtype)  # pyright: ignore[reportArgumentType] - frozen
+    plan = StagePlan(config, arch)
     return [
-        RankSizes(config, arch, dims, dtype, rank, in_flight, numels, rules)
-        for rank, in_flight in enumerate(StagePlan(config, arch).in_flight(dims))
+        RankSizes(config, plan, dims, dtype, rank, in_flight, numels, rules)
+        for rank, in_flight in enumerate(plan.in_flight(dims))
     ]
+
+
+@lru_cache(maxsize=4)
+def _parameters(
+    config: Config, arch: Architecture, dtype: torch.dtype
+) -> tuple[dict[str, int], dict[str, Rule]]:
+    """Return how many numbers every parameter has, and its rule, by name."""
+    model, rules = plan_model(config, arch, dtype)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}, rules
 
 
 class RankSizes:
@@ -171,7 +187,7 @@ class RankSizes:
     def __init__(
         self,
         config: Config,
-        arch: Architecture,
+        plan: StagePlan,
         dims: ParallelDims,
         dtype: torch.dtype,
         rank: int,
@@ -186,12 +202,17 @@ class RankSizes:
                 stages.
             numels, rules: of every parameter of the model, by name.
         """
+        arch = plan.arch
         self.config, self.arch, self.dims, self.width = config, arch, dims, dtype.itemsize
         tokens = config.train.micro_batch_size * config.data.seq_len
         self.share = Workload(tokens, dims.tp, dims.ep, dtype.itemsize, config.compile.is_on)
-        plan = StagePlan(config, arch)
-        self.layers: Counter[_Layer] = Counter(arch.layers()[i] for i in plan.blocks_of(rank))
+        self.residual_bytes = self.share.own_tokens * arch.hidden_size * dtype.itemsize
+        """Bytes of a micro-batch's residual stream."""
+        layers = arch.layers()
+        self.layers: Counter[_Layer] = Counter(layers[i] for i in plan.blocks_of(rank))
         """How many of this rank's blocks have the same parts."""
+        self.turns = resharded_blocks(config, dims.world_size, self.layers.total())
+        """How many of them take turns in two regions for their unsharded parameters."""
         self.num_stages = len(plan.stages_of(rank))
         self.passes = in_flight / self.num_stages
         """Micro-batches whose activations these blocks hold at once."""
@@ -349,8 +370,7 @@ class RankSizes:
 
     def _unsharded_blocks(self) -> float:
         """Count bytes of blocks' unsharded parameters when all forwards are done."""
-        blocks = self.layers.total()
-        turns = resharded_blocks(self.config, self.dims.world_size, blocks)
+        blocks, turns = self.layers.total(), self.turns
         kept = self._of_all(self._unsharded) * (blocks - turns) / blocks
         return kept + min(2, turns) * max(map(self._unsharded, self.layers))  # it and a neighbour
 
@@ -383,7 +403,7 @@ class RankSizes:
         policy, names = self.config.activation.policy, self.config.activation.save
         if policy == "none":
             return self._unrecomputed(layer)
-        block_input = self.share.own_tokens * self.arch.hidden_size * self.width
+        block_input = self.residual_bytes
         if policy == "full":
             return block_input
         kept = [part.saved(self.share) for part in layer]

@@ -2,7 +2,8 @@
 
 :func:`plan_memory` plans for devices that need not be here. Where a run does not fit, settings are
 tried in the order of what they cost, each by the same estimate, until one does; only those are
-tried that change results by no more than rounding. Left out on purpose: speed.
+tried that change results by no more than rounding. Left out on purpose: speed, which
+:mod:`moetrain.train.speed` estimates.
 
 :func:`check_host` is about host memory. ``optim.offload_fraction``, ``activation.offload`` and
 ``rl.offload`` move a part of what a device holds to its host, most of it pinned: it cannot be
@@ -36,10 +37,17 @@ from moetrain.config.environment import GIB
 from moetrain.config.rl import SleepName
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import compute_dtype
+from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
-from moetrain.train.memory import MARGIN, MemoryEstimate, least_sleep, sizes_of_ranks
+from moetrain.train.memory import (
+    MARGIN,
+    MemoryEstimate,
+    RankSizes,
+    least_sleep,
+    sizes_of_ranks,
+)
 
 _logger = logging.getLogger("moetrain")
 
@@ -68,7 +76,7 @@ def check_effects(config: Config, device: torch.device) -> None:
 # ---- device memory: the dry run ------------------------------------------------------------------
 
 
-class _MemoryPlan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """A run, and the machine it is planned for."""
 
     config: Config
@@ -78,7 +86,7 @@ class _MemoryPlan(NamedTuple):
     """Whether the run generates beside training (reinforcement learning)."""
 
     @classmethod
-    def of(cls, config: Config, arch: Architecture, *, generates: bool) -> _MemoryPlan:
+    def of(cls, config: Config, arch: Architecture, *, generates: bool) -> MemoryPlan:
         """Plan ``config`` as it is.
 
         Raises:
@@ -90,20 +98,27 @@ class _MemoryPlan(NamedTuple):
         config = config.filled({"train.device": machine.device.type}, "the plan")
         return cls(config, arch, machine, generates)
 
+    @property
+    def _sizes(self) -> tuple[Config, Architecture, ParallelDims, torch.dtype]:
+        dims = plan_world(self.config, self.arch, self.machine.processes)
+        return self.config, self.arch, dims, compute_dtype(self.config, self.machine.device)
+
+    def sizes(self) -> list[RankSizes]:
+        """Size each pipeline rank; raises ConfigError where the layout does not fit."""
+        return sizes_of_ranks(*self._sizes)
+
     def ranks(self) -> list[MemoryEstimate]:
         """Estimate each pipeline rank; raises ConfigError where the layout does not fit."""
-        machine, sleep = self.machine, None
-        dims = plan_world(self.config, self.arch, machine.processes)
-        sizes = self.config, self.arch, dims, compute_dtype(self.config, machine.device)
+        sleep: SleepName | None = None
         if self.generates:
-            sleep: SleepName | None = least_sleep(*sizes, machine.capacity)
-        return [rank.peak(sleep) for rank in sizes_of_ranks(*sizes)]
+            sleep = least_sleep(*self._sizes, self.machine.capacity)
+        return [rank.peak(sleep) for rank in self.sizes()]
 
     def peak(self) -> MemoryEstimate:
         """Return the estimate of the device that takes most."""
         return max(self.ranks(), key=lambda estimate: estimate.total)
 
-    def changed(self, change: _Change) -> _MemoryPlan | None:
+    def changed(self, change: _Change) -> MemoryPlan | None:
         """Return the plan with ``change``; None if such settings contradict each other."""
         try:
             config = self.config.filled(change, "the plan")
@@ -131,7 +146,7 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
         ConfigError: the degrees do not fit the model or the number of processes, a setting has no
             effect on such a machine, or a run that generates does not fit into it.
     """
-    plan = _MemoryPlan.of(config, arch, generates=generates)
+    plan = MemoryPlan.of(config, arch, generates=generates)
     ranks, machine = plan.ranks(), plan.machine
     found = max(ranks, key=lambda estimate: estimate.total)
     if generates:  # its cache is as large as rl.cache_tokens says: no other setting helps
@@ -144,7 +159,7 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     return "\n".join([*lines, _verdict(plan, found)])
 
 
-def _verdict(plan: _MemoryPlan, peak: MemoryEstimate) -> str:
+def _verdict(plan: MemoryPlan, peak: MemoryEstimate) -> str:
     """Say whether ``peak`` fits, to the estimate's error, and else which settings would."""
     machine = plan.machine
     sizes = f"{peak.total / GIB:.1f} of {machine.capacity / GIB:.1f} GiB"
@@ -159,7 +174,7 @@ def _verdict(plan: _MemoryPlan, peak: MemoryEstimate) -> str:
     return f"{verdict}; {f'nearest that fits: {nearest}' if nearest else 'nothing tried would'}"
 
 
-def _changes(plan: _MemoryPlan) -> Iterator[_Change]:
+def _changes(plan: MemoryPlan) -> Iterator[_Change]:
     """Changes on the same devices, the cheapest first: single settings, then several together."""
     config, on_gpus = plan.config, plan.machine.device.type == "cuda"
     offload: list[_Change] = [{"activation.offload": "auto"}]
@@ -194,7 +209,7 @@ def _least(*ways: list[_Change]) -> _Change:
     return {name: value for way in ways for name, value in (way[-1] if way else {}).items()}
 
 
-def _more_gpus(plan: _MemoryPlan) -> Iterator[_Change]:
+def _more_gpus(plan: MemoryPlan) -> Iterator[_Change]:
     """Twice as many GPUs, and so on: with settings as they are, then with the least memory."""
     config, p = plan.config, plan.config.parallel
     for base in ({}, _least(_smaller_batches(config), _more_recomputation(config))):

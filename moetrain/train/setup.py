@@ -172,21 +172,21 @@ def _check_data_lies_apart(config: Config) -> None:
             )
 
 
-def resolve_run(config: Config) -> tuple[Config, Architecture]:
+def resolve_run(config: Config, *, needs_weights: bool = True) -> tuple[Config, Architecture]:
     """Return ``config`` with settings that its model decides, unless a source did, and the model.
 
     With ``model.path``, unset: ``data.tokenizer`` is the checkpoint's own, and ``data.seq_len``
-    what the model takes, up to 4096.
+    what the model takes, up to 4096. Without ``needs_weights`` its ``config.json`` is enough.
 
     Raises:
         ConfigError: no such model, one without a tokenizer or without the experts that a setting
             is for, rows longer than it is made for.
     """
-    arch = resolve_architecture(config.model)
+    arch = resolve_architecture(config.model, needs_weights=needs_weights)
     # A recipe may be made for another model; what a user sets is meant for this one.
     absent = None if arch.num_experts else f"{arch.family} has no experts"
     config = config.fitting({Fact.EXPERTS: absent})
-    _check_widths(config, arch)
+    check_widths(config, arch)
     if config.model.path is not None:
         config = config.filled(_of_model(config, config.model.path, arch), "model.path")
     if config.compile.enabled == "auto":
@@ -211,7 +211,8 @@ def _runs_on_cuda(config: Config) -> bool:
     return device == "cuda" or (device == "auto" and (is_planned or torch.cuda.is_available()))
 
 
-def _check_widths(config: Config, arch: Architecture) -> None:
+def check_widths(config: Config, arch: Architecture) -> None:
+    """Raise ConfigError where a matrix's widths do not suit ``kernels.precision``."""
     if config.kernels.precision != "fp8":
         return
     for part in arch.parts():

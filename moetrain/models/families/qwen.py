@@ -205,6 +205,23 @@ register(
                 moe_intermediate_size=768,
                 router_aux_loss_coef=0.001,
             ),
+            "qwen3-235b-a22b": _Qwen3Moe(
+                family="qwen3_moe",
+                vocab_size=151_936,
+                hidden_size=4096,
+                num_layers=94,
+                num_heads=64,
+                num_kv_heads=4,
+                head_dim=128,
+                intermediate_size=12_288,
+                max_positions=40_960,
+                rope_theta=1e6,
+                qk_norm=True,
+                num_experts=128,
+                num_experts_per_token=8,
+                moe_intermediate_size=1536,
+                router_aux_loss_coef=0.001,
+            ),
         },
     )
 )

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
@@ -239,6 +239,25 @@ def resolve(
     if folder is None:
         raise error(name, "the process that downloads for this machine has not brought it")
     return folder
+
+
+def config_folder(path_or_hub_id: str) -> Path:
+    """Return the local folder of a model's ``config.json``, whose weights need not be there.
+
+    Raises:
+        ConfigError: there is none, in a folder of that name or in the hub's cache.
+    """
+    try:
+        folder = Path(path_or_hub_id).expanduser()
+        for found in (folder, folder / EXPORT):
+            if (found / CONFIG).is_file():
+                return found
+        cached = try_to_load_from_cache(path_or_hub_id, CONFIG)
+    except (HFValidationError, OSError, RuntimeError, ValueError):
+        cached = None
+    if not isinstance(cached, str):
+        raise error(path_or_hub_id, f"no folder with {CONFIG}, and none in the hub's cache here")
+    return Path(cached).parent
 
 
 def export_in(folder: Path) -> Path:

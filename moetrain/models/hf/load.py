@@ -33,6 +33,7 @@ from moetrain.models.hf.config import architecture_from_hf
 from moetrain.models.hf.files import (
     CONFIG,
     HFSource,
+    config_folder,
     error,
     listing,
     open_shard,
@@ -225,15 +226,18 @@ def _num_extra_layers(config: Mapping[str, Any]) -> int:
     return value or 0
 
 
-def resolve_architecture(section: ModelSection) -> Architecture:
+def resolve_architecture(section: ModelSection, *, needs_weights: bool = True) -> Architecture:
     """Return the architecture that ``model.path`` or ``model.preset`` (with overrides) names.
 
-    A checkpoint's headers are checked here too, before anything slow is done.
+    A checkpoint's headers are checked here too, before anything slow is done. Without
+    ``needs_weights`` its ``config.json`` is enough, and nothing is downloaded.
 
     Raises:
         ConfigError: the path, its ``config.json`` or a weight file is bad; the preset is unknown;
             overrides do not fit the preset or each other.
     """
+    if section.path is not None and not needs_weights:
+        return architecture_from_hf(read_json(config_folder(section.path) / CONFIG))
     if section.path is not None:
         folder = resolve(section.path)
         arch = architecture_from_hf(read_json(folder / CONFIG))

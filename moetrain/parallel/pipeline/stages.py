@@ -59,6 +59,8 @@ class StagePlan:
                 f"stages, and the model has {blocks} blocks; use {max(1, blocks // virtual)} or "
                 f"fewer{fewer}",
             )
+        if count == 1:
+            sizes = sizes or (blocks,)
         if sizes is None:
             *costs, head = self._costs()
             sizes = self.balance(tuple(costs), head, self.rank_of_stage)
@@ -172,12 +174,12 @@ class StagePlan:
             flops = 6 * products / share.tp
             return flops / _PRODUCTS + _BYTES_MOVED * numbers / share.tokens / _MEMORY
 
-        found = []
-        for parts in arch.layers():
+        found = {}
+        for parts in set(arch.layers()):
             products = sum(part.products_per_token(config.data.seq_len) for part in parts)
-            found.append(seconds(products, sum(part.numbers(share) for part in parts)))
+            found[parts] = seconds(products, sum(part.numbers(share) for part in parts))
         matrix = arch.vocab_size * arch.hidden_size
-        return [*found, seconds(matrix, matrix / share.tp)]
+        return [*(found[parts] for parts in arch.layers()), seconds(matrix, matrix / share.tp)]
 
     @staticmethod
     @lru_cache

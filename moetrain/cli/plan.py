@@ -1,0 +1,261 @@
+"""``moetrain plan MODEL --gpus N``: which layouts fit, how fast they would be, and the command.
+
+Meshes, micro-batches, recomputation, precisions and dtypes of states are tried on GPUs that need
+not be here, by the estimates of memory (:mod:`moetrain.train.memory`) and of time
+(:mod:`moetrain.train.speed`). What a user sets stays as it is; what a recipe proposes is free.
+Left out on purpose: settings that trade host memory for device memory, which the dry run proposes.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from moetrain.cli.command import Parser, run_command
+from moetrain.config import Config, ConfigError
+from moetrain.config.environment import GIB, GPUS, GPUS_OF_MACHINE, NETWORK_RATE, GpuName
+from moetrain.config.sources import recipe_names
+
+if TYPE_CHECKING:  # which imports torch, and --help need not wait for it
+    from moetrain.train.plan import MemoryPlan
+
+_MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+_ROUNDS = 4
+"""Micro-batches of a step for each pipeline rank, where no batch is given."""
+
+_Change = dict[str, Any]
+
+
+class _Layout(NamedTuple):
+    """A layout that fits, and its estimates."""
+
+    rate: float
+    """Tokens a second and GPU."""
+    seconds: float
+    memory: float
+    """Bytes of the fullest GPU."""
+    fits: bool
+    config: Config
+    change: _Change
+
+    COLUMNS = (
+        *("parallel.dp_replicate", "parallel.tp", "parallel.ep", "parallel.pp"),
+        *("train.micro_batch_size", "activation.policy", "parallel.reshard_after_forward"),
+        *("optim.state_dtype", "kernels.precision"),
+    )
+
+    def cells(self, gpus: int) -> list[str]:
+        """Return what is printed of it."""
+        settings = {name: _value(self.config, name) for name in self.COLUMNS}
+        replicate, tp, pp = (settings[f"parallel.{x}"] for x in ("dp_replicate", "tp", "pp"))
+        figures = f"{self.rate:,.0f}", f"{self.seconds:.2f}", f"{self.memory / GIB:.1f}"
+        shown = [_shown(value) for value in settings.values()]
+        return [*figures, str(gpus // (replicate * tp * pp)), *shown]
+
+
+_HEADS = (
+    *("tokens/s/GPU", "step s", "GiB", "dp_shard", "dp_replicate", "tp", "ep", "pp", "rows"),
+    *("recompute", "reshard", "states", "precision"),
+)
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    parser = Parser("plan", __doc__)
+    parser.prog = "moetrain plan"
+    parser.usage = "%(prog)s MODEL --gpus N [--gpu KIND] [--top N] [--section.key value ...]"
+    parser.add_argument("model", metavar="MODEL", help="preset, recipe, folder or hub id on disk")
+    parser.add_argument("--gpus", type=int, required=True, help="how many")
+    parser.add_argument("--gpu", choices=get_args(GpuName), default="h200", help="their kind")
+    parser.add_argument("--top", type=int, default=10, help="how many layouts to list")
+    given, words = parser.parse_known_args(argv)
+    if given.gpus < 1 or (given.gpus > GPUS_OF_MACHINE and given.gpus % GPUS_OF_MACHINE):
+        whole = f"1 to {GPUS_OF_MACHINE}, or whole machines of {GPUS_OF_MACHINE}"
+        raise ConfigError("gpus", f"{given.gpus}: give {whole}")
+    _print_plan(given.model, words, given.gpus, given.gpu, given.top)
+
+
+main = partial(run_command, _run)
+
+
+def _print_plan(model: str, words: Sequence[str], gpus: int, gpu: GpuName, top: int) -> None:
+    source, own = _source(model, words)
+    config = Config.load(source, [*own, *words, f"launch.gpus={gpus}", f"launch.gpu={gpu}"])
+    found = sorted(_layouts(config, gpus, gpu), key=lambda layout: -layout.rate)
+    kinds = f"{gpus} x {gpu.upper()} of {GPUS[gpu].memory_gib:.1f} GiB"
+    if not found:
+        problem = f"{gpus}: {model} fits in no layout tried on {kinds}; use more GPUs"
+        raise ConfigError("gpus", f"{problem}, or see what train --dry_run proposes")
+    rows = [_HEADS, *(layout.cells(gpus) for layout in found[:top])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"{model}, rows of {config.data.seq_len} tokens, on {kinds}: estimates, best first")
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    if gpu != "h200":
+        print("Rates were measured on H200s; others are taken to reach the same shares of theirs.")
+    machines = math.ceil(gpus / GPUS_OF_MACHINE)
+    if machines > 1:
+        rate = f"{8 * NETWORK_RATE / 1e9:.0f} Gbit/s a GPU"
+        print(f"{machines} machines: by arithmetic, with {rate} between them; none was measured.")
+    print("best:", _command(config, source, [*own, *words], found[0].change, gpus))
+
+
+def _command(
+    config: Config, source: str | None, words: Sequence[str], change: _Change, gpus: int
+) -> str:
+    """Return the command that trains ``config`` with ``change``."""
+    start = ["moetrain", "train"]
+    if gpus > GPUS_OF_MACHINE:
+        start = [
+            *("torchrun", "--nnodes", str(gpus // GPUS_OF_MACHINE), "--nproc-per-node"),
+            *(str(GPUS_OF_MACHINE), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"),
+            *("-m", "moetrain.train"),
+        ]
+    elif gpus > 1:
+        change = {"launch.nproc": gpus, **change}
+    named = [] if source is None else [source]
+    chosen = [
+        word
+        for name, value in change.items()
+        if value != _value(config, name)
+        for word in (f"--{name}", _shown(value))
+    ]
+    return shlex.join([*start, *named, *words, *chosen])
+
+
+def _source(model: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the recipe to start from, and the settings that name the model."""
+    from moetrain.models.families import PRESETS
+
+    if model in recipe_names():
+        return model, []
+    if model in PRESETS:
+        return None, ["--model.preset", model]
+    if not Path(model).expanduser().is_dir() and model.count("/") != 1:
+        names = ", ".join(sorted(PRESETS))
+        raise ConfigError("model", f"{model!r} is no folder, no hub id and none of {names}")
+    has_data = any(word.lstrip("-").startswith(("data.source", "data.path")) for word in words)
+    return None, ["--model.path", model, *["--data.source", "synthetic"] * (not has_data)]
+
+
+def _layouts(config: Config, gpus: int, gpu: GpuName) -> Iterator[_Layout]:
+    """Yield the fastest layout that fits of each mesh, dtype of states and precision."""
+    from moetrain.train.plan import MemoryPlan
+    from moetrain.train.setup import check_widths, resolve_run
+
+    config, arch = resolve_run(config, needs_weights=False)
+    plan = MemoryPlan.of(config, arch, generates=False)
+    precisions = [config.kernels.precision]
+    if GPUS[gpu].has_fp8 and not _is_users(config, "kernels.precision"):
+        with suppress(ConfigError):  # the model's widths are not for it
+            check_widths(config.filled({"kernels.precision": "fp8"}, "the plan"), arch)
+            precisions.append("fp8")
+    for change in _meshes(config, gpus):
+        best = None
+        for more in _recomputations(config, gpus):
+            found, is_largest = _fastest(plan, {**change, **more}, gpu)
+            best = max(filter(None, (best, found)), key=lambda layout: layout.rate, default=None)
+            if is_largest:  # nothing is won by keeping less
+                break
+        if best is None:
+            continue
+        for precision in precisions:  # in each, products take as much memory
+            whole = {**best.change, "kernels.precision": precision}
+            if (tried := plan.changed(whole)) is not None:
+                yield _estimated(tried, whole, gpu)
+
+
+def _fastest(plan: MemoryPlan, change: _Change, gpu: GpuName) -> tuple[_Layout | None, bool]:
+    """Return the fastest micro-batch that fits, and whether the largest of all does."""
+    best, fits = None, False
+    rows: Sequence[int] = _MICRO_BATCHES
+    if _is_users(plan.config, "train.micro_batch_size"):
+        rows = (plan.config.train.micro_batch_size,)
+    for micro_batch in rows:
+        whole = {**change, "train.micro_batch_size": micro_batch}
+        if not _is_users(plan.config, "train.global_batch_size"):
+            pp, tp = change["parallel.pp"], change["parallel.tp"]
+            batch = micro_batch * (plan.machine.processes // (pp * tp))
+            whole["train.global_batch_size"] = batch * (_ROUNDS * pp if pp > 1 else 1)
+        if (tried := plan.changed(whole)) is None:
+            continue
+        found = _estimated(tried, whole, gpu)
+        if not (fits := found.fits):
+            break
+        if best is None or found.rate > best.rate:
+            best = found
+    return best, fits
+
+
+def _estimated(plan: MemoryPlan, change: _Change, gpu: GpuName) -> _Layout:
+    from moetrain.train.speed import step_seconds
+
+    ranks, config = plan.sizes(), plan.config
+    peak = max((rank.peak(None) for rank in ranks), key=lambda estimate: estimate.total)
+    seconds = step_seconds(ranks, gpu)
+    tokens = config.train.global_batch_size * config.data.seq_len
+    rate = tokens / seconds / plan.machine.processes
+    fits = peak.surely_fits(plan.machine.capacity)
+    return _Layout(rate, seconds, peak.total, fits, config, change)
+
+
+def _meshes(config: Config, gpus: int) -> Iterator[_Change]:
+    """Yield degrees of parallelism that multiply to ``gpus``, and dtypes of states.
+
+    Tensor and expert parallel ranks together lie on one machine.
+    """
+    degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    inside = [n for n in degrees if n <= GPUS_OF_MACHINE]
+    machines = math.ceil(gpus / GPUS_OF_MACHINE)
+    has_given = _is_users(config, "parallel.tp") or _is_users(config, "parallel.ep")
+    largest = gpus if has_given else max(inside)
+    options = {
+        "parallel.tp": inside,
+        "parallel.pp": [n for n in degrees if n <= max(GPUS_OF_MACHINE, machines)],
+        "parallel.ep": inside,
+        "parallel.dp_replicate": [n for n in degrees if n <= machines],
+        "optim.state_dtype": ["float32", "bfloat16"],
+    }
+    for name in options:
+        if _is_users(config, name):
+            options[name] = [_value(config, name)]
+    for values in product(*options.values()):
+        tp, pp, ep, replicas, states = values
+        if gpus % (tp * pp * replicas) or gpus // (pp * replicas) % ep or tp * ep > largest:
+            continue
+        change = dict(zip(options, values, strict=True))
+        if not _is_users(config, "optim.gradient_dtype"):
+            change["optim.gradient_dtype"] = states
+        yield change
+
+
+def _recomputations(config: Config, gpus: int) -> Iterator[_Change]:
+    """Yield what to keep for the backward, the cheapest first."""
+    for policy, reshard in product(("none", "selective", "full"), (False, True)[: min(gpus, 2)]):
+        change = {"activation.policy": policy, "parallel.reshard_after_forward": reshard}
+        if all(_value(config, n) == x for n, x in change.items() if _is_users(config, n)):
+            yield change
+
+
+def _is_users(config: Config, name: str) -> bool:
+    """Return whether a user has set ``name``; what a recipe proposes is free."""
+    return not config.origins.get(name, "recipe ").startswith("recipe ")
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def _shown(value: Any) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

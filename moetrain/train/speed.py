@@ -1,0 +1,211 @@
+"""An estimate of the time of a training step, from the parts' own counts and measured rates.
+
+A step's products, the bytes that its other kernels move, its update and its messages are counted as
+:mod:`moetrain.train.memory` counts bytes, for each pipeline rank, and divided by what a GPU reaches
+of its datasheet. What gathers and reductions of parameters take beyond the products is exposed; so
+are tensor parallel collectives and dispatch, which nothing hides. Pipelines are simulated by their
+schedule.
+
+Shares of the datasheet were measured on H200s (docs/benchmarks.md: where the step of 24 layers
+goes); for other GPUs they are taken to be the same. Nothing was measured between machines.
+``tests/test_speed.py`` compares estimates with the rows of that page.
+
+Left out on purpose: data loading, evaluation, checkpoints, updates on the host, activations that
+travel to it, and eager blocks.
+
+Seconds unless a name says otherwise. Legend: T tokens of a micro-batch, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moetrain.config import ConfigError
+from moetrain.config.environment import GPUS, GPUS_OF_MACHINE, NETWORK_RATE, Gpu, GpuName
+from moetrain.models.architecture import FP32, Part
+from moetrain.parallel.pipeline.schedules import Action
+from moetrain.parallel.pipeline.stages import StagePlan
+from moetrain.train.memory import RankSizes
+
+# Shares of peak_flops (bf16) that products reach in whole steps of a hot H200.
+_EXPERTS, _ATTENTION, _PROJECTIONS, _HEAD = (x / 989 for x in (482, 431, 665, 669))
+_FP8 = 1.2
+"""How much faster fp8 makes products of blocks, quantisation included: 24 layers, four H200s."""
+_MEMORY = 4.26 / 4.8
+"""Share of memory_rate: a copy."""
+_LINK = 0.6
+"""Share of link_rate: 273 GB/s in dispatch, 274 in reductions, of 450."""
+_PASSES = 66
+"""How often norms, rotations, residuals and indices of a block read or write a residual stream, in
+forward and backward together: 63 ms for 24 layers of 40,960 tokens of 4 KiB."""
+_IDLE, _WAITING = 19 / 1131, 14 / 1131
+"""Shares of a step: nothing is computed, and the slowest of several GPUs is waited for."""
+_IMBALANCE = 0.1
+"""What the fullest expert parallel rank has beyond the mean, for each doubling of ranks."""
+
+
+def step_seconds(ranks: Sequence[RankSizes], gpu: GpuName) -> float:
+    """Estimate the seconds of a step on GPUs of one kind; ``ranks``: of every pipeline rank.
+
+    Raises:
+        ConfigError: a setting whose cost was not measured.
+    """
+    config, dims = ranks[0].config, ranks[0].dims
+    for name, value in {
+        "optim.offload_fraction": config.optim.offload_fraction,
+        "activation.offload": config.activation.offload,
+        "compile.enabled": None if config.compile.is_on else False,
+    }.items():
+        if value or value is False:
+            raise ConfigError(name, f"{value}: its time is not estimated; leave it out")
+    clocks = [_Clock(rank, GPUS[gpu]) for rank in ranks]
+    number = config.train.micro_batches(dims.data_ranks)
+    busy = number * clocks[0].micro_batch()
+    if dims.pp > 1:
+        plan = StagePlan(config, ranks[0].arch)
+        each = [clock.micro_batch() / clock.rank.num_stages for clock in clocks]
+        border = clocks[0].travel(2.0 * ranks[0].residual_bytes, 2, dims.world_size)
+
+        def time_of(action: Action) -> float:
+            return action.unit_time / 3 * each[plan.rank_of_stage[action.stage]]
+
+        busy = plan.schedule(number).simulate(time_of, border).makespan
+    waiting = _WAITING * (dims.world_size > 1)
+    return (busy + max(clock.update() for clock in clocks)) / (1 - _IDLE - waiting)
+
+
+class _Clock:
+    """One pipeline rank's times on a kind of GPU."""
+
+    def __init__(self, rank: RankSizes, gpu: Gpu) -> None:
+        self.rank, self.gpu, self.share = rank, gpu, rank.share
+        self.config, self.dims = rank.config, rank.dims
+        self.memory, self.link = _MEMORY * gpu.memory_rate, _LINK * gpu.link_rate
+        self.flops = gpu.peak_flops
+        self.number = self.config.train.micro_batches(self.dims.data_ranks)
+
+    def travel(self, size: float, ranks: int, span: int) -> float:
+        """Return how long a rank of ``ranks`` receives all but its own part of ``size`` bytes.
+
+        ``span``: how many neighbours the group lies among.
+        """
+        machines = min(ranks, math.ceil(span / GPUS_OF_MACHINE))
+        across = size * (1 - 1 / machines) / NETWORK_RATE
+        return max(size * (1 - 1 / ranks) / self.link, across)
+
+    def micro_batch(self) -> float:
+        """Estimate the forward and the backward of all its blocks, and of the head."""
+        rank = self.rank
+        computing = sum(
+            count * (sum(map(self._part, layer)) + self._elementwise())
+            for layer, count in rank.layers.items()
+        )
+        exposed = sum(
+            count * sum(map(self._messages, layer)) for layer, count in rank.layers.items()
+        )
+        if rank.is_last:
+            products = rank.share.tokens * rank.vocabulary_numbers
+            computing += self._times(rank.share_trained) * products / (_HEAD * self.flops)
+        hidden = self._gathers_and_reductions()
+        return max(computing, hidden) + self._weights_moved() / self.memory + exposed
+
+    def update(self) -> float:
+        """Estimate the update of its shard, and the sum of gradients over replicas."""
+        optim, numbers = self.config.optim, self.rank.trained / self.dims.sharding_ranks
+        state, gradient = (
+            getattr(torch, name).itemsize for name in (optim.state_dtype, optim.gradient_dtype)
+        )
+        # Master and moments are read and written, the gradient read, the copy written.
+        moved = numbers * (2 * FP32 + 4 * state + gradient + self.share.width)
+        replicas, world = self.dims.dp_replicate, self.dims.world_size
+        return moved / self.memory + self.travel(2 * FP32 * numbers, replicas, world)
+
+    # ---- of one micro-batch --------------------------------------------------------------------
+
+    def _times(self, trained: float) -> float:
+        """Count the FLOPs for each multiply-add of a forward, in it and in its backward."""
+        return 4 + 2 * trained
+
+    def _part(self, part: Part) -> float:
+        """Estimate a part's products."""
+        seq_len, activation = self.config.data.seq_len, self.config.activation
+        own = self.share.tokens / self.dims.tp
+        saved = {"none": ("attention", "linear", "experts"), "full": (), "selective": ()}
+        kept = activation.save if activation.policy == "selective" else saved[activation.policy]
+        matrices = Part.products_per_token(part, seq_len)
+        products = part.products_per_token(seq_len)
+        again = {name: 2.0 * (name not in kept) for name in ("attention", "linear", "experts")}
+        faster = _FP8 if self.config.kernels.precision == "fp8" else 1.0
+        times = self._times(self.rank.share_trained)
+        if part.style == "routed":
+            fullest = 1 + _IMBALANCE * math.log2(self.dims.ep)
+            if self.config.moe.force_balanced:
+                fullest = 1.0
+            flops = (times + again["experts"]) * products * fullest
+            return own * flops / (_EXPERTS * faster * self.flops) + self._adapters(part)
+        linear = (times + again["linear"]) * matrices / (_PROJECTIONS * faster)
+        attention = (6 + again["attention"]) * (products - matrices) / _ATTENTION
+        return own * (linear + attention) / self.flops + self._adapters(part)
+
+    def _adapters(self, part: Part) -> float:
+        """Estimate adapters on every matrix of a part, whose rows are read and written for them.
+
+        Forward and backward together read or write inputs four times, and results as often.
+        """
+        lora_rank, own = self.config.lora.rank, self.share.tokens / self.dims.tp
+        matrices = (w for w in part.weights.values() if len(w.shape) > 1 and not w.rule.gather)
+        widths = sum(sum(w.shape[-2:]) for w in matrices)
+        rows = own * getattr(part, "num_experts_per_token", 1)
+        seconds = 4 * self.share.width / self.memory + 6 * lora_rank / (_EXPERTS * self.flops)
+        return (lora_rank > 0) * rows * widths * seconds
+
+    def _elementwise(self) -> float:
+        """Estimate everything of a block that is no product: it moves residual streams."""
+        again = 1 if self.config.activation.policy == "none" else 4 / 3
+        return again * _PASSES * self.rank.residual_bytes / self.memory
+
+    def _messages(self, part: Part) -> float:
+        """Estimate a part's collectives among tensor or expert parallel ranks."""
+        dims, stream = self.dims, self.rank.residual_bytes
+        if part.style == "routed":
+            top_k = getattr(part, "num_experts_per_token", 1)
+            reached = dims.ep * (1 - (1 - 1 / dims.ep) ** top_k)
+            # Dispatch, combine and the backward of each.
+            return 4 * self.travel(reached * stream, dims.ep, dims.ep)
+        return 4 * self.travel(dims.tp * stream, dims.tp, dims.tp)
+
+    def _numbers(self, is_expert: bool) -> float:
+        """Count the parameters of its blocks that a rank computes with, experts' or the others'."""
+        return sum(
+            count * part.numbers(self.share)
+            for layer, count in self.rank.layers.items()
+            for part in layer
+            if (part.style == "routed") == is_expert
+        )
+
+    def _weights_moved(self) -> float:
+        """Count bytes of weights that products read and gradients that are written and added up."""
+        rank, width = self.rank, self.share.width
+        numbers = self._numbers(False) + self._numbers(True)
+        numbers += rank.matrices * rank.vocabulary_numbers
+        moved = 2 * width * (1 + rank.share_trained)
+        casts = 2 * (FP32 + width) * (rank.is_alone and rank.turns > 0)
+        gradient = getattr(torch, self.config.optim.gradient_dtype).itemsize
+        sums = rank.trained / self.dims.sharding_ranks * gradient * (1 + (self.number > 1))
+        return numbers * (moved + casts) + sums
+
+    def _gathers_and_reductions(self) -> float:
+        """Estimate what travels among ranks that shard parameters, and is hidden while it can."""
+        rank, dims = self.rank, self.dims
+        gathers = 2 if rank.turns else 1 / self.number
+        reduces = 1 / self.number if self.config.parallel.reduce_at == "last" else 1
+        each = self.share.width * (gathers + reduces * rank.share_trained)
+        vocabulary = rank.matrices * rank.vocabulary_numbers
+        return self.travel(
+            each * self._numbers(True), dims.efsdp, dims.sharding_ranks
+        ) + self.travel(
+            each * (self._numbers(False) + vocabulary), dims.dp_shard, dims.sharding_ranks
+        )

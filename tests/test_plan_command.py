@@ -1,0 +1,104 @@
+"""``moetrain plan``: what it lists fits, is in order, and is what its command would run."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from moetrain.cli import train
+from moetrain.cli.plan import main
+from moetrain.config import Config
+from moetrain.models.families import PRESETS
+from moetrain.models.hf import files
+from moetrain.models.hf.load import resolve_architecture
+
+SIX = ["qwen3-30b-a3b", "--model.num_layers", "6"]
+FIXED = ["--kernels.precision", "bf16", "--optim.state_dtype", "float32"]
+
+
+def plan(capsys, *words):
+    """The rows by column, and the command."""
+    assert main([*words]) == 0
+    out = capsys.readouterr().out.splitlines()
+    heads, *rows = (re.split(r" {2,}", line.strip()) for line in out if "  " in line)
+    best = next(line for line in out if line.startswith("best: "))
+    return out, [dict(zip(heads, row, strict=True)) for row in rows], shlex.split(best)[1:]
+
+
+def test_the_best_layout_is_first_and_its_command_fits(capsys):
+    _, rows, command = plan(capsys, *SIX, "--gpus", "2", "--top", "4", *FIXED)
+    rates = [float(row["tokens/s/GPU"].replace(",", "")) for row in rows]
+    assert len(rows) == 4
+    assert rates == sorted(rates, reverse=True)
+    assert command[:3] == ["moetrain", "train", "qwen3-30b-a3b"]
+    at = command.index("--launch.nproc")
+    planned = ["--launch.gpus", command[at + 1], "--launch.gpu", "h200", "--dry_run"]
+    assert train.main([*command[2:at], *command[at + 2 :], *planned]) == 0
+    said = capsys.readouterr()
+    assert f"\nfits: {rows[0]['GiB']} of 139.8 GiB" in said.err
+    config = json.loads(said.out)
+    assert str(config["train"]["micro_batch_size"]) == rows[0]["rows"]
+    assert config["kernels"]["precision"] == rows[0]["precision"] == "bf16"
+
+
+def test_what_a_user_sets_stays(capsys):
+    given = ["--parallel.ep", "2", "--train.global_batch_size", "12", "--activation.policy", "full"]
+    _, rows, command = plan(capsys, *SIX, "--gpus", "4", *FIXED, *given, "--parallel.tp", "1")
+    assert {row["ep"] for row in rows} == {"2"}
+    assert {row["recompute"] for row in rows} == {"full"}
+    ranks = [int(row["dp_shard"]) * int(row["dp_replicate"]) for row in rows]
+    assert all(12 % (n * int(row["rows"])) == 0 for n, row in zip(ranks, rows, strict=True))
+    assert command.count("--train.global_batch_size") == 1
+
+
+def test_machines_are_started_by_torchrun_and_said_to_be_arithmetic(capsys):
+    axes = [word for axis in ("tp", "pp", "ep") for word in (f"--parallel.{axis}", "1")]
+    out, rows, command = plan(capsys, *SIX, "--gpus", "16", *FIXED, *axes, "--gpu", "h100")
+    assert any("2 machines: by arithmetic" in line for line in out)
+    assert any("measured on H200s" in line for line in out)
+    assert command[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
+    assert {row["dp_replicate"] for row in rows} == {"1", "2"}
+
+
+def test_a_folder_or_a_hubs_cache_with_nothing_but_a_config(capsys, tmp_path, monkeypatch):
+    arch = PRESETS["qwen3-0.6b"]
+    config = {"model_type": "qwen3", "tie_word_embeddings": True, "rope_theta": arch.rope_theta}
+    config |= {"vocab_size": arch.vocab_size, "hidden_size": arch.hidden_size}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config |= {"intermediate_size": arch.intermediate_size, "max_position_embeddings": 40960}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, _, command = plan(capsys, str(tmp_path), "--gpus", "1", *FIXED)
+    assert command[2:4] == ["--model.path", str(tmp_path)]
+    cached = str(tmp_path / "config.json")
+    monkeypatch.setattr(files, "try_to_load_from_cache", lambda *_: cached)
+    _, _, command = plan(capsys, "owner/name", "--gpus", "1", *FIXED)
+    assert command[2:4] == ["--model.path", "owner/name"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("nothing --gpus 1", r"^error: model: 'nothing' is no folder, no hub id and none of debug"),
+        ("no/such --gpus 1", r"^error: model\.path: .*no folder with config\.json, and none in"),
+        ("debug --gpus 0", r"^error: gpus: 0: give 1 to 8, or whole machines of 8"),
+        ("debug --gpus 12", r"^error: gpus: 12: give 1 to 8"),
+        ("debug --gpus 1 --gpu x", r"^error: plan: .*invalid choice"),
+        ("qwen3-30b-a3b --gpus 1 --gpu l40s", r"^error: gpus: 1: qwen3-30b-a3b fits in no layout"),
+        ("debug --gpus 1 --optim.lrr 1", r"^error: optim\.lrr: "),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(words, says, capsys):
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert re.search(says, said), said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"), [("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235.1, 22.2)]
+)
+def test_presets_have_their_models_sizes(preset, total, active):
+    arch = resolve_architecture(Config.load(preset, environ={}).model)
+    assert arch.num_params() / 1e9 == pytest.approx(total, abs=0.06)
+    assert arch.num_active_params() / 1e9 == pytest.approx(active, abs=0.06)
