@@ -28,6 +28,7 @@ _COMMANDS = {
     "data": ("moetrain.cli.data:main", "show what would be trained on"),
     "report": ("moetrain.cli.report:main", "write the page of a run, report.html"),
     "bench": ("moetrain.cli.bench:main", "time training steps"),
+    "plan": ("moetrain.cli.plan:main", "list layouts that fit, and how fast they would be"),
 }
 """Each command's ``MODULE:FUNCTION``, imported when it is called, and what it does."""
 _SHELLS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n", "fish": ""}
