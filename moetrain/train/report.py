@@ -29,7 +29,7 @@ from moetrain.train.metrics import read_metrics
 
 _POINTS = 256
 """Points in time of the routing that are kept; of twice as many, neighbours are averaged."""
-_WIDTH, _HEIGHT, _MARGIN = 520, 220, 46
+_WIDTH, _HEIGHT, _MARGIN = 520, 220, 56
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 _CHARTS = (
     ("Loss (nats a token)", ("loss", "eval_loss")),
@@ -48,7 +48,7 @@ _CHARTS = (
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1120px;padding:0 1em;color:#111}
 h2{margin-top:1.6em;border-bottom:1px solid #ddd} .charts{display:flex;flex-wrap:wrap;gap:12px}
-figure{margin:0} figcaption{font-weight:600} table{border-collapse:collapse}
+figure{margin:0;width:520px} figcaption{font-weight:600} table{border-collapse:collapse}
 td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top;font-variant-numeric:tabular-nums}
 pre{white-space:pre-wrap;background:#f5f5f4;padding:1em} .dead{color:#b91c1c}
 img{image-rendering:pixelated;width:330px;height:150px;border:1px solid #ddd}
@@ -152,22 +152,23 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _chart(title: str, series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Draw lines over steps, as SVG."""
+    from matplotlib.ticker import MaxNLocator  # slow to import
+
     points = [point for line in series.values() for point in line]
-    (left, right), (low, high) = ((min(x), max(x)) for x in zip(*points, strict=True))
-    spread = (high - low) or abs(high) or 1.0
-    low, high = low - 0.04 * spread, high + 0.04 * spread
+    (left, right), values = ((min(x), max(x)) for x in zip(*points, strict=True))
+    ticks = [float(tick) for tick in MaxNLocator(4).tick_values(*values)]
+    low, high = ticks[0], ticks[-1]
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = _MARGIN + (step - left) / ((right - left) or 1) * (_WIDTH - _MARGIN - 10)
         return x, _HEIGHT - 24 - (value - low) / (high - low) * (_HEIGHT - 34)
 
-    body = []
-    for i in range(5):
-        value = low + i / 4 * (high - low)
-        x, y = place(left, value)
+    body, legend = [], []
+    for tick in ticks:
+        x, y = place(left, tick)
         ends = f'x1="{x}" x2="{_WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"'
         body.append(f'<line {ends} stroke="#e5e5e5"/>')
-        body.append(f'<text x="{x - 4}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
+        body.append(f'<text x="{x - 4}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     for step, anchor in ((left, "start"), (right, "end")):
         x, _ = place(step, low)
         body.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{step}</text>')
@@ -178,11 +179,11 @@ def _chart(title: str, series: Mapping[str, Sequence[tuple[int, float]]]) -> str
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}">{tip}</polyline>')
         if len(line) < 30:
             body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{colour}"/>' for x, y in spots]
-        corner = f'x="{_MARGIN + 8}" y="{18 + 13 * i}"'
-        body.append(f'<text {corner} fill="{colour}">{escape(name)}</text>')
+        legend.append(f'<span style="color:{colour}">{escape(name)}</span>')
     box = f'width="{_WIDTH}" height="{_HEIGHT}" font-size="11"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(body)}</svg>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+    named = f"<small>{' '.join(legend)}</small>"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{named}<br/>{svg}</figure>"
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> str:
