@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs, built from a copy of what is under version control."""
+    """A folder with what the wheel installs, built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
-    files = subprocess.run(
-        ["git", "ls-files", "moetrain", "pyproject.toml", "README.md", "LICENSE"],
-        **{"cwd": ROOT, "capture_output": True, "text": True, "check": True},
-    ).stdout.split()
+    package = (path for path in (ROOT / "moetrain").rglob("*") if path.is_file())
+    kept = [path for path in package if path.suffix in (".py", ".toml", ".typed")]
+    kept += [ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")]
+    files = [path.relative_to(ROOT).as_posix() for path in kept]
     for name in files:
         target = folder / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
