@@ -28,6 +28,8 @@ PROBES += (
     "nvtx",
     "cpu",
     "float32",
+    "dpo",
+    "next_token",
 )
 
 

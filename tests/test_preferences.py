@@ -1,6 +1,10 @@
 """Preferences: trl's formulas, the reference, and a toy whose margin grows."""
 
+import json
 import math
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +13,14 @@ import torch.nn.functional as F
 from distributed import spawn
 
 from moetrain.config import Config, ConfigError
+from moetrain.data.loader import Batch
+from moetrain.models.transformer import Transformer
 from moetrain.train.metrics import read_metrics
-from moetrain.train.preferences import LOSSES, Pairs, Scores, preferences
+from moetrain.train.preferences import LOSSES, Preference, Reference, Scores, preferences
 from moetrain.train.trainer import Trainer
 
 KINDS = list(LOSSES)
+NO_EVAL = ["data.eval_fraction=0", "train.eval_rows=256"]
 PAIRS = [
     {"prompt": [n, n + 1, n + 2], "chosen": [7] * (1 + n % 3), "rejected": [9] * (1 + n % 4)}
     for n in range(20, 33)
@@ -63,7 +70,7 @@ def test_a_batch_is_trls_loss_of_whole_sequences(kind, own_words):
     config = config_of(own_words, "moe.aux_loss_coef=0")
     given = preferences(config, PAIRS[:4], kind, beta=0.5)
     trainer, rows = Trainer(config, **given), given["data"]
-    rows.on_start(trainer)
+    Reference([rows]).on_start(trainer)
     noise = np.random.default_rng(1).normal(size=rows.reference_PS.shape)
     with torch.no_grad():  # another policy than its reference
         for parameter in trainer.model.parameters():
@@ -97,10 +104,113 @@ def test_a_batch_is_trls_loss_of_whole_sequences(kind, own_words):
     assert totals.terms["preference"].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+def whole(engine):
+    """The engine's model again, plain and with gradients of its own."""
+    model = Transformer(engine.arch)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, weight in engine.weights():
+            own[name].copy_(weight)
+    return model
+
+
+def padded(sequences):
+    longest = max(map(len, sequences))
+    return torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
+
+
+def sequences_for_trl(pairs, sides, prefix=""):
+    """Token ids and masks of answers, as trl's collators pad them."""
+    texts = [[*pair["prompt"], *answer] for pair, answer in sides]
+    masks = [[0] * len(pair["prompt"]) + [1] * len(answer) for pair, answer in sides]
+    names = ("input_ids", "attention_mask", "completion_mask")
+    values = padded(texts), padded([[1] * len(text) for text in texts]), padded(masks)
+    return {prefix + name: value for name, value in zip(names, values, strict=True)}
+
+
+def for_trl(model):
+    """``model`` as trl calls one: log-probabilities of labels, without a product over the head."""
+
+    def called(input_ids, labels, **_):
+        logp = model(input_ids)[:, :-1].log_softmax(-1)
+        wanted = labels[:, 1:]
+        logp = logp.gather(2, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)
+        shown = torch.zeros_like(logp)
+        return SimpleNamespace(log_probs=logp, entropy=shown, mean_logits=shown, is_top1=shown > 0)
+
+    return called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_through_a_model_are_trls(kind, own_words):
+    """trl's own function computes the loss, of a plain copy of the model and of its reference."""
+    trainers = pytest.importorskip("trl.trainer")
+    config = config_of(own_words, "moe.aux_loss_coef=0", "optim.max_grad_norm=1e9")
+    pairs = PAIRS[:4]
+    given = preferences(config, pairs, kind, beta=0.5)
+    trainer = Trainer(config, **given)
+    Reference([given["data"]]).on_start(trainer)
+    reference = whole(trainer.engine)
+    with torch.no_grad():  # another policy than its reference
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.5 if kind != "kto" else 0.7)  # with kto nearer to uniform: kl > 0
+    policy = whole(trainer.engine)
+    policy.is_gradient_checkpointing = False  # trl asks
+    batch = Batch.of([given["data"].row(i) for i in range(4)])
+    loss = trainer.engine.forward_backward([batch], given["objective"]).terms["preference"]
+    members = trainer.engine.fsdp.members
+    trainer.engine.fsdp.gradient_norm()  # which waits for them
+
+    answers = [(p, p["chosen"]) for p in pairs], [(p, p["rejected"]) for p in pairs]
+    inputs = sequences_for_trl(pairs, [*answers[0], *answers[1]])
+    if kind == "kto":
+        others = [(p, pairs[(i + 1) % 4]["chosen"]) for i, p in enumerate(pairs)]
+        inputs |= sequences_for_trl(pairs, others, "KL_")
+        inputs["label"] = torch.tensor([True] * 4 + [False] * 4)
+    same = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
+    kept = "kto" if kind == "kto" else {"dpo": "sigmoid", "ipo": "ipo"}[kind]
+    settings = SimpleNamespace(
+        model=policy,
+        ref_model=for_trl(reference),
+        accelerator=same,
+        beta=0.5,
+        loss_type=kept,
+        loss_types=[kept],
+        loss_weights=[1.0],
+        calculate_KL=True,
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        use_weighting=False,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    theirs = trainers.KTOTrainer if kind == "kto" else trainers.DPOTrainer
+    settings._compute_kl_logps = partial(trainers.KTOTrainer._compute_kl_logps, settings)
+    expected = theirs._compute_loss(settings, for_trl(policy), inputs, False)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert settings._metrics["train"]["kl"] != [0.0]  # else the third segments prove nothing
+    largest = max(float(p.grad.abs().max()) for p in policy.parameters())
+    assert largest > 1e-3
+    for name, parameter in policy.named_parameters():
+        mine = members[name].layout.whole(members[name].local.grad)
+        assert (mine - parameter.grad).abs().max() <= 1e-6 * max(1.0, largest), name
+
+
+def losses_of(config, **given):
+    result = Trainer(config, **given).fit()
+    return [r for r in read_metrics(result.folder / "metrics.jsonl") if "loss" in r]
+
+
 def trained(words, kind):
     config = Config.load(None, words, environ={})
-    result = Trainer(config, **preferences(config, PAIRS, kind)).fit()
-    return [r for r in read_metrics(result.folder / "metrics.jsonl") if "loss" in r]
+    return losses_of(config, **preferences(config, PAIRS, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,13 +224,47 @@ def test_a_margin_grows(kind, own_words):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_two_ranks_learn_the_same(own_words, tmp_path):
-    words = [*own_words, "train.steps=6", "optim.lr=2e-2"]
-    alone = trained([*words, f"output_dir={tmp_path / 'alone'}"], "dpo")
-    for rows in spawn(2, trained, [*words, "parallel.dp_shard=2"], "dpo"):
-        for mine, expected in zip(rows, alone, strict=True):
-            assert mine["margin"] == pytest.approx(expected["margin"], rel=1e-3, abs=1e-4)
-    assert alone[-1]["margin"] > alone[1]["margin"]
+@pytest.fixture
+def pair_words(tiny_words, tmp_path):
+    """The words of a run on a file of pairs."""
+    lines = [
+        json.dumps({"prompt": f"Say {n}:", "chosen": " yes" + "!" * (n % 3), "rejected": " no"})
+        for n in range(30)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    words = [w for w in tiny_words if not w.startswith(("data.source", "data.path"))]
+    words += [f"data.path={tmp_path / 'pairs.jsonl'}", "data.format=preference", "data.seq_len=48"]
+    words += ["model.num_kv_heads=2", "optim.lr=1e-2"]
+    return [*words, "train.sample_tokens=0", "train.steps=6"]
+
+
+def trained_of_settings(words):
+    rows = losses_of(Config.load(None, words, environ={}))
+    return [{k: row[k] for k in ("loss", "margin", "accuracy", "grad_norm")} for row in rows]
+
+
+def trained_on_meshes(words, kinds, folder):
+    """Each kind's rows on each mesh of two ranks."""
+    return {
+        (kind, mesh): trained_of_settings(
+            [*words, f"train.objective={kind}", mesh, f"output_dir={folder}/{kind}-{mesh}"]
+        )
+        for kind in kinds
+        for mesh in ("parallel.dp_shard=2", "parallel.tp=2")
+    }
+
+
+def test_settings_alone_learn_from_a_file_on_every_mesh(pair_words, tmp_path):
+    words = [*pair_words, "moe.aux_loss_scope=global_batch"]
+    for found in spawn(2, trained_on_meshes, words, KINDS, str(tmp_path), timeout=120):
+        for (kind, mesh), rows in found.items():
+            out = f"output_dir={tmp_path / kind}"
+            alone = trained_of_settings([*words, f"train.objective={kind}", out])
+            for mine, expected in zip(rows, alone, strict=True):
+                assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), (kind, mesh)
+            assert alone[0]["margin"] == pytest.approx(0, abs=1e-5)
+            assert alone[-1]["margin"] > alone[1]["margin"] > 0
+        break  # every rank has the same file
 
 
 def test_a_resumed_run_has_the_reference_it_began_with(own_words):
@@ -136,10 +280,44 @@ def test_a_resumed_run_has_the_reference_it_began_with(own_words):
         trainer.fit()
 
 
-def test_a_pair_without_room_or_an_answer_is_named():
+def test_a_pair_without_room_or_an_answer_is_named(own_words):
     with pytest.raises(
         ConfigError, match=r"data\.seq_len: 8 is less than the \d+ tokens of pair 0"
     ):
-        Pairs(PAIRS, 8)
+        preferences(config_of(own_words, "data.seq_len=8"), PAIRS)
     with pytest.raises(ConfigError, match="pair 0 has no prompt or an answer without a token"):
-        Pairs([{"prompt": [1], "chosen": [], "rejected": [2]}], 8)
+        preferences(Config(), [{"prompt": [1], "chosen": [], "rejected": [2]}])
+
+
+def test_a_longer_pair_is_left_out_and_said(pair_words, tmp_path, caplog):
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"prompt": "a" * 60, "chosen": "b", "rejected": "c"}))
+    with caplog.at_level("INFO", "moetrain"):
+        words = [*pair_words, "train.objective=ipo", "train.steps=1", *NO_EVAL]
+        assert losses_of(config_of(words))[0]["loss"] == pytest.approx(25.0)
+    assert "30 preference pairs, one in a row of 48; 1 that are longer left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["data.format=messages"], "train.objective: 'dpo' contradicts data.format 'messages'"),
+        (["data.streaming=yes"], "train.objective: 'dpo' contradicts data.streaming 'yes'"),
+        (["data.packing=whole"], "data.packing: 'whole' contradicts train.objective 'dpo'"),
+        (
+            ["data.seq_len=8", *NO_EVAL],
+            "data.seq_len: no pair of data.path fits into 8 tokens; raise it",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_pairs_are_one_line(words, error, pair_words):
+    words = [*pair_words, "train.objective=dpo", *words]
+    with pytest.raises(ConfigError) as raised:
+        Trainer(config_of(words))
+    assert error in str(raised.value)
+
+
+def test_an_objective_in_settings_and_another_are_one_too_many(pair_words):
+    config = config_of([*pair_words, "train.objective=dpo"])
+    with pytest.raises(ConfigError, match=r"train\.objective: 'dpo', but the program gives anothe"):
+        Trainer(config, objective=Preference())

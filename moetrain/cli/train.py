@@ -75,7 +75,7 @@ def _find(name: str) -> Any:
 
 _NO_DATA = (
     *("data.source", "data.path", "data.eval", "data.packing", "data.num_documents"),
-    "data.text_field",
+    *("data.text_field", "train.objective", "train.beta"),
 )
 """Settings that commands have no use for whose data comes from environments or clients."""
 _JOBS_OF_RL = ("max_sequences", "cache_tokens")

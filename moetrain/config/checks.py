@@ -61,6 +61,7 @@ class _Need(NamedTuple):
 
 _RECORDS = {"records", "jsonl"}
 _TEXTS = {"text", *_RECORDS}
+_PREFERENCES = {"dpo", "ipo", "kto"}
 _OF_TEXT = {"data.source": _Other("synthetic")}
 _EVALUATED = {"data.eval_fraction": _SOME, "data.eval_path": _SET}
 
@@ -76,6 +77,12 @@ NEEDS: tuple[_Need, ...] = (
     _Need("data.eval_fraction", {"data.eval_path": {None}}),
     _Need("data.packing data.tokenizer", _OF_TEXT),
     _Need("data.streaming", {"data.source": _TEXTS}),
+    _Need("train.objective", {"data.source": _RECORDS}, _PREFERENCES),
+    _Need("train.objective", {"data.format": {"auto", "preference"}}, _PREFERENCES),
+    # References of all rows are computed before the first step.
+    _Need("train.objective", {"data.streaming": {"auto", "no"}}, _PREFERENCES),
+    _Need("train.beta", {"train.objective": _PREFERENCES}),
+    _Need("data.packing", {"train.objective": {"next_token"}}),  # a pair is a row
     _Need("data.workers", {"data.streaming": {"auto", "yes"}}),
     _Need("data.num_documents", {"data.source": {"synthetic"}}),
     _Need("train.eval_interval", _EVALUATED, _SOME),

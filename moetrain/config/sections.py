@@ -123,6 +123,12 @@ class TrainSection(Section):
     """Optimizer steps. Give this or train.epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, which may be a fraction. Give this or train.steps."""
+    objective: Literal["next_token", "dpo", "ipo", "kto"] = "next_token"
+    """What is learned. next_token: the next token of the text; dpo, ipo, kto: which of two answers
+    is preferred (records of data.format preference), against the model that the run begins from."""
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the log-ratio of model and reference in dpo, ipo and kto: the larger, the closer
+    the model stays to the reference."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights, of the order of the data and of sampling."""
     micro_batch_size: PositiveInt = 8

@@ -58,7 +58,8 @@ class RecordReader:
 
     def identity(self) -> list[Any]:
         """Return what decides the documents of a record, as JSON."""
-        return [self.form, self.text_field, self.train_on, self.template.identity()]
+        found = [self.form, self.text_field, self.train_on, self.template.identity()]
+        return [*found, "pairs"] if self.reads_pairs else found
 
     def documents(self, record: object) -> list[Document]:
         """Return the documents of ``record``; none if its text is blank.

@@ -35,6 +35,7 @@ from moetrain.data.packing import (
     IGNORE_INDEX,
     Dataset,
     Mixture,
+    PairDataset,
     Row,
     Samples,
     Shuffled,
@@ -43,7 +44,7 @@ from moetrain.data.packing import (
     SyntheticDataset,
     WholeDataset,
 )
-from moetrain.data.sources import HashRange, Source, open_sources
+from moetrain.data.sources import PAIRED, HashRange, Source, open_sources
 from moetrain.data.tokenizer import Tokenizer, load_tokenizer
 from moetrain.models.transformer import Inputs
 
@@ -78,6 +79,10 @@ def build_data(config: Config, vocab_size: int) -> Data:
             nothing can be sampled from.
     """
     data = config.data
+    if config.train.objective in ("dpo", "ipo", "kto"):
+        packing = "triples" if config.train.objective == "kto" else "pairs"
+        # References of all rows are computed before the first step, so there are no streams.
+        data = data.model_copy(update={"packing": packing, "streaming": "no"})
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -141,7 +146,7 @@ def _from_files(
     """Return the rows of both sides, and the template of the conversations among them."""
     train, held_out, template = _from_text(data, tokenizer, seed, limit)
     for side, dataset in (("", train), ("held out: ", held_out)):
-        if isinstance(dataset, WholeDataset):
+        if isinstance(dataset, (WholeDataset, PairDataset)):
             _logger.info("%s%s", side, dataset.describe())
     return train, held_out, template
 
@@ -232,10 +237,15 @@ def _streamed(
 
 
 def _is_whole(cache: TokenCache, data: DataSection) -> bool:
-    return data.packing == "whole" or (data.packing == "auto" and cache.masked is not None)
+    if data.packing == "auto":
+        return cache.masked is not None
+    return data.packing != "stream"
 
 
 def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None = None) -> Dataset:
+    if data.packing in PAIRED:
+        has_third = data.packing == "triples"
+        return PairDataset(cache, data.seq_len, has_third, first, stop)
     packed = WholeDataset if _is_whole(cache, data) else StreamDataset
     return packed(cache, data.seq_len, first, stop)
 
@@ -243,14 +253,15 @@ def _rows(cache: TokenCache, data: DataSection, first: int = 0, stop: int | None
 def _all_rows(cache: TokenCache, source: Source, data: DataSection) -> Dataset:
     rows = _rows(_learnable(cache, source), data)
     if len(rows) == 0:
-        raise ConfigError(
-            "data.seq_len",
-            f"{data.seq_len} is more than the {len(cache.tokens)} tokens of "
-            f"{source.field}; lower it or add text"
-            if not _is_whole(cache, data)
-            else f"in their first {data.seq_len} tokens, the conversations of "
-            f"{source.field} have nothing to learn; raise it",
-        )
+        first = f"in their first {data.seq_len} tokens, the conversations of {source.field}"
+        problem = f"{first} have nothing to learn; raise it"
+        if isinstance(rows, PairDataset):
+            problem = f"no pair of {source.field} fits into {data.seq_len} tokens; raise it"
+        elif isinstance(rows, StreamDataset):
+            total = len(cache.tokens)
+            problem = f"{data.seq_len} is more than the {total} tokens of {source.field}"
+            problem += "; lower it or add text"
+        raise ConfigError("data.seq_len", problem)
     return rows
 
 
@@ -259,6 +270,8 @@ def _divided(cache: TokenCache, source: Source, data: DataSection) -> tuple[Data
     is_stream = not _is_whole(_learnable(cache, source), data)
     total = len(cache.tokens) // data.seq_len if is_stream else cache.num_documents
     what = f"rows of {data.seq_len} tokens" if is_stream else "documents"
+    if data.packing in PAIRED:
+        total, what = total // 2, "pairs"
     border = total - min(max(1, round(total * data.eval_fraction)), total - 1)
     if total > 1:
         train = _rows(cache, data, 0, border)

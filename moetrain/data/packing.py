@@ -109,12 +109,9 @@ class Mixture(Samples):
     """
 
     def __init__(self, parts: Mapping[str, Samples], counts: Sequence[int], seed: int) -> None:
-        self.identity = [
-            "mix",
-            [[p.identity, n] for p, n in zip(parts.values(), counts, strict=True)],
-        ]
-        self._parts, self._counts, self._seed = dict(parts), counts, seed
-        self._samples = list(parts.values())
+        pairs = zip(parts.values(), counts, strict=True)
+        self.identity = ["mix", [[part.identity, count] for part, count in pairs]]
+        self.parts, self._counts, self._seed = dict(parts), counts, seed
         self._turn = -1
 
     def __len__(self) -> int:
@@ -125,7 +122,7 @@ class Mixture(Samples):
 
     def sample(self, number: int) -> Row:
         part, rank = self._place(number)
-        return self._samples[part].sample(rank)
+        return list(self.parts.values())[part].sample(rank)
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return the source of sample ``number``, and which of that source's samples it is."""
@@ -144,13 +141,13 @@ class Mixture(Samples):
         turn, place = divmod(number, len(self))
         self._place(number)
         states = {}
-        for part, (name, samples) in enumerate(self._parts.items()):
+        for part, (name, samples) in enumerate(self.parts.items()):
             before = int((self._part[:place] == part).sum())
             states[name] = samples.state(turn * self._counts[part] + before)
         return None if all(state is None for state in states.values()) else states
 
     def resume(self, state: Any) -> None:
-        for name, samples in self._parts.items():
+        for name, samples in self.parts.items():
             samples.resume(state[name] if state else None)
 
 
@@ -370,6 +367,77 @@ class WholeDataset:
         if items.num_left_out:
             text += f"; {items.num_left_out:,} with nothing to learn in a row's length left out"
         return text
+
+
+class PairDataset:
+    """Rows of ``seq_len`` tokens that each hold a preference pair: two answers to one prompt.
+
+    Documents 2 i and 2 i + 1 of the cache are the prompt of pair i with its chosen and with its
+    rejected answer. They become two segments, which do not see each other; ``has_third`` adds the
+    prompt with the next pair's chosen answer. Pairs that are longer than a row are left out.
+
+    Attributes:
+        pairs: which pair each row holds.
+        needed_P: tokens of each pair, those without a row too.
+        reference_PS: fp32 log-probabilities of the targets by the reference, for others to fill in.
+    """
+
+    def __init__(
+        self, cache: TokenCache, seq_len: int, has_third: bool, first: int = 0, stop: Any = None
+    ) -> None:
+        """Take pairs ``first:stop`` of ``cache`` (None: to the last). There may be no row."""
+        stop = cache.num_documents // 2 if stop is None else stop
+        self.identity: list[Any] = ["pairs", cache.content, seq_len, has_third, first, stop]
+        self._cache, self._seq_len = cache, seq_len
+        self._has_third, self._first, self._stop = has_third, first, stop
+        self._masked = np.empty(0) if cache.masked is None else cache.masked
+        learned = np.append(np.flatnonzero(self._masked == 0), len(cache.tokens))
+        self._answers_D = learned[np.searchsorted(learned, cache.documents[:-1])]
+        both = slice(2 * first, 2 * stop)
+        self.needed_P = np.diff(cache.documents[::2])[first:stop]
+        if has_third:
+            prompts_D = (self._answers_D - cache.documents[:-1])[both]
+            answers_D = (cache.documents[1:] - self._answers_D)[both]
+            self.needed_P = self.needed_P + prompts_D[::2] + np.roll(answers_D[::2], -1)
+        has_targets_P = (cache.targets[both].reshape(-1, 2) > 0).all(1)
+        self.pairs = first + np.flatnonzero(has_targets_P & (self.needed_P <= seq_len))
+        self.reference_PS = np.zeros((len(self.pairs), seq_len), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def _segments(self, pair: int) -> list[np.ndarray]:
+        """Return which tokens of the cache are in each segment of a pair."""
+        start, middle, end = map(int, self._cache.documents[2 * pair : 2 * pair + 3])
+        segments = [np.arange(start, middle), np.arange(middle, end)]
+        if self._has_third:
+            other = 2 * (pair + 1 if pair + 1 < self._stop else self._first)
+            prompt = np.arange(start, self._answers_D[2 * pair])
+            answer = np.arange(self._answers_D[other], self._cache.documents[other + 1])
+            segments.append(np.concatenate([prompt, answer]))
+        return segments
+
+    def row(self, index: int) -> Row:
+        size, lengths, at = self._seq_len, [], 0
+        tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
+        positions_S = np.empty(size, np.int64)
+        for places_T in self._segments(int(self.pairs[index])):
+            end = at + len(places_T)
+            tokens_S[at:end] = self._cache.tokens[places_T]
+            is_learned_T = self._masked[places_T[1:]] == 0
+            targets_S[at : end - 1] = np.where(is_learned_T, tokens_S[at + 1 : end], IGNORE_INDEX)
+            positions_S[at:] = np.arange(size - at)
+            lengths.append(len(places_T))
+            at = end
+        lengths[-1] += size - at
+        places = positions_S, np.array(lengths), np.arange(size) >= at
+        return Row(tokens_S, targets_S, *places, self.reference_PS[index])
+
+    def describe(self) -> str:
+        """Say in one line how many pairs there are, and how many are left out."""
+        left_out = len(self.needed_P) - len(self)
+        text = f"{len(self):,} preference pairs, one in a row of {self._seq_len}"
+        return text + f"; {left_out:,} that are longer left out" * (left_out > 0)
 
 
 def _items(cache: TokenCache, size: int, first: int, stop: int) -> _Items:

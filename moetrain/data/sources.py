@@ -72,6 +72,9 @@ class HashRange(NamedTuple):
 
 
 EVERYTHING = HashRange(0.0, 1.0)
+PAIRED = ("pairs", "triples")
+"""Further values of data.packing, which train.objective sets: rows of preference pairs, and those
+with a third segment, which kto needs."""
 
 
 @dataclass(frozen=True)
@@ -239,11 +242,21 @@ def open_sources(data: DataSection, tokenizer: Tokenizer, limit: int | None = No
     reads_records = data.source in ("records", "jsonl")
     template = ChatTemplate.of(tokenizer, data.chat_template) if reads_records else None
     source = None if template is None else template.source
+    reads_pairs = data.packing in PAIRED
+    if reads_pairs and data.format not in ("auto", "preference"):
+        problem = f"{data.format!r}, and train.objective learns from pairs alone"
+        raise ConfigError("data.format", f"{problem}; set preference")
 
     def opened(field: str, path: str, *shares: HashRange) -> list[Source]:
         if template is not None:
             container = open_container(field, path, data.split, data.subset)
-            reader = RecordReader(template, data.format, data.text_field, data.train_on)
+            reader = RecordReader(
+                template,
+                "preference" if reads_pairs else data.format,
+                data.text_field,
+                data.train_on,
+                reads_pairs,
+            )
             return [_RecordSource(container, share, reader, limit) for share in shares]
         is_stdlib = data.source == "stdlib"
         skipped = _NOT_STDLIB if is_stdlib else frozenset()

@@ -168,7 +168,11 @@ class Callbacks(Callback):
     """Calls each hook of several callbacks, in order, and gathers their states by class."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = callbacks
+        self._callbacks = [*callbacks]
+
+    def add(self, callback: Callback) -> None:
+        """Call ``callback`` too, behind the others."""
+        self._callbacks.append(callback)
 
     @contextmanager
     def running(self, run: RunView) -> Iterator[None]:

@@ -12,8 +12,8 @@ micro-batches (:mod:`moetrain.train.engine`) and the loops that log sums know no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -145,11 +145,15 @@ class RouterLosses:
     """Whether all layers are balanced together: see :func:`moetrain.models.load_balancing_loss`."""
 
     @classmethod
-    def of(cls, config: Config, arch: Architecture) -> Self:
-        """Return the losses that ``config`` asks for, or ``arch`` where a setting is unset."""
+    def of(cls, config: Config, arch: Architecture, **more: Any) -> Self:
+        """Return the losses that ``config`` asks for, or ``arch`` where a setting is unset.
+
+        Args:
+            more: further fields of a subclass.
+        """
         moe = config.moe
         aux = arch.router_aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
-        return cls(aux, moe.z_loss_coef, moe.pools_aux_loss(config.model.path))
+        return cls(aux, moe.z_loss_coef, moe.pools_aux_loss(config.model.path), **more)
 
     @property
     def balances(self) -> bool:
@@ -173,11 +177,14 @@ class RouterLosses:
         return terms
 
 
-class Pretraining(RouterLosses, CrossEntropy):
-    """:class:`CrossEntropy` and the routers' auxiliary losses."""
+@dataclass(frozen=True)
+class Pretraining(RouterLosses):
+    """The terms of an objective, and the routers' auxiliary losses."""
+
+    own: Objective[Any] = field(default_factory=CrossEntropy)
 
     def sizes(self, batches: Sequence[_Targeted]) -> dict[str, int]:
-        return {**super().sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
+        return {**self.own.sizes(batches), "tokens": sum(b.num_tokens for b in batches)}
 
     def terms(
         self,
@@ -186,7 +193,7 @@ class Pretraining(RouterLosses, CrossEntropy):
         batch: _Targeted,
         sizes: Mapping[str, torch.Tensor],
     ) -> dict[str, Term]:
-        terms = super().terms(model, outputs, batch, sizes)
+        terms = self.own.terms(model, outputs, batch, sizes)
         return terms | self.router_terms(outputs, sizes["tokens"])
 
 

@@ -1,11 +1,11 @@
 """Learning from preferences: DPO, IPO and KTO over pairs of answers to one prompt.
 
+    python -m moetrain.train --data.path pairs.jsonl --train.objective dpo
     Trainer(config, **preferences(config, pairs, "dpo", beta=0.1)).fit()
 
-A pair is one row: the prompt with the chosen answer, then the prompt with the rejected one, as two
-segments, which do not see each other. So batches, loaders and meshes are those of other rows. For
-KTO a third segment has the prompt with another pair's chosen answer, from which the divergence from
-the reference is estimated.
+A pair is one row (:class:`~moetrain.data.packing.PairDataset`), so batches, loaders and meshes are
+those of other rows. For KTO a third segment has the prompt with another pair's chosen answer, from
+which the divergence from the reference is estimated.
 
 The reference is the model that the run begins from. Its log-probabilities of all pairs are computed
 once, before the first step, and are kept in ``output_dir/reference.npz``; with LoRA that is the
@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +33,14 @@ import torch.nn.functional as F
 
 from moetrain.config import Config, ConfigError
 from moetrain.config.files import write_atomically
-from moetrain.data.loader import Batch
-from moetrain.data.packing import IGNORE_INDEX, Row
+from moetrain.data.cache import TokenCache
+from moetrain.data.loader import Batch, Data
+from moetrain.data.packing import Mixture, PairDataset, Shuffled
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.objectives import Outputs, Term
+
+_logger = logging.getLogger("moetrain")
 
 _KEYS = ("prompt", "chosen", "rejected")
 _AGAIN = "give what the run began with, or set never to begin again"
@@ -95,7 +100,7 @@ class Preference:
     ) -> dict[str, Term]:
         hidden_TD, targets_T = outputs.hidden_BSD.flatten(0, 1), batch.targets_BS.flatten()
         loss_T = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T).loss_T
-        assert batch.reference_BS is not None  # Pairs has it
+        assert batch.reference_BS is not None  # PairDataset has it
         scores = self._scores(-loss_T - batch.reference_BS.flatten(), batch)
         is_pair_P = (batch.targets_BS >= 0).any(1)  # others fill up a batch of an evaluation
         margin_P = self.beta * (scores.chosen - scores.rejected).detach()
@@ -126,110 +131,112 @@ class Preference:
         return Scores(chosen, rejected, counted[:, 0], counted[:, 1], kl.clamp(min=0))
 
 
-class Pairs(Callback):
-    """Rows of pairs, with the reference's log-probabilities, which it computes as a callback.
+class Reference(Callback):
+    """Computes the reference's log-probabilities before the first step, or reads them again."""
 
-    A pair is a mapping with ``prompt``, ``chosen`` and ``rejected``, lists of token ids.
-    """
-
-    def __init__(self, pairs: Sequence[Mapping[str, Any]], seq_len: int, kind: str = "dpo") -> None:
-        """Take the pairs.
-
-        Raises:
-            ConfigError: an answer has no token, or a pair has no room in ``seq_len`` tokens.
-        """
-        self._pairs, self._seq_len, self._is_kto = pairs, seq_len, kind == "kto"
-        content = json.dumps([[list(map(int, p[k])) for k in _KEYS] for p in pairs])
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        self.identity: list[Any] = ["pairs", kind, seq_len, digest]
-        self.reference_PS = np.zeros((len(pairs), seq_len), np.float32)
-        for index in range(len(pairs)):
-            self.row(index)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def row(self, index: int) -> Row:
-        pair = self._pairs[index]
-        answers = [pair["chosen"], pair["rejected"]]
-        if self._is_kto:
-            answers.append(self._pairs[(index + 1) % len(self._pairs)]["chosen"])
-        prompt, size = list(pair["prompt"]), self._seq_len
-        segments = [[*prompt, *answer] for answer in answers]
-        if not prompt or not all(map(len, answers)):
-            problem = "has no prompt or an answer without a token; leave it out"
-            raise ConfigError("data", f"pair {index} {problem}")
-        if (needed := sum(map(len, segments))) > size:
-            problem = f"{size} is less than the {needed} tokens of pair {index}, all answers"
-            raise ConfigError("data.seq_len", f"{problem} together; raise it, or cut the pair")
-        lengths = np.array([len(segment) for segment in segments])
-        tokens_S, targets_S = np.zeros(size, np.int64), np.full(size, IGNORE_INDEX)
-        positions_S, at = np.zeros(size, np.int64), 0
-        for segment in segments:
-            end, first = at + len(segment), at + len(prompt)
-            tokens_S[at:end] = segment
-            targets_S[first - 1 : end - 1] = tokens_S[first:end]
-            positions_S[at:] = np.arange(size - at)
-            at = end
-        lengths[-1] += size - at
-        is_pad_S = np.arange(size) >= at
-        return Row(tokens_S, targets_S, positions_S, lengths, is_pad_S, self.reference_PS[index])
+    def __init__(self, datasets: Sequence[PairDataset]) -> None:
+        self._datasets = datasets
 
     def on_start(self, run: RunView) -> None:
-        """Compute the reference's log-probabilities, or read them if the run was resumed.
+        """Fill in the rows' references.
 
         Raises:
-            ConfigError: a resumed run's folder does not have them.
+            ConfigError: the folder of a resumed run does not have them.
         """
-        file = run.folder / "reference.npz"
+        file, identity = run.folder / "reference.npz", [x.identity for x in self._datasets]
         if run.step == 0:
-            self.reference_PS[:] = self._computed(run)
+            pairs = sum(map(len, self._datasets))
+            _logger.info("the reference reads %s preference pairs", f"{pairs:,}")
+            for dataset in self._datasets:
+                _fill(dataset, run)
             if run.world.is_main:
-                buffer = BytesIO()
-                np.savez(buffer, reference=self.reference_PS, identity=json.dumps(self.identity))
-                write_atomically(file, lambda new: new.write_bytes(buffer.getvalue()))
+                arrays = [dataset.reference_PS for dataset in self._datasets]
+                write_atomically(file, partial(_write, identity=identity, arrays=arrays))
             return
         try:
             with np.load(file) as kept:
-                is_same = json.loads(str(kept["identity"])) == self.identity
-                self.reference_PS[:] = kept["reference"] if is_same else np.nan
+                if json.loads(str(kept["identity"])) != identity:
+                    problem = f"{file} is of other pairs; {_AGAIN}"
+                    raise ConfigError("checkpoint.resume", problem)
+                for i, dataset in enumerate(self._datasets):
+                    dataset.reference_PS[:] = kept[f"arr_{i}"]
         except OSError as error:
             raise ConfigError("checkpoint.resume", f"{file}: {error.strerror}; {_AGAIN}") from None
-        if not is_same:
-            raise ConfigError("checkpoint.resume", f"{file} is of other pairs; {_AGAIN}")
 
-    @torch.no_grad()
-    def _computed(self, run: RunView) -> np.ndarray:
-        """Return the log-probabilities of all targets by the weights as they are [pairs, S].
 
-        Every rank computes all of them. Waits for the device.
-        """
-        engine, size = run.engine, run.config.train.micro_batch_size
-        rows = [self.row(index) for index in range(len(self))]
-        rows += [rows[-1]] * (-len(rows) % (size * engine.batch_multiple))
-        batches = [Batch.of(rows[i : i + size]) for i in range(0, len(rows), size)]
+def _write(file: Path, identity: Any, arrays: Sequence[np.ndarray]) -> None:
+    with file.open("wb") as opened:
+        np.savez(opened, *arrays, identity=json.dumps(identity))
 
-        def finish(hidden_BSD: torch.Tensor, _: Any, batch: Batch) -> torch.Tensor:
-            model, targets_T = engine.model, batch.targets_BS.flatten()
-            hidden_TD = hidden_BSD.flatten(0, 1)
-            found = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
-            return -found.loss_T.view(batch.targets_BS.shape).float()
 
-        with engine.work(), engine.exact_sizes():
-            shapes = [(size, self._seq_len)] * len(batches)
-            found = engine.collect(batches, finish, shapes)
-        return torch.cat(found)[: len(self)].cpu().numpy()
+@torch.no_grad()
+def _fill(dataset: PairDataset, run: RunView) -> None:
+    """Compute the log-probabilities of a dataset's targets by the weights as they are.
+
+    Ranks with different rows share the work. Waits for the device.
+    """
+    engine, world, size = run.engine, run.world, run.config.train.micro_batch_size
+
+    def finish(hidden_BSD: torch.Tensor, _: Any, batch: Batch) -> torch.Tensor:
+        model, targets_T = engine.model, batch.targets_BS.flatten()
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        found = model.vocabulary.token_losses(hidden_TD, model.head_weight, targets_T)
+        return -found.loss_T.view(batch.targets_BS.shape).float()
+
+    a_rank = size * engine.batch_multiple
+    with engine.work(), engine.exact_sizes():
+        for first in range(0, len(dataset), a_rank * world.dims.data_ranks):
+            start = first + a_rank * world.data_rank
+            places = [min(start + i, len(dataset) - 1) for i in range(a_rank)]
+            rows = [dataset.row(place) for place in places]
+            batches = [Batch.of(rows[i : i + size]) for i in range(0, a_rank, size)]
+            found = engine.collect(batches, finish, [batch.targets_BS.shape for batch in batches])
+            mine_AS = torch.cat(found)
+            whole_RAS = mine_AS.new_zeros(world.dims.data_ranks, *mine_AS.shape)
+            whole_RAS[world.data_rank] = mine_AS
+            whole_PS = world.sum_rows(whole_RAS).flatten(0, 1).cpu().numpy()
+            dataset.reference_PS[first : first + len(whole_PS)] = whole_PS[: len(dataset) - first]
+
+
+def pair_datasets(data: Data) -> list[PairDataset]:
+    """Return the preference pairs of ``data``, those that are trained on first."""
+    train = [data.train]
+    if isinstance(data.train, Mixture):
+        train = [part.rows for part in data.train.parts.values() if isinstance(part, Shuffled)]
+    held_out = [rows for rows, _ in data.sources.values()] or [data.eval]
+    return [rows for rows in (*train, *held_out) if isinstance(rows, PairDataset)]
 
 
 def preferences(
     config: Config, pairs: Sequence[Mapping[str, Any]], kind: str = "dpo", beta: float = 0.1
 ) -> dict[str, Any]:
-    """Return the arguments of a trainer that learns from ``pairs`` (:class:`Pairs`).
+    """Return the arguments of a trainer that learns from ``pairs``.
+
+    Args:
+        pairs: mappings with ``prompt``, ``chosen`` and ``rejected``, lists of token ids.
 
     Raises:
-        ConfigError: a pair is wrong, or ``kind`` is none of :data:`LOSSES`.
+        ConfigError: an answer has no token, a pair has no room in ``data.seq_len`` tokens, or
+            ``kind`` is none of :data:`LOSSES`.
     """
     if kind not in LOSSES:
         raise ConfigError("kind", f"{kind!r} is none of {', '.join(LOSSES)}")
-    rows = Pairs(pairs, config.data.seq_len, kind)
-    return {"data": rows, "objective": Preference(kind, beta), "callbacks": [rows]}
+    texts, masks = [], []
+    for index, pair in enumerate(pairs):
+        prompt, *answers = (list(map(int, pair[key])) for key in _KEYS)
+        if not prompt or not all(answers):
+            problem = "has no prompt or an answer without a token; leave it out"
+            raise ConfigError("data", f"pair {index} {problem}")
+        texts += [prompt + answer for answer in answers]
+        masks += [[1] * len(prompt) + [0] * len(answer) for answer in answers]
+    tokens, masked = (np.array([x for text in y for x in text]) for y in (texts, masks))
+    documents = np.cumsum([0, *map(len, texts)])
+    targets = np.array([mask.count(0) for mask in masks])
+    content = hashlib.sha256(json.dumps([texts, masks]).encode()).hexdigest()
+    cache, size = TokenCache(tokens, documents, targets, masked, content), config.data.seq_len
+    rows = PairDataset(cache, size, kind == "kto")
+    if len(rows) < len(pairs):
+        index = int(np.argmax(rows.needed_P > size))
+        problem = f"{size} is less than the {rows.needed_P[index]} tokens of pair {index}, all"
+        raise ConfigError("data.seq_len", f"{problem} answers together; raise it, or cut the pair")
+    return {"data": rows, "objective": Preference(kind, beta)}

@@ -26,6 +26,7 @@ from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine, sequential
 from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
+from moetrain.train.preferences import Preference, Reference, pair_datasets
 from moetrain.train.run import GivenUp, Run
 
 _SAMPLER, _BENCHMARKS = "moetrain.rollout.weights", "moetrain.rollout.harness"
@@ -82,7 +83,6 @@ class Trainer(Run):
     def build(self, arch: Architecture) -> None:
         """Build data, model and optimizer."""
         config = self.config
-        self.objective = self._objective or Pretraining.of(config, arch)
         self._pools = config.moe.pools_aux_loss(config.model.path)
         if self._given is None:
             if not self.world.is_first_on_machine:
@@ -92,6 +92,7 @@ class Trainer(Run):
                 self.world.barrier()
         else:
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
+        self._choose_objective(arch)
         self.loader = Loader(
             self.data.train,
             global_batch_size=config.train.global_batch_size,
@@ -104,6 +105,25 @@ class Trainer(Run):
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
         self.engine = Engine(config, arch, self.world, self.one_by_one)
+
+    def _choose_objective(self, arch: Architecture) -> None:
+        """Take the objective that was given, or that of ``train.objective``."""
+        name, pairs = self.config.train.objective, pair_datasets(self.data)
+        if pairs:
+            self.callbacks.add(Reference(pairs))
+        if self._objective is not None:
+            self.objective = self._objective
+            if self.config.is_set("train.objective"):
+                problem = f"{name!r}, but the program gives another (objective=)"
+                raise ConfigError("train.objective", f"{problem}; leave one of them out")
+        elif name == "next_token":
+            self.objective = Pretraining.of(self.config, arch)
+        else:
+            if not pairs:
+                problem = f"{name!r}, but the rows that were given are no preference pairs"
+                raise ConfigError("train.objective", f"{problem}; leave it out")
+            self._objective = Preference(name, self.config.train.beta)
+            self.objective = Pretraining.of(self.config, arch, own=self._objective)
 
     @property
     def identity(self) -> str:
