@@ -1,7 +1,10 @@
 """Streams: blocks that are tokenised while training goes on, and the place in them."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ from test_data_formats import CONTAINERS
 
 from moetrain.config import Config, ConfigError
 from moetrain.data import cache
+from moetrain.data.chat import CHATML
 from moetrain.data.loader import Data, Loader, build_data
 from moetrain.data.packing import Streamed
 from moetrain.data.sources import HashRange, open_sources
@@ -107,6 +111,50 @@ def test_processes_make_the_same_blocks_ahead(tmp_path: Path):
         time.sleep(0.05)
     assert ahead > made
     assert texts(data, 300, 2000) == want[300:]
+
+
+UNGUARDED = """\
+import sys
+import time
+from pathlib import Path
+
+from moetrain.config import Config
+from moetrain.data import cache, loader, sources
+
+print("begun", flush=True)
+cache._BLOCK_BYTES, sources._STREAM_PART = 2000, 500
+config = Config.load(None, sys.argv[1:])
+data = loader.build_data(config, 512)
+start = time.monotonic()
+loader.Loader(data.train, 2, 2, seed=0).next_step()
+print(time.monotonic() - start < 2, flush=True)
+while not (ahead := list(Path(config.data.cache_dir).glob("*/[1-9]*-*/meta.json"))):
+    time.sleep(0.05)
+"""
+
+
+def test_a_program_without_a_guard_has_its_blocks_made_and_waits_for_no_process(tmp_path: Path):
+    """Processes that take three seconds to start, with more to be told than a pipe holds."""
+    write_lines(tmp_path / "a.jsonl", *records())
+    (tmp_path / "slow").mkdir()
+    slow = "import sys, time\ntime.sleep(3 * ('--multiprocessing-fork' in sys.orig_argv))"
+    (tmp_path / "slow" / "sitecustomize.py").write_text(slow)
+    (tmp_path / "long.jinja").write_text("{#" + " " * 300_000 + "#}" + CHATML)
+    (tmp_path / "program.py").write_text(UNGUARDED)
+    words = ["model.preset=debug", "data.seq_len=8", "data.eval_fraction=0", "data.streaming=yes"]
+    words += [f"data.path={tmp_path}/a.jsonl", f"data.cache_dir={tmp_path}/cache"]
+    words += ["data.workers=2", f"data.chat_template={tmp_path}/long.jinja"]
+    paths = os.pathsep.join([str(tmp_path / "slow"), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), *words],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["begun", "True"]
+    assert "RuntimeError" not in ended.stderr
 
 
 def test_held_out_records_are_in_no_block(tmp_path: Path):

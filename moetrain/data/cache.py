@@ -25,6 +25,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -35,6 +36,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -258,21 +260,39 @@ class Blocks:
         if self._workers == 0 or folder.is_dir():
             return
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            given = self.source.for_workers(), self._tokenizer
-            self._pool = context.Pool(self._workers, _begin_worker, given)
-            weakref.finalize(self, self._pool.terminate)
+            self._pool = self._begun()
         self._pool.apply_async(_work, (found, folder))
+
+    def _begun(self) -> Any:
+        """Start the processes, without waiting for what they import.
+
+        They get the tokenizer in a file: megabytes in the pipe of a process that is starting would
+        be waited for, one process after the other. They do not import the program's main module,
+        which may have no guard against that, and which they have no use for.
+        """
+        folder = TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True)
+        given = Path(folder.name, "given")
+        given.write_bytes(pickle.dumps((self.source.for_workers(), self._tokenizer)))
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            context = multiprocessing.get_context("spawn")
+            pool = context.Pool(self._workers, _begin_worker, (given,))
+        finally:
+            sys.modules["__main__"] = program
+        weakref.finalize(self, folder.cleanup)
+        weakref.finalize(self, pool.terminate)
+        return pool
 
 
 _worker: list[Any] = []
 """In a process that makes blocks: the source, without its files, and the tokenizer."""
 
 
-def _begin_worker(*given: Any) -> None:
+def _begin_worker(given: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_tokenizer_thread()
-    _worker[:] = given
+    _worker[:] = pickle.loads(given.read_bytes())
 
 
 def _work(found: list[Any], folder: Path) -> None:
