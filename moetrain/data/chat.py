@@ -32,6 +32,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moetrain.config import ConfigError
+from moetrain.config.sources import shortened
 from moetrain.data.tokenizer import Tokenizer
 
 CHATML = """\
@@ -183,7 +184,8 @@ class ChatTemplate:
         turns = self._checked(messages)
         learned = _learned(turns, train_on, given)
         if not learned:
-            raise BadLineError("`messages` has no assistant turn to learn from")
+            said = "`messages` has no assistant turn to learn from"
+            raise BadLineError(f"{said}: {shortened(messages)}; leave such records out")
         if re.search(r"{%[-+]?\s*generation\b", self.source):
             return [self._marked_document(turns, variables, learned[0])]
         documents: list[tuple[str, list[tuple[int, int]]]] = []
@@ -264,7 +266,8 @@ class ChatTemplate:
         Parts of a ``content`` are joined unless the template reads them itself.
         """
         if not isinstance(messages, list) or not messages:
-            raise BadLineError("`messages` is not a list of turns")
+            said = f"`messages` is not a list of turns: {shortened(messages)}"
+            raise BadLineError(f"{said}; give one turn or more")
         joins = not _READS_PARTS.search(self.source)
         turns = []
         for i, message in enumerate(messages):
@@ -278,7 +281,8 @@ class ChatTemplate:
                 if key == "content" and key not in turn and turn.get("tool_calls"):
                     continue  # it only calls tools
                 if not isinstance(turn.get(key), str | list if key == "content" else str):
-                    raise BadLineError(f"messages[{i}].{key} is missing or not text")
+                    said = f"messages[{i}].{key} is missing or not text: {shortened(turn)}"
+                    raise BadLineError(f"{said}; give text")
             if reasoning := [turn[key] for key in _REASONING if key in turn]:
                 turn = {"thinking": reasoning[0], **turn, "reasoning_content": reasoning[0]}
             turns.append(turn)
@@ -331,7 +335,8 @@ def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
         raise BadLineError(f"`chat_template_kwargs` has {taken[0]!r}, which cannot be set there")
     for key, value in found.items():
         if not isinstance(value, list | None):
-            raise BadLineError(f"`{key}` is not a list of objects")
+            said = f"`{key}` is not a list of objects: {shortened(value)}"
+            raise BadLineError(f"{said}; give such a list, as JSON or in JSON's text")
         for i, entry in enumerate(value or ()):
             if not isinstance(entry, dict):
                 raise BadLineError(f"{key}[{i}] is not an object")
@@ -345,7 +350,8 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise BadLineError(f"`{key}` is text that is not JSON") from None
+        said = f"`{key}` is text that is not JSON: {shortened(value)}"
+        raise BadLineError(f"{said}; write it with a JSON library") from None
 
 
 def _learned(turns: list[dict[str, Any]], train_on: TrainOn, given: int) -> list[int]:
@@ -362,7 +368,8 @@ def _learned(turns: list[dict[str, Any]], train_on: TrainOn, given: int) -> list
 def _text_of(part: object, i: int) -> str:
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
-        raise BadLineError(f"messages[{i}].content has a part that is no text")
+        said = f"messages[{i}].content has a part that is no text: {shortened(part)}"
+        raise BadLineError(f"{said}; give texts alone")
     return text
 
 

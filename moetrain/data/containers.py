@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError
+from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError
 
 _logger = logging.getLogger("moetrain")
@@ -42,6 +43,7 @@ RECORD_FILES = (".jsonl", ".parquet", ".arrow", *(f".jsonl{c}" for c in sorted(_
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
+_DAMAGED = "it is damaged, cut short or of another format: fetch or write it again"
 _RATIO = 4
 """About how many bytes of text there are in one that is compressed."""
 _ROWS = 4096
@@ -66,7 +68,9 @@ class Raw(NamedTuple):
         try:
             return json.loads(self.content)
         except json.JSONDecodeError as error:
-            raise BadLineError(f"not JSON: {error.msg} at column {error.colno}") from None
+            said = f"not JSON: {error.msg} at column {error.colno}"
+            said += f" of {shortened(self.content)}"
+            raise BadLineError(f"{said}; give one object a line") from None
         except UnicodeDecodeError as error:
             raise BadLineError(f"not UTF-8: {error.reason} at byte {error.start}") from None
         except ValueError as error:  # an integer of thousands of digits
@@ -142,7 +146,9 @@ class Container:
         """Yield the records of ``piece``; ConfigError if they cannot be read."""
         with self.reading(piece.file):
             if self.table is not None:
-                rows = self.table.select(range(piece.start, min(piece.stop, len(self.table))))
+                # As Arrow, a picture beside the text is not decoded.
+                table = self.table.with_format("arrow")
+                rows = table.select(range(piece.start, min(piece.stop, len(table))))
                 yield from _rows(piece, rows.iter(batch_size=256))
             elif piece.file.suffix.lower() == ".parquet":
                 yield from _rows(piece, _parquet(piece))
@@ -161,9 +167,9 @@ class Container:
         except ImportError as error:
             raise ConfigError(self.field, _needs(str(file), error)) from None
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = error.strerror or f"{error}; {_DAMAGED}"
         except (ValueError, EOFError, zlib.error, lzma.LZMAError) as error:  # ArrowInvalid too
-            problem = str(error).partition("\n")[0]
+            problem = str(error).partition("\n")[0] + f"; {_DAMAGED}"
         else:
             return
         raise ConfigError(self.field, f"{str(file)!r} cannot be read: {problem}")

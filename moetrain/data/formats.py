@@ -69,7 +69,7 @@ class RecordReader:
             ConfigError: the chat template itself is wrong.
         """
         if not isinstance(record, dict):
-            raise BadLineError("not a JSON object")
+            raise BadLineError(f"not a JSON object: {shortened(record)}; give one object a line")
         return [
             document._replace(text=_unicode(document.text))
             for document in _FORMS[self.form_of(record)].read(self, record)
@@ -108,7 +108,7 @@ class RecordReader:
         return (
             f"no {self.text_field!r} and no 'messages': a record of no known form, "
             f"{shortened(dict(record))}; known are {', '.join(map(shown, _FORMS))}; nearest is "
-            f"{nearest}: rename its fields, or name the field of a text in data.text_field"
+            f"{nearest}: fill or rename its fields, or name the field of a text in data.text_field"
         )
 
     # ---- the forms -----------------------------------------------------------------------------
@@ -116,7 +116,8 @@ class RecordReader:
     def _text(self, record: dict[str, Any]) -> list[Document]:
         text = record[self.text_field]
         if not isinstance(text, str):
-            raise BadLineError(f"{self.text_field!r} is not text")
+            said = f"{self.text_field!r} is not text: {shortened(text)}"
+            raise BadLineError(f"{said}; write texts there, or name another data.text_field")
         return [Document(text)] if text.strip() else []
 
     def _messages(self, record: dict[str, Any]) -> list[Document]:
@@ -133,7 +134,8 @@ class RecordReader:
     def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
         turns = record["conversations"]
         if not isinstance(turns, list) or not turns:
-            raise BadLineError("`conversations` is not a list of turns")
+            said = f"`conversations` is not a list of turns: {shortened(turns)}"
+            raise BadLineError(f"{said}; give one turn or more")
         messages = [_turn(turn, i) for i, turn in enumerate(turns)]
         return self._dialogue(_with_system(record, messages), record)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetrain.config import ConfigError, DataSection
+from moetrain.config.sources import shortened
 from moetrain.data.chat import BadLineError, ChatTemplate
 from moetrain.data.containers import (
     Container,
@@ -207,7 +208,9 @@ class _RecordSource(Source):
             try:
                 record = raw.value()
                 if not isinstance(record, dict):
-                    raise BadLineError("not a JSON object")
+                    raise BadLineError(
+                        f"not a JSON object: {shortened(record)}; give one object a line"
+                    )
                 forms[self.reader.form_of(record)] += 1
             except BadLineError as error:
                 raise ConfigError(error.field or self.field, f"{raw.where}: {error}") from None
