@@ -2,17 +2,23 @@
 
 import gzip
 import json
+import os
+import shutil
+import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from command_lines import settled
 from data_files import BYTE_VOCAB, write_lines
+from distributed import spawn
 
 from moetrain import Trainer
 from moetrain.config import Config, ConfigError
-from moetrain.data.loader import Data, Loader, build_data
+from moetrain.data.loader import Batch, Data, Loader, build_data
 from moetrain.data.packing import Mixture, Row, Samples, Shuffled
 from moetrain.train.metrics import read_metrics
 
@@ -21,9 +27,11 @@ pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
-def written(folder: Path) -> list[dict[str, object]]:
+def written(
+    folder: Path, text: Callable[[str, int], str] = lambda letter, i: letter * 15
+) -> list[dict[str, object]]:
     """The entries of a mixture of a table, compressed lines and a saved data set, of a, b and c."""
-    texts = {letter: [{"text": letter * 15} for _ in range(40)] for letter in "abc"}
+    texts = {letter: [{"text": text(letter, i)} for i in range(40)] for letter in "abc"}
     parquet.write_table(pa.Table.from_pylist(texts["a"]), folder / "a.parquet")
     with gzip.open(folder / "b.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(record) + "\n" for record in texts["b"])
@@ -133,6 +141,74 @@ def test_a_run_over_a_mixture_resumes_and_evaluates_each_source(tmp_path: Path):
     parts = [last[f"eval_loss/{name}"] for name in "abc"]
     assert last["eval_loss"] == pytest.approx(np.average(parts, weights=[1, 2, 3]), rel=0.1)
     assert len(set(parts)) == 3
+
+
+def noted(words: list[str], notes: Path, dies_behind: int) -> int:
+    """Train, with a line in ``notes`` for what each step reads; SIGKILL behind one of them."""
+    read, train = Loader.next_step, Trainer.train_step
+    rank = dist.get_rank()
+
+    def next_step(loader: Loader) -> list[Batch]:
+        batches = read(loader)
+        line = [loader.sample_index, [batch.tokens_BS.tolist() for batch in batches]]
+        with (notes / str(rank)).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return batches
+
+    def train_step(trainer: Trainer) -> object:
+        result = train(trainer)
+        if trainer.step == dies_behind and rank == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    Loader.next_step, Trainer.train_step = next_step, train_step
+    return Trainer(Config.load(None, settled(words), environ={})).fit().step
+
+
+def read_notes(notes: Path) -> list[tuple[int, list]]:
+    """What was read, by the number of samples behind it; ranks take micro-batches in turn."""
+    of_ranks = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted(notes.iterdir())
+    ]
+    steps = zip(*of_ranks, strict=False)  # one may have begun another when the last was killed
+    found = [(step[0][0], zip(*(batches for _, batches in step), strict=True)) for step in steps]
+    return [(number, [batch for turn in turns for batch in turn]) for number, turns in found]
+
+
+@pytest.mark.parametrize("streaming", ["no", "yes"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_reads_on_what_it_would_have_read(
+    ranks: int, streaming: str, tiny_words: list[str], tmp_path: Path
+):
+    """A table, compressed lines and a saved data set; more than a pass over the smallest."""
+    entries = written(tmp_path, lambda letter, i: f"{letter}{i:013d}\n")
+    mix = [{**entry, "weight": i + 1.0} for i, entry in enumerate(entries)]
+    words = [word for word in tiny_words if "eval_" not in word and "data.p" not in word]
+    words += ["data.source=records", f"data.mix={json.dumps(mix)}", "data.eval_fraction=0"]
+    words += [f"data.streaming={streaming}", f"data.cache_dir={tmp_path}/cache"]
+    words += ["data.seq_len=16", "train.steps=40", "checkpoint.interval=10", "optim.lr=1e-3"]
+    words += ["train.micro_batch_size=2", "train.global_batch_size=8", "train.sample_tokens=0"]
+    words += ["data.workers=0"] if streaming == "yes" else []
+    folders = [tmp_path / name for name in ("straight", "killed", "resumed")]
+    for folder in folders:
+        folder.mkdir()
+    straight, killed, resumed = folders
+    assert spawn(1, noted, [*words, f"output_dir={tmp_path}/1"], straight, 0) == [40]
+    words += [f"parallel.dp_shard={ranks}", f"output_dir={tmp_path}/2"]
+    with pytest.raises(pytest.fail.Exception):
+        spawn(ranks, noted, words, killed, 25)
+    shutil.rmtree(tmp_path / "cache")
+    assert spawn(ranks, noted, words, resumed, 0) == [40] * ranks
+    want = dict(read_notes(straight))
+    before, after = read_notes(killed), read_notes(resumed)
+    assert len(want) == 40
+    assert len({json.dumps(batches) for batches in want.values()}) == 40
+    assert [number for number, _ in before] == list(range(8, 8 * 25 + 1, 8))
+    first = after[0][0]
+    assert first in (88, 168)  # the save of step 20 may not have been over
+    assert [number for number, _ in after] == list(range(first, 8 * 40 + 1, 8))
+    assert all(batches == want[number] for number, batches in [*before, *after])
 
 
 @pytest.mark.parametrize(
