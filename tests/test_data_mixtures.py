@@ -161,7 +161,9 @@ def noted(words: list[str], notes: Path, dies_behind: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    Loader.next_step, Trainer.train_step = next_step, train_step
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Loader, "next_step", next_step)
+    patch.setattr(Trainer, "train_step", train_step)
     return Trainer(Config.load(None, settled(words), environ={})).fit().step
 
 
