@@ -5,6 +5,7 @@ The library in six names: ``load_hf`` and ``save_hf`` for Hugging Face checkpoin
 are imported when first used, so that ``--help`` does not wait for torch.
 """
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ _HOMES = {
     "ConfigError": "moetrain.config",
     "Engine": "moetrain.train.engine",
     "Generator": "moetrain.rollout.engine",
-    "Trainer": "moetrain.train.trainer",
     "load_hf": "moetrain.models.hf.load",
     "save_hf": "moetrain.models.hf.save",
 }
@@ -32,7 +32,32 @@ _HOMES = {
 __all__ = ["Config", "ConfigError", "Engine", "Generator", "Trainer", "load_hf", "save_hf"]
 
 
+@cache
+def _trainer() -> Any:
+    """Return the trainer with the callbacks that generate, which are of a layer above training."""
+    from moetrain.train.trainer import Trainer
+
+    class ComposedTrainer(Trainer):
+        __doc__ = Trainer.__doc__
+
+        def __init__(self, config: Any, *, callbacks: Any = (), **given: Any) -> None:
+            callbacks = [*callbacks]
+            if config.eval.tasks:
+                from moetrain.rollout.harness import Benchmarked
+
+                callbacks.insert(0, Benchmarked(config))
+            if config.train.sample_tokens:
+                from moetrain.rollout.weights import Sampled
+
+                callbacks.append(Sampled())
+            super().__init__(config, callbacks=callbacks, **given)
+
+    return ComposedTrainer
+
+
 def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        return _trainer()
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'moetrain' has no attribute {name!r}")

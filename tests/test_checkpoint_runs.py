@@ -34,6 +34,7 @@ from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.world import join_world
 from moetrain.rl.trainer import RlTrainer
 from moetrain.train import run_folder
+from moetrain.train.callbacks import Callback
 from moetrain.train.metrics import read_metrics
 from moetrain.train.run_folder import _BEGUN
 from moetrain.train.setup import resolve_run
@@ -396,6 +397,7 @@ class Clock:
     def __init__(self, monkeypatch, trainer):
         self.now, self.step = 0.0, trainer.train_step
         monkeypatch.setattr("moetrain.train.run.time", self)
+        monkeypatch.setattr("moetrain.train.callbacks.time", self)
         trainer.train_step = self.train_step
         trainer.saved_time = 0.0
 
@@ -444,13 +446,21 @@ def test_a_step_that_was_skipped_puts_off_what_time_asks_for(tiny, tmp_path, mon
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000005"]
 
 
+class OwnClock(Callback):
+    """Asks for checkpoints at other steps on the first rank than on others."""
+
+    def on_update(self, run):
+        late = dist.get_rank() == 0
+        if run.step % 5 == 3 if late else run.step % 2 == 0:
+            run.ask_to_save()
+
+
 def saved_by_one_clock(words):
     """The saves of a run whose ranks' clocks say different things."""
-    trainer, saved = Trainer(Config.load(None, words, environ={})), []
+    config, saved = Config.load(None, words, environ={}), []
+    trainer = Trainer(config, callbacks=[OwnClock()])
     begin = trainer.begin_save
     trainer.begin_save = lambda **how: saved.append(trainer.step) or begin(**how)
-    late = dist.get_rank() == 0
-    trainer.is_time_to_save = lambda: trainer.step % 5 == 3 if late else trainer.step % 2 == 0
     trainer.fit()
     return saved
 

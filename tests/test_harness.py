@@ -6,6 +6,7 @@ import pytest
 import torch
 from distributed import spawn
 
+from moetrain import Trainer
 from moetrain.cli.main import main
 from moetrain.config import Config
 from moetrain.config.sections import EvalSection
@@ -13,7 +14,6 @@ from moetrain.data.tokenizer import load_tokenizer
 from moetrain.models.hf.load import load_hf
 from moetrain.rollout.engine import Generator
 from moetrain.train.metrics import read_metrics
-from moetrain.train.trainer import Trainer
 
 pytest.importorskip("lm_eval")
 from lm_eval.evaluator import simple_evaluate

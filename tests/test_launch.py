@@ -34,7 +34,7 @@ rank, folder = int(os.environ["RANK"]), sys.argv[2]
 
 
 class Trainer:
-    def __init__(self, config): ...
+    def __init__(self, config, **_): ...
 
     def fit(self):
         open(os.path.join(folder, f"{rank}.{os.getpid()}"), "w").close()
@@ -104,7 +104,7 @@ from moetrain.cli.train import main
 
 
 class Trainer:
-    def __init__(self, config):
+    def __init__(self, config, **_):
         self.world = join_world(config, resolve_architecture(config.model))
 
     def fit(self):
@@ -136,7 +136,7 @@ processes._BEAT_SECONDS = 0.2
 
 
 class Trainer:
-    def __init__(self, config):
+    def __init__(self, config, **_):
         self.world = world.join_world(config, resolve_architecture(config.model))
 
     def fit(self):

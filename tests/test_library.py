@@ -186,6 +186,12 @@ class Diary(Callback):
         if run.step == self.last:
             run.end("the diary is full")
 
+    def on_update(self, run):
+        self.said.append(f"update {run.step}")
+
+    def on_last_step(self, run):
+        self.said.append("last")
+
     def on_log(self, run, row):
         self.said.append("log")
 
@@ -208,8 +214,9 @@ class Diary(Callback):
 def test_a_callback_sees_the_run_and_ends_it(own, capsys):
     diary, words = Diary(last=3), ("train.eval_interval=2", "train.steps=9")
     result = Trainer(own(*words), data=rows_of(4), eval_data=rows_of(2), callbacks=[diary]).fit()
-    said = "start 0;log;evaluate;log;step 1;log;log;evaluate;step 2;log;step 3;step-00000003;"
-    assert ";".join(diary.said) == said + "log;evaluate;end None"
+    said = "start 0;log;evaluate;update 1;log;step 1;update 2;log;log;evaluate;step 2;"
+    said += "update 3;log;step 3;step-00000003;last;log;evaluate;end None"
+    assert ";".join(diary.said) == said
     assert (result.step, result.reason) == (3, "the diary is full")
     assert result.checkpoint.name == "step-00000003"
     assert result.loss == losses(result.folder)[3]

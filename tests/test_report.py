@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from moetrain import Trainer
 from moetrain.cli.main import main
 from moetrain.train.report import _POINTS, Report
-from moetrain.train.trainer import Trainer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 

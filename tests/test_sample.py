@@ -6,18 +6,18 @@ import torch.distributed as dist
 from distributed import spawn
 from test_parallel import DENSE, LAYOUTS, words_of
 
-import moetrain
+from moetrain import Trainer
 from moetrain.config import Config
 from moetrain.data.tokenizer import ByteTokenizer
 from moetrain.rollout import weights
-from moetrain.train.trainer import Trainer
+from moetrain.train.metrics import MetricsLog
 
 GREEDY = ["train.steps=2", "train.sample_tokens=60", "optim.lr=1e-2", "model.init_std=0.3"]
 
 
 def sample_of(words):
     """What a run writes."""
-    trainer = moetrain.Trainer(Config.load(None, words, environ={}))
+    trainer = Trainer(Config.load(None, words, environ={}))
     trainer.fit()
     return trainer, (trainer.folder / "sample.txt").read_text()
 
@@ -73,7 +73,7 @@ def run_without_memory(words):
     said = []
     weights._free_bytes = lambda device: 3 * 2**30 * (2 - dist.get_rank())
     trainer = Trainer(Config.load(None, words, environ={}))
-    weights.MetricsLog.say = lambda log, text: said.append(text)
+    MetricsLog.say = lambda log, text: said.append(text)
     trainer.fit()
     return (trainer.folder / "sample.txt").exists(), said
 

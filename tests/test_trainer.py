@@ -18,6 +18,7 @@ import torch
 from command_lines import settled
 from rich.console import Console
 
+from moetrain import Trainer
 from moetrain.checkpoint.read import list_checkpoints, open_checkpoint
 from moetrain.cli.train import main
 from moetrain.config import Config, ConfigError, LogSection
@@ -27,7 +28,7 @@ from moetrain.parallel import apply
 from moetrain.train.metrics import MetricsLog, read_metrics
 from moetrain.train.objectives import CrossEntropy, routing_losses
 from moetrain.train.snapshot import check_same_run
-from moetrain.train.trainer import Trainer, held_out_terms
+from moetrain.train.trainer import held_out_terms
 
 
 def fit(config):

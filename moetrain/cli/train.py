@@ -82,9 +82,7 @@ _JOBS_OF_RL = ("max_sequences", "cache_tokens")
 """Settings of ``rl`` that jobs use too: those of generation."""
 
 _PROGRAMS = {
-    "train": _Program(
-        "train", "moetrain.train.trainer:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs.")
-    ),
+    "train": _Program("train", "moetrain:Trainer", Recipes.TRAIN, foreign=("rl.", "jobs.")),
     "bench": _Program("bench", "moetrain.cli.bench:Bench", Recipes.TRAIN, foreign=("rl.", "jobs.")),
     "rl": _Program(
         "rl",

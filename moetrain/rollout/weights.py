@@ -12,8 +12,7 @@ are one tensor parallel group, 2 and 3 the other::
     rank 0 sends  a[0:1], b[0:1]       rank 1 sends  a[2:3], b[1:2]
     rank 2 sends  a[1:2], nothing      rank 3 sends  a[3:4], nothing
 
-:func:`write_sample` is one use of it, at the end of a training run: the trainer finds it by name,
-since it imports nothing of generation, a layer above it.
+:class:`Sampled` is one use of it, at the end of a training run.
 
 Left out on purpose: a generator with another degree of expert parallelism than the trainer's or
 none; sending only what has changed.
@@ -24,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,8 +43,8 @@ from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, SamplingParams
 from moetrain.rollout.steps import ExpertParallel
+from moetrain.train.callbacks import Callback, RunView
 from moetrain.train.engine import Engine
-from moetrain.train.metrics import MetricsLog
 
 
 def replica(engine: Engine) -> tuple[Transformer, ExpertParallel | None]:
@@ -294,19 +293,25 @@ class CannotGenerate(ValueError):
     """A training run cannot generate; the message says why, the same on every rank."""
 
 
-def write_sample(engine: Engine, data: Data, file: Path, log: MetricsLog) -> None:
-    """Continue ``train.sample_prompt``, or the start of a held-out row, into ``file``. Collective.
+class Sampled(Callback):
+    """Continues ``train.sample_prompt``, or the start of a held-out row, into ``sample.txt``.
 
-    If it cannot be made, the log says why: the run itself has succeeded.
+    If that cannot be done at the end of a run, the log says why: the run itself has succeeded.
     """
-    try:
-        text = data.tokenizer.decode(_sample(engine, data))
-    except CannotGenerate as error:
-        log.say(f"no sample: {error} (train.sample_prompt, train.sample_tokens)")
-        return
-    if engine.world.is_main:
-        file.write_text(text, "utf-8")
-        log.say("sample:\n" + text)
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        trainer: Any = run  # moetrain.train.trainer's, which has data besides
+        if error is not None or not trainer.has_text:
+            return
+        data: Data = trainer.data
+        try:
+            text = data.tokenizer.decode(_sample(run.engine, data))
+        except CannotGenerate as problem:
+            run.say(f"no sample: {problem} (train.sample_prompt, train.sample_tokens)")
+            return
+        if run.world.is_main:
+            (run.folder / "sample.txt").write_text(text, "utf-8")
+        run.say("sample:\n" + text)
 
 
 def _prompt(data: Data, text: str | None) -> list[int]:

@@ -8,12 +8,14 @@
     Trainer(config, callbacks=[LowEnough()]).fit()
 
 Every hook is called on every rank, in the order of the callbacks, with the same numbers. A hook
-that raises ends the run with that error. Early stopping and the best checkpoint (:class:`Best`) and
-all reporters (:mod:`moetrain.train.reporters`) are callbacks too.
+that raises ends the run with that error. Early stopping and the best checkpoint (:class:`Best`),
+checkpoints by time (:class:`Timed`), profiles, samples, benchmarks and all reporters are callbacks
+too.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +30,7 @@ from moetrain.checkpoint.read import checkpoint_name
 from moetrain.config import Config
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
+from moetrain.train.metrics import Throughput
 
 Row = Mapping[str, float | None]
 """A line of metrics.jsonl without its step; None: not known, or not finite."""
@@ -43,6 +46,10 @@ class RunView(Protocol):
     step: int
     """Steps done."""
     total_steps: int
+    clock: Throughput
+    """Measures steps; a callback that takes long stops it meanwhile."""
+    saved_time: float
+    """``time.monotonic()`` at the last checkpoint, or at the first step."""
     moe_layers: list[int]
     """Indices of the layers with experts."""
     expert_counts_LE: torch.Tensor | None
@@ -58,6 +65,9 @@ class RunView(Protocol):
         """Begin a checkpoint of this step, unless there is one; collective."""
         ...
 
+    def ask_to_save(self) -> None:
+        """Have all ranks save at most two steps later, if this is the main rank."""
+
 
 class Callback:
     """Does nothing; a subclass overrides the hooks that it needs."""
@@ -65,8 +75,14 @@ class Callback:
     def on_start(self, run: RunView) -> None:
         """The run is built, and resumed if there was something to resume."""
 
+    def on_update(self, run: RunView) -> None:
+        """A step is queued, and neither logged nor evaluated."""
+
     def on_step(self, run: RunView) -> None:
         """A step is over; the device may still be computing it."""
+
+    def on_last_step(self, run: RunView) -> None:
+        """No further step is taken; the last evaluation and exports follow."""
 
     def on_log(self, run: RunView, row: Row) -> None:
         """A line is logged, of a step or of an evaluation."""
@@ -164,6 +180,15 @@ class Best(Callback):
             run.end(f"no better in {times} (train.patience); {best}", everywhere=True)
 
 
+class Timed(Callback):
+    """Asks for a checkpoint once ``checkpoint.minutes`` have passed since the last one."""
+
+    def on_update(self, run: RunView) -> None:
+        seconds = 60 * run.config.checkpoint.minutes
+        if 0 < seconds <= time.monotonic() - run.saved_time:
+            run.ask_to_save()
+
+
 class Callbacks(Callback):
     """Calls each hook of several callbacks, in order, and gathers their states by class."""
 
@@ -183,9 +208,17 @@ class Callbacks(Callback):
                 started.push(partial(_end, callback, run))
             yield
 
+    def on_update(self, run: RunView) -> None:
+        for callback in self._callbacks:
+            callback.on_update(run)
+
     def on_step(self, run: RunView) -> None:
         for callback in self._callbacks:
             callback.on_step(run)
+
+    def on_last_step(self, run: RunView) -> None:
+        for callback in self._callbacks:
+            callback.on_last_step(run)
 
     def on_log(self, run: RunView, row: Row) -> None:
         for callback in self._callbacks:

@@ -12,16 +12,11 @@ Left out on purpose: reading traces (scripts/bench_train.py adds one up by part)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from moetrain.config import LogSection
-from moetrain.train.metrics import Throughput
+from moetrain.train.callbacks import Callback, RunView
 
 _FOLDER = "profile"
 _MOST_ALLOCATIONS = 2_000_000
@@ -37,28 +32,14 @@ def new_profiler(device: torch.device) -> torch.profiler.profile:
     return torch.profiler.profile(activities=activities, record_shapes=True)
 
 
-class Profile:
-    """Traces the steps that ``settings`` ask for; :meth:`step_done` tells it when a step is over.
+class Profile(Callback):
+    """Traces the steps that ``log.profile`` asks for; the clock stops while it starts and writes.
 
-    Use it in ``with``. A trace that is incomplete at the end is written too, unless an error ended
-    the run. Profilers are switched off in any case.
+    A trace that is incomplete at the end is written too, unless an error ended the run. Profilers
+    are switched off in any case.
     """
 
-    def __init__(
-        self,
-        settings: LogSection,
-        folder: Path,
-        rank: int,
-        clock: Throughput,
-        say: Callable[[str], None],
-    ) -> None:
-        """Take the run's folder and its clock, which stops while traces start and are written.
-
-        ``say`` is called with a line for the user.
-        """
-        self.settings, self.clock, self.say = settings, clock, say
-        self.device = clock.device
-        self.folder, self.rank = folder / _FOLDER, rank
+    def __init__(self) -> None:
         self._done = self._last = self._first = 0
         """Steps that this process has done, the last of them, and the first that is kept."""
         self._is_kept = False
@@ -66,36 +47,38 @@ class Profile:
         self._on = ExitStack()
         self._profiler: torch.profiler.profile | None = None
 
-    def __enter__(self) -> Self:
-        return self
+    def on_start(self, run: RunView) -> None:
+        self.settings, self.device = run.config.log, run.world.device
+        self.folder, self.rank = run.folder / _FOLDER, run.world.rank
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._on:
-            if kind not in (None, SystemExit):  # SystemExit: the run was stopped, and has saved
-                return
-            if self._is_kept and self._first <= self._last:
-                self._write()
-            elif self._done and (self._is_kept or not self._first):
-                self.say("nothing was traced: the run ended before the steps of log.profile")
-
-    def step_done(self, step: int) -> None:
-        """Take note that step ``step`` of the run is over."""
+    def on_update(self, run: RunView) -> None:
         if not self.settings.profile:
             return
-        self._done, self._last = self._done + 1, step
+        self._done, self._last = self._done + 1, run.step
         traced = self._done - self.settings.profile_after
         warm = self.settings.WARM_STEPS
-        last = warm + self.settings.profile
-        change = {0: self._start, warm: self._keep, last: self._write}.get(traced)
-        if change is not None:
-            self.clock.stop()
-            change()
-            self.clock.start()
+        if traced not in (0, warm, warm + self.settings.profile):
+            return
+        run.clock.stop()
+        if traced == 0:
+            self._start()
+        elif traced == warm:
+            self._keep()
+        else:
+            self._write(run)
+        run.clock.start()
+
+    def on_last_step(self, run: RunView) -> None:
+        if self._is_kept and self._first <= self._last:
+            self._write(run)
+        elif self._done and (self._is_kept or not self._first):
+            run.say("nothing was traced: the run ended before the steps of log.profile")
+        self._done = 0
+
+    def on_end(self, run: RunView, error: BaseException | None) -> None:
+        with self._on:
+            if isinstance(error, SystemExit):  # the run was stopped, and has saved
+                self.on_last_step(run)
 
     def _start(self) -> None:
         if self.settings.profile_as == "trace":
@@ -114,7 +97,7 @@ class Profile:
             self._on.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
         self._start()
 
-    def _write(self) -> None:
+    def _write(self, run: RunView) -> None:
         self._is_kept = False
         self.folder.mkdir(exist_ok=True)
         name = self.folder / f"steps-{self._first}-{self._last}-rank-{self.rank}"
@@ -124,4 +107,4 @@ class Profile:
         if self._profiler is not None:
             self._profiler.export_chrome_trace(f"{name}.json.gz")
             self._profiler = None
-        self.say(f"steps {self._first} to {self._last} were traced; see {self.folder}")
+        run.say(f"steps {self._first} to {self._last} were traced; see {self.folder}")

@@ -31,7 +31,7 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.layout import TensorSlice
-from moetrain.train.callbacks import Best, Callback, Callbacks, Result
+from moetrain.train.callbacks import Best, Callback, Callbacks, Result, Timed
 from moetrain.train.engine import Engine, LateNumbers
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, routing_health
 from moetrain.train.profiling import Profile
@@ -151,14 +151,14 @@ class Run(ABC):
         self.folder = Path(config.output_dir)
         self.run_folder = RunFolder(self.folder)
         self.step, self.tokens, self.evaluated_at, self.saved_at = 0, 0, -1, -1
-        self.saved_time = time.monotonic()
+        self.saved_time, self.wants_save = time.monotonic(), False
         self.stop: list[int] = []
         """Stop signals that came to this process."""
         self.continues: Path | None = None
         """The newest checkpoint that this run has resumed or written."""
         self.best = Best()
         shown = [*reporters_of(config.log), Report()] if self.world.is_main else []
-        self.callbacks = Callbacks([self.best, *shown, *callbacks])
+        self.callbacks = Callbacks([self.best, Timed(), *shown, *callbacks, Profile()])
         self.loss: float | None = None
         self.ended_by = ""
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
@@ -252,17 +252,16 @@ class Run(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Watch for stop signals and profile in the loop over steps, and save at its end."""
-        config, rank = self.config, self.world.rank
-        profile = Profile(config.log, self.folder, rank, self.clock, self.log.say)
-        with stop_signals() as self.stop, garbage_collector_off(), profile as self.profile:
-            if self.step == 0 and config.train.eval_interval:
+        """Watch for stop signals in the loop over steps, and save at its end."""
+        with stop_signals() as self.stop, garbage_collector_off():
+            if self.step == 0 and self.config.train.eval_interval:
                 self.evaluate()  # where the held-out curve starts
             self.clock.start()
             self.saved_time = time.monotonic()
             with suppress(GivenUp):
                 yield
             self.end_steps()
+            self.callbacks.on_last_step(self)
         self.log.end_progress()
 
     @property
@@ -285,14 +284,12 @@ class Run(ABC):
 
     def count_step(self, skipped: torch.Tensor) -> None:
         """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
-        # By the main rank's clock, since all must decide alike.
-        self.watch.update(skipped, self.sum_requests(save=self.is_time_to_save()))
-        self.profile.step_done(self.step)
+        self.callbacks.on_update(self)
+        self.watch.update(skipped, self.sum_requests())
 
-    def is_time_to_save(self) -> bool:
-        """Whether ``checkpoint.minutes`` have passed since the last save."""
-        seconds = 60 * self.config.checkpoint.minutes
-        return 0 < seconds <= time.monotonic() - self.saved_time
+    def ask_to_save(self) -> None:
+        """Have all ranks save at most two steps later, if this is the main rank."""
+        self.wants_save = self.world.is_main
 
     @property
     def is_logged(self) -> bool:
@@ -329,10 +326,12 @@ class Run(ABC):
             self.world.leave()
             raise SystemExit(128 + number)
 
-    def sum_requests(self, *, save: bool = False) -> torch.Tensor:
-        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank says ``save``, plus
+    def sum_requests(self) -> torch.Tensor:
+        """Sum all ranks' stop signals, plus ``_SAVE`` where the main rank wants a checkpoint, plus
         ``_END`` for each rank on which a callback ends the run (0-d)."""
-        mine = len(self.stop) + _SAVE * (save and self.world.is_main) + _END * bool(self.ended_by)
+        # By the main rank's clock, since all must decide alike.
+        mine = len(self.stop) + _SAVE * self.wants_save + _END * bool(self.ended_by)
+        self.wants_save = False
         return self.world.sum_all(torch.full((), mine, device=self.device))
 
     def due(self, interval: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +27,6 @@ from moetrain.train.metrics import plot_curves
 from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
 from moetrain.train.preferences import Preference, Reference, pair_datasets
 from moetrain.train.run import GivenUp, Run
-
-_SAMPLER, _BENCHMARKS = "moetrain.rollout.weights", "moetrain.rollout.harness"
-"""Modules of ``write_sample`` and of ``Benchmarked``. They are imported by name, where settings ask
-for them: generation is a layer above training, which needs nothing else of it."""
 
 
 class _StepResult(NamedTuple):
@@ -76,8 +71,6 @@ class Trainer(Run):
             ConfigError: a setting or the data is wrong, or the run cannot be made of it here.
         """
         self._given, self._given_eval, self._objective = data, eval_data, objective
-        if config.eval.tasks:
-            callbacks = [import_module(_BENCHMARKS).Benchmarked(config), *callbacks]
         super().__init__(config, callbacks=callbacks)
 
     def build(self, arch: Architecture) -> None:
@@ -133,6 +126,13 @@ class Trainer(Run):
     def trained_on(self) -> str:
         number = f"{len(self.data.train):,} rows" if len(self.data.train) else "a stream of rows"
         return f"{number} of {self.config.data.seq_len} tokens"
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the ids that are trained on are the tokenizer's."""
+        is_given = self._given is not None
+        config = self.config
+        return config.is_set("data.tokenizer") if is_given else config.data.source != "synthetic"
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -231,19 +231,12 @@ class Trainer(Run):
         self.clock.start()
 
     def finish(self) -> None:
-        """Evaluate, export what settings ask for, plot the losses and write a sample."""
+        """Evaluate, export what settings ask for and plot the losses."""
         self.evaluate()
-        data, is_text = self.data, self.config.data.source != "synthetic"
-        if self._given is not None:
-            is_text = self.config.is_set("data.tokenizer")
-        # Other ids are of no tokenizer.
-        self.export(data.tokenizer if is_text else None, data.chat_template)
+        self.export(self.data.tokenizer if self.has_text else None, self.data.chat_template)
         if self.world.is_main:
             curves = ("loss", "training", ""), ("eval_loss", "held out", "o")
             plot_curves(self.log.path, self.folder / "loss.png", curves, "loss (nats a token)")
-        if self.config.train.sample_tokens and is_text:
-            write_sample = import_module(_SAMPLER).write_sample
-            write_sample(self.engine, data, self.folder / "sample.txt", self.log)
 
     # ---- saving and resuming -------------------------------------------------------------------
 
