@@ -271,6 +271,16 @@ def slugs(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_every_job_has_a_test_that_exists():
+    """That its page exists is tested with all other links."""
+    text = (ROOT / "docs" / "quickstart.md").read_text()
+    rows = re.findall(r"^\| .+ \| \[.+\]\(.+\) \| `(\w+\.py)::(\w+)` \|$", text, re.M)
+    assert len(rows) == 24
+    for file, name in rows:
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("page", PROSE, ids=name_of)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()

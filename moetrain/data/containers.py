@@ -4,7 +4,8 @@ A container is read in pieces, each by itself and in any order. What libraries d
 ``pyarrow`` reads tables and ``.zst``, ``datasets`` opens what it saved and what a hub has. Both are
 of the extra ``data``; without it lines of JSON can be read, and those in ``.gz``.
 
-Left out on purpose: remote files other than a hub's data sets (copy them, or mount their store).
+Left out on purpose: remote files other than a hub's data sets, which a program gives to a Trainer
+as an iterable (docs/library.md).
 """
 
 from __future__ import annotations
