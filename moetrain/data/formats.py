@@ -40,8 +40,6 @@ class Document(NamedTuple):
     """The characters ``start:end`` to learn; None: all."""
     is_rendered: bool = False
     """Whether a chat template made the text, which then begins as the template says."""
-    side: int = 0
-    """1 for the chosen answer of a preference pair, -1 for the rejected one that follows it."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +121,11 @@ class RecordReader:
     def _messages(self, record: dict[str, Any]) -> list[Document]:
         return self._dialogue(record["messages"], record)
 
-    def _dialogue(
-        self, messages: object, record: dict[str, Any], given: int = 0, side: int = 0
-    ) -> list[Document]:
+    def _dialogue(self, messages: object, record: dict[str, Any], given: int = 0) -> list[Document]:
         """Render ``messages``, of which nothing is learned in the first ``given`` turns."""
         variables = template_variables(record)
         rendered = self.template.documents(messages, variables, self.train_on, given)
-        return [Document(text, spans, True, side) for text, spans in rendered]
+        return [Document(text, spans, True) for text, spans in rendered]
 
     def _sharegpt(self, record: dict[str, Any]) -> list[Document]:
         turns = record["conversations"]
@@ -156,30 +152,28 @@ class RecordReader:
     def _preference(self, record: dict[str, Any]) -> list[Document]:
         if record.get("prompt") is None and isinstance(record["chosen"], list):
             record = {**record, **_shared_prompt(record)}
-        sides = [("chosen", 1), ("rejected", -1)][: 1 + self.reads_pairs]
-        return [self._whole_answer(record, key, side) for key, side in sides]
+        keys = ("chosen", "rejected") if self.reads_pairs else ("chosen",)
+        return [self._whole_answer(record, key) for key in keys]
 
-    def _whole_answer(self, record: dict[str, Any], key: str, side: int) -> Document:
-        found = self._answer(record, "prompt", key, side)
+    def _whole_answer(self, record: dict[str, Any], key: str) -> Document:
+        found = self._answer(record, "prompt", key)
         if len(found) != 1:
             raise BadLineError(f"`{key}` becomes {len(found)} texts, where a pair has one of each")
         return found[0]
 
-    def _answer(
-        self, record: dict[str, Any], before: str, key: str, side: int = 0
-    ) -> list[Document]:
+    def _answer(self, record: dict[str, Any], before: str, key: str) -> list[Document]:
         """Return a prompt with what answers it; both are texts, or both lists of messages."""
         prompt, answer = record.get(before) or "", record[key]
         if isinstance(answer, list):
             if isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}] if prompt else []
-            return self._dialogue([*prompt, *answer], record, len(prompt), side)
+            return self._dialogue([*prompt, *answer], record, len(prompt))
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise BadLineError(f"`{before}` and `{key}` are neither two texts nor two dialogues")
         if not answer.strip():
             return []
         text = prompt + answer
-        return [Document(text, [(len(prompt), len(text))], False, side)]
+        return [Document(text, [(len(prompt), len(text))])]
 
 
 class _Form(NamedTuple):
