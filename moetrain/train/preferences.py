@@ -36,9 +36,10 @@ from moetrain.config.files import write_atomically
 from moetrain.data.cache import TokenCache
 from moetrain.data.loader import Batch, Data
 from moetrain.data.packing import Mixture, PairDataset, Shuffled
+from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import Transformer
 from moetrain.train.callbacks import Callback, RunView
-from moetrain.train.objectives import Outputs, Term
+from moetrain.train.objectives import Objective, Outputs, Pretraining, Term
 
 _logger = logging.getLogger("moetrain")
 
@@ -205,6 +206,30 @@ def pair_datasets(data: Data) -> list[PairDataset]:
         train = [part.rows for part in data.train.parts.values() if isinstance(part, Shuffled)]
     held_out = [rows for rows, _ in data.sources.values()] or [data.eval]
     return [rows for rows in (*train, *held_out) if isinstance(rows, PairDataset)]
+
+
+def chosen_objectives(
+    config: Config, arch: Architecture, pairs: Sequence[PairDataset], given: Objective[Any] | None
+) -> tuple[Objective[Any], Objective[Any] | None]:
+    """Return what is minimised, and what evaluations measure (None: the cross-entropy).
+
+    Raises:
+        ConfigError: ``train.objective`` is set beside a ``given`` one, or wants pairs that are not
+            there.
+    """
+    name = config.train.objective
+    if given is not None:
+        if config.is_set("train.objective"):
+            problem = f"{name!r}, but the program gives another (objective=)"
+            raise ConfigError("train.objective", f"{problem}; leave one of them out")
+        return given, given
+    if name == "next_token":
+        return Pretraining.of(config, arch), None
+    if not pairs:
+        problem = f"{name!r}, but the rows that were given are no preference pairs"
+        raise ConfigError("train.objective", f"{problem}; leave it out")
+    own = Preference(name, config.train.beta)
+    return Pretraining.of(config, arch, own=own), own
 
 
 def preferences(

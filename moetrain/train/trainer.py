@@ -24,8 +24,8 @@ from moetrain.optim import learning_rate
 from moetrain.train.callbacks import Callback, Result
 from moetrain.train.engine import Engine, sequential
 from moetrain.train.metrics import plot_curves
-from moetrain.train.objectives import CrossEntropy, Objective, Pretraining, routing_losses
-from moetrain.train.preferences import Preference, Reference, pair_datasets
+from moetrain.train.objectives import CrossEntropy, Objective, routing_losses
+from moetrain.train.preferences import Reference, chosen_objectives, pair_datasets
 from moetrain.train.run import GivenUp, Run
 
 
@@ -85,7 +85,10 @@ class Trainer(Run):
                 self.world.barrier()
         else:
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
-        self._choose_objective(arch)
+        if pairs := pair_datasets(self.data):
+            self.callbacks.add(Reference(pairs))
+        found = chosen_objectives(config, arch, pairs, self._objective)
+        self.objective, self._objective = found
         self.loader = Loader(
             self.data.train,
             global_batch_size=config.train.global_batch_size,
@@ -98,25 +101,6 @@ class Trainer(Run):
         )
         self.total_steps = config.train.total_steps(len(self.data.train))
         self.engine = Engine(config, arch, self.world, self.one_by_one)
-
-    def _choose_objective(self, arch: Architecture) -> None:
-        """Take the objective that was given, or that of ``train.objective``."""
-        name, pairs = self.config.train.objective, pair_datasets(self.data)
-        if pairs:
-            self.callbacks.add(Reference(pairs))
-        if self._objective is not None:
-            self.objective = self._objective
-            if self.config.is_set("train.objective"):
-                problem = f"{name!r}, but the program gives another (objective=)"
-                raise ConfigError("train.objective", f"{problem}; leave one of them out")
-        elif name == "next_token":
-            self.objective = Pretraining.of(self.config, arch)
-        else:
-            if not pairs:
-                problem = f"{name!r}, but the rows that were given are no preference pairs"
-                raise ConfigError("train.objective", f"{problem}; leave it out")
-            self._objective = Preference(name, self.config.train.beta)
-            self.objective = Pretraining.of(self.config, arch, own=self._objective)
 
     @property
     def identity(self) -> str:
