@@ -39,6 +39,7 @@ NOT_KERNELS = {
     "moetrain.kernels.attention.batch_invariant",
     "moetrain.kernels.attention.cudnn",
     "moetrain.kernels.backend",
+    "moetrain.kernels.linear_attention.delta_kernels",
     "moetrain.kernels.loss.vocabulary_chunk",
 }
 

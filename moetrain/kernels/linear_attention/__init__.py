@@ -1,0 +1,1 @@
+"""Linear attention: token mixers whose state does not grow with the row."""

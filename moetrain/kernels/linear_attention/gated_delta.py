@@ -1,0 +1,343 @@
+"""The gated delta rule over packed documents: linear attention with a decaying, corrected state.
+
+Each head has a state S [K, V], zero at the start of every document. Token by token (Gated DeltaNet,
+arXiv 2412.06464)::
+
+    S' = exp(g) S        u = beta (v - S'^T k)        S = S' + k u^T        o = scale S^T q
+
+Worked example, K = V = 1, scale 1, g = 0, beta = 1/2, k = q = 1, v = 1, 1: the state goes from 0 to
+1/2 and 3/4, which are also the outputs; a document that starts at the second token gives 1/2 again.
+
+The fast path takes chunks of 64 tokens. With G the running sums of g in a chunk, D_ij = exp(G_i -
+G_j) for j <= i, S the state before it, and L_ij = beta_i D_ij k_i.k_j for j < i::
+
+    T = (1 + L)^-1      W = T diag(beta e^G) K      U = T diag(beta) V - W S
+    O = scale (diag(e^G) Q S + (D * Q K^T) U)       S <- e^G_last S + (diag(e^(G_last - G)) K)^T U
+
+Five kernels make the backward: W, U and the states again from T; the part of dU that comes from a
+chunk's own outputs; dU and the states' gradients, chunk after chunk from a document's end; the
+gradients that need states; and those of T, which is differentiated as -T^T dT T^T. States are
+rounded to the inputs' dtype where a product reads them and are carried in fp32.
+
+Left out on purpose: normalising q and k, the gates' own formulas, and the convolution before them,
+which the compiler fuses.
+
+Legend: T tokens, H heads of values, Q heads of queries and keys (each serves H / Q of the former),
+K width of a key, V width of a value, N documents, C chunks of them, P parts of K.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from moetrain.kernels.backend import Backend, refusal, require_contiguous, use_fast
+from moetrain.kernels.linear_attention.delta_kernels import (
+    input_gradients_kernel,
+    inverse_gradients_kernel,
+    local_kernel,
+    outputs_kernel,
+    prepare_kernel,
+    state_gradients_kernel,
+    states_kernel,
+)
+
+CHUNK = 64
+"""Tokens of a chunk. A larger one makes more products within chunks, a smaller one more states."""
+_WIDTHS = (64, 128)
+"""Widths that the kernels' tiles divide."""
+
+
+class Documents(NamedTuple):
+    """Packed documents, cut into chunks that begin anew with each of them."""
+
+    bounds_N: torch.Tensor
+    """int32 [N + 1]: 0, each document's end, ..., T. Documents may be empty."""
+    starts_C: torch.Tensor
+    """int32: the first token of each chunk. There are at least as many places as chunks."""
+    sizes_C: torch.Tensor
+    """int32: its tokens, at most ``CHUNK``; 0 for places that are left."""
+    firsts_N: torch.Tensor
+    """int32 [N + 1]: the place of each document's first chunk, then the number of chunks."""
+
+    @classmethod
+    def of(cls, bounds_N: torch.Tensor, tokens: int) -> "Documents":
+        """Cut ``tokens`` tokens at ``bounds_N``, without waiting for the device."""
+        ends_N = ((bounds_N.diff() + CHUNK - 1) // CHUNK).cumsum(0)
+        places = -(-tokens // CHUNK) + ends_N.shape[0]
+        at_C = torch.arange(places, device=bounds_N.device)
+        # Empty documents end where the one before does, and get no chunk.
+        doc_C = torch.searchsorted(ends_N, at_C, right=True).clamp(max=ends_N.shape[0] - 1)
+        firsts_N = F.pad(ends_N, (1, 0))
+        starts_C = bounds_N[doc_C] + (at_C - firsts_N[doc_C]) * CHUNK
+        sizes_C = (bounds_N[doc_C + 1] - starts_C).clamp(0, CHUNK)
+        return cls(bounds_N, starts_C.int(), sizes_C.int(), firsts_N.int())
+
+
+def gated_delta(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Return ``o_THV`` in ``v``'s dtype; every input but ``documents`` gets a gradient.
+
+    Args:
+        q_TQK, k_TQK, v_THV: one dtype, contiguous; H is a multiple of Q. Keys are expected to have
+            norms of about one: the rule diverges where ``beta |k|^2`` passes two.
+        g_TH: fp32, at most 0: the log of what the state keeps.
+        beta_TH: any floating dtype: how far the state moves towards the value, 0 to 1.
+        documents: of all T tokens.
+        scale: of the outputs.
+    """
+    (T, Q, K), (_, H, V) = k_TQK.shape, v_THV.shape
+    fits = q_TQK.shape == k_TQK.shape and v_THV.shape[0] == T and H % max(1, Q) == 0
+    if not fits or g_TH.shape != (T, H) or beta_TH.shape != (T, H):
+        takes = "[T, Q, K] twice, [T, H, V], [T, H] twice; Q divides H"
+        given = {"q": q_TQK, "k": k_TQK, "v": v_THV, "g": g_TH, "beta": beta_TH}
+        raise refusal("gated_delta", takes, **given)
+    if not use_fast(backend, v_THV):
+        return _chunked(q_TQK, k_TQK, v_THV, g_TH, beta_TH, documents, scale)
+    if K not in _WIDTHS or V not in _WIDTHS or not q_TQK.dtype == k_TQK.dtype == v_THV.dtype:
+        takes = f"one dtype, and widths of {', '.join(map(str, _WIDTHS))}"
+        raise refusal("gated_delta", takes, q=q_TQK, k=k_TQK, v=v_THV)
+    require_contiguous("gated_delta", q=q_TQK, k=k_TQK, v=v_THV, g=g_TH, beta=beta_TH)
+    inputs = q_TQK, k_TQK, v_THV, g_TH.float(), beta_TH.float()
+    return _gated_delta(*inputs, *documents, scale)[0]
+
+
+def _chunked(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    documents: Documents,
+    scale: float,
+) -> torch.Tensor:
+    """Compute the chunks' formulas in plain torch, in fp32 or wider."""
+    T, heads = len(v_THV), v_THV.shape[1] // k_TQK.shape[1]
+    if T == 0:  # nothing, which still has gradients
+        return v_THV * (q_TQK.sum() + k_TQK.sum() + g_TH.sum() + beta_TH.sum())
+    wide = torch.promote_types(v_THV.dtype, torch.float32)
+    i = torch.arange(CHUNK, device=v_THV.device)
+    token_CI = (documents.starts_C[:, None] + i).clamp(max=T - 1)
+    valid_CI = i < documents.sizes_C[:, None]
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:
+        """Lay tokens out as [C, heads, 64, ...], zeros past a chunk's end."""
+        x = x.to(wide)[token_CI]
+        mask = valid_CI.view(*valid_CI.shape, *[1] * (x.dim() - 2))
+        return x.masked_fill(~mask, 0).transpose(1, 2)
+
+    q, k = (chunks(x).repeat_interleave(heads, 1) for x in (q_TQK, k_TQK))
+    v, sums, beta = chunks(v_THV), chunks(g_TH).cumsum(-1), chunks(beta_TH)
+    below = i[:, None] >= i
+    decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~below, -torch.inf).exp()
+    lower = (beta[..., None] * decay * (k @ k.mT)).masked_fill(i[:, None] == i, 0)
+    grown = sums.exp()[..., None]
+    right = torch.cat((k * beta[..., None] * grown, v * beta[..., None]), -1)
+    lower = lower + torch.eye(CHUNK, dtype=wide, device=v.device)
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    w, u = solved.split((k.shape[-1], v.shape[-1]), -1)
+    final = sums[..., -1:, None]  # past a chunk's end g is 0
+    # Chunks in sequence; a document's first one begins with zeros.
+    is_first_C = torch.isin(torch.arange(len(w), device=w.device), documents.firsts_N)
+    state, states, news = w.new_zeros(w.shape[1], k.shape[-1], v.shape[-1]), [], []
+    for c in range(len(w)):
+        state = torch.where(is_first_C[c], torch.zeros_like(state), state)
+        states.append(state)
+        news.append(u[c] - w[c] @ state)
+        kept = k[c] * (final[c] - sums[c][..., None]).exp()
+        state = state * final[c].exp() + kept.mT @ news[c]
+    out = (q * grown) @ torch.stack(states) + (decay * (q @ k.mT)) @ torch.stack(news)
+    rows = (scale * out).transpose(1, 2).flatten(0, 1)  # zeros past a chunk's end, as q has
+    o_THV = rows.new_zeros(T, *rows.shape[1:]).index_add(0, token_CI.flatten(), rows)
+    return o_THV.to(v_THV.dtype)
+
+
+class _Launch(NamedTuple):
+    """How a kernel is launched; see LOG.md for what else was tried."""
+
+    warps: int
+    stages: int
+    columns: int = 0
+    """Columns of a state (of V; in the gradients of inputs, of K) that a program has."""
+
+
+# The best on one H100, bf16, K = V = 128. With one stage Triton 3.6 computes the kernels that walk
+# over chunks wrongly (states off by all of their size); with two and more rightly.
+_PREPARE = _Launch(4, 2)
+_STATES = _Launch(4, 3, 32)
+_OUTPUTS = _Launch(4, 1, 128)
+_LOCAL = _Launch(4, 1)
+_STATE_GRADS = _Launch(4, 3, 32)
+_INPUTS = _Launch(4, 2, 64)
+_INVERSE = _Launch(4, 1)
+
+
+def _sizes(k_TQK: torch.Tensor, v_THV: torch.Tensor) -> dict[str, Any]:
+    """Return what every kernel is compiled for."""
+    (_, Q, K), (_, H, V) = k_TQK.shape, v_THV.shape
+    # Of fp32 numbers: the products' error is to be below the inputs' own.
+    precision = "tf32x3" if k_TQK.dtype == torch.float32 else "tf32"
+    return {"H": H, "Q": Q, "K": K, "V": V, "C": CHUNK, "PRECISION": precision}
+
+
+@torch.library.custom_op("moetrain::gated_delta", mutates_args=())
+def _gated_delta(
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The outputs, T of every chunk, and the running sums of ``g`` in their chunks."""
+    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), _sizes(k_TQK, v_THV)
+    H, C, V = v_THV.shape[1], starts_C.shape[0], v_THV.shape[2]
+    inverse_CHII = k_TQK.new_empty(C, H, CHUNK, CHUNK)
+    sums_TH = torch.empty_like(g_TH)
+    out_THV = torch.empty_like(v_THV)
+    if out_THV.numel() == 0:
+        return out_THV, inverse_CHII, sums_TH
+    new_THV, states_CHKV = _states(
+        k_TQK, v_THV, g_TH, beta_TH, documents, inverse_CHII, sums_TH, is_known=False
+    )[1:]
+    columns = min(_OUTPUTS.columns, V)
+    outputs_kernel[(V // columns, H, C)](
+        q_TQK, k_TQK, new_THV, sums_TH, states_CHKV, starts_C, sizes_C, out_THV, scale,
+        **sizes, BV=columns, num_warps=_OUTPUTS.warps, num_stages=_OUTPUTS.stages,
+    )  # fmt: skip
+    return out_THV, inverse_CHII, sums_TH
+
+
+@_gated_delta.register_fake
+def _(q_TQK, k_TQK, v_THV, g_TH, beta_TH, bounds_N, starts_C, sizes_C, firsts_N, scale):
+    inverse_CHII = k_TQK.new_empty(starts_C.shape[0], v_THV.shape[1], CHUNK, CHUNK)
+    return torch.empty_like(v_THV), inverse_CHII, torch.empty_like(g_TH)
+
+
+def _states(
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    documents: Documents,
+    inverse_CHII: torch.Tensor,
+    sums_TH: torch.Tensor,
+    *,
+    is_known: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return W, U and each chunk's first state; T and the sums are written unless they are known.
+
+    W and U are ``[T, H, K]`` and ``[T, H, V]``, states ``[C, H, K, V]``, all in the inputs' dtype.
+    """
+    (T, H, V), K = v_THV.shape, k_TQK.shape[2]
+    bounds_N, starts_C, sizes_C, firsts_N = documents
+    C, sizes = starts_C.shape[0], _sizes(k_TQK, v_THV)
+    w_THK, u_THV, new_THV = k_TQK.new_empty(T, H, K), *(torch.empty_like(v_THV) for _ in "UN")
+    states_CHKV = k_TQK.new_empty(C, H, K, V)
+    prepare_kernel[(C, H)](
+        k_TQK, v_THV, g_TH, beta_TH, starts_C, sizes_C, w_THK, u_THV, inverse_CHII, sums_TH,
+        **sizes, KNOWN=is_known,
+        num_warps=_PREPARE.warps, num_stages=_PREPARE.stages,
+    )  # fmt: skip
+    columns = min(_STATES.columns, V)
+    states_kernel[(V // columns, H, len(bounds_N) - 1)](
+        k_TQK, w_THK, u_THV, sums_TH, bounds_N, firsts_N, new_THV, states_CHKV,
+        **sizes, BV=columns, num_warps=_STATES.warps, num_stages=_STATES.stages,
+    )  # fmt: skip
+    return w_THK, new_THV, states_CHKV
+
+
+@torch.library.custom_op("moetrain::gated_delta_gradients", mutates_args=())
+def _gated_delta_gradients(
+    do_THV: torch.Tensor,
+    q_TQK: torch.Tensor,
+    k_TQK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    bounds_N: torch.Tensor,
+    starts_C: torch.Tensor,
+    sizes_C: torch.Tensor,
+    firsts_N: torch.Tensor,
+    inverse_CHII: torch.Tensor,
+    sums_TH: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, v, g and beta."""
+    documents, sizes = Documents(bounds_N, starts_C, sizes_C, firsts_N), _sizes(k_TQK, v_THV)
+    (T, H, V), (_, Q, K), C = v_THV.shape, k_TQK.shape, starts_C.shape[0]
+    do_THV, dv_THV = do_THV.contiguous(), torch.empty_like(v_THV)
+    dg_TH, dbeta_TH = torch.empty_like(g_TH), torch.empty_like(beta_TH)
+    if T * H == 0:
+        return torch.zeros_like(q_TQK), torch.zeros_like(k_TQK), dv_THV, dg_TH, dbeta_TH
+    w_THK, new_THV, states_CHKV = _states(
+        k_TQK, v_THV, g_TH, beta_TH, documents, inverse_CHII, sums_TH, is_known=True
+    )
+    du_THV, d_states_CHKV = torch.empty_like(v_THV), torch.empty_like(states_CHKV)
+    local_kernel[(H, C)](
+        q_TQK, k_TQK, do_THV, sums_TH, starts_C, sizes_C, du_THV, scale,
+        **sizes, num_warps=_LOCAL.warps, num_stages=_LOCAL.stages,
+    )  # fmt: skip
+    columns = min(_STATE_GRADS.columns, V)
+    state_gradients_kernel[(V // columns, H, len(bounds_N) - 1)](
+        q_TQK, k_TQK, w_THK, do_THV, sums_TH, bounds_N, firsts_N, du_THV, d_states_CHKV, scale,
+        **sizes, BV=columns,
+        num_warps=_STATE_GRADS.warps, num_stages=_STATE_GRADS.stages,
+    )  # fmt: skip
+    dq_THK, dk_THK, dw_THK = (k_TQK.new_empty(T, H, K) for _ in "qkw")
+    columns = min(_INPUTS.columns, K)
+    # What a part of K has of the sums' gradients.
+    d_sums_PTH = g_TH.new_empty(K // columns, T, H)
+    input_gradients_kernel[(K // columns, H, C)](
+        q_TQK, k_TQK, do_THV, new_THV, du_THV, sums_TH, states_CHKV, d_states_CHKV, starts_C,
+        sizes_C, dq_THK, dk_THK, dw_THK, d_sums_PTH, scale, T,
+        **sizes, BK=columns, BV=min(64, V),
+        num_warps=_INPUTS.warps, num_stages=_INPUTS.stages,
+    )  # fmt: skip
+    inverse_gradients_kernel[(H, C)](
+        k_TQK, v_THV, beta_TH, sums_TH, inverse_CHII, du_THV, dw_THK, d_sums_PTH, starts_C,
+        sizes_C, dk_THK, dv_THV, dg_TH, dbeta_TH, T,
+        **sizes, P=K // columns, BK=min(64, K), BV=min(64, V),
+        num_warps=_INVERSE.warps, num_stages=_INVERSE.stages,
+    )  # fmt: skip
+    if H != Q:
+        dq_THK, dk_THK = (
+            x.unflatten(1, (Q, H // Q)).sum(2, dtype=torch.float32).to(k_TQK.dtype)
+            for x in (dq_THK, dk_THK)
+        )
+    return dq_THK, dk_THK, dv_THV, dg_TH, dbeta_TH
+
+
+@_gated_delta_gradients.register_fake
+def _(do_THV, q_TQK, k_TQK, v_THV, g_TH, beta_TH, *others):
+    return tuple(torch.empty_like(x) for x in (q_TQK, k_TQK, v_THV, g_TH, beta_TH))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do_THV: torch.Tensor | None, *_: object) -> tuple[Any, ...]:
+    if do_THV is None:
+        return (None,) * 10
+    return (*_gated_delta_gradients(do_THV, *ctx.saved_tensors, ctx.scale), *(None,) * 5)
+
+
+_gated_delta.register_autograd(_differentiate, setup_context=_save)
