@@ -16,7 +16,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.environment import allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.expert.deepep_ops import disconnect
+from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import (
