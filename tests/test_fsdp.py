@@ -15,8 +15,7 @@ from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs
 from moetrain.parallel import apply
 from moetrain.parallel.fsdp.bucket import GatherBuffer
-from moetrain.parallel.layout import STYLES, Layout
-from moetrain.parallel.mesh import ParallelDims, build_meshes
+from moetrain.parallel.mesh import STYLES, Layout, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import join_world
 

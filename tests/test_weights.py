@@ -17,7 +17,7 @@ from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
 from moetrain.models.transformer import Transformer
-from moetrain.parallel import apply, collectives
+from moetrain.parallel import apply, mesh
 from moetrain.parallel.apply import dispatcher_of
 from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.world import join_world
@@ -117,7 +117,7 @@ def counted_calls(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(collectives, "all_gather_single")
+    count(mesh, "all_gather_single")
     count(dist, "broadcast")
     return calls
 

@@ -49,7 +49,7 @@ from moetrain.checkpoint.read import (
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.offload.arena import HostMemory
 from moetrain.parallel.processes import Rendezvous
 

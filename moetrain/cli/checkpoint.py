@@ -52,7 +52,7 @@ from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
 from moetrain.models.hf.load import check_checkpoint, opened
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -38,7 +38,7 @@ from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
 from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
-from moetrain.parallel.layout import Layout, Sliceable
+from moetrain.parallel.mesh import Layout, Sliceable
 from moetrain.parallel.offload.activations import offload_activations
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
@@ -89,7 +89,8 @@ def _parallelize(
     styles = model.arch.plan().styles(model)
     units = stages.cut(model)
     here = {name for name, module in model.named_modules() if [*module.parameters()]}
-    styles = {name: style for name, style in styles.items() if name in here}
+    for name in styles.keys() - here:
+        del styles[name]
     fsdp = FSDP(
         parallel.reduce,
         device,

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
@@ -49,12 +50,29 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     loss_gradients,
     token_stats,
 )
+from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.layers import Vocabulary
 from moetrain.models.rules import PartStyle
-from moetrain.parallel.collectives import all_gather_rows, all_gather_start, sum_scatter_rows
-from moetrain.parallel.layout import chunk_of
+from moetrain.parallel.mesh import all_gather_start, chunk_of
 
 _IGNORED = -100  # the target of a token without one
+
+# Functional collectives, which the compiler sees inside blocks. Torch 2.13 renamed the first, and
+# warns on the old name; it gives groups' names a type of their own.
+_all_gather: Any = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+_all_to_all: Any = functional.all_to_all_single
+
+
+def _all_gather_rows(x_ND: torch.Tensor, group: str) -> torch.Tensor:
+    return functional.wait_tensor(_all_gather(x_ND, 0, group))
+
+
+def _sum_scatter_rows(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Give this rank's T / W rows of the sum of every rank's ``y_TD``, made in fp32 in rank order
+    and rounded once."""
+    arriving_TD = functional.wait_tensor(_all_to_all(y_TD, None, None, group))
+    out_N = y_TD.new_empty(y_TD.numel() // ranks)
+    return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, y_TD.shape[1])
 
 
 @dataclass(frozen=True)
@@ -121,11 +139,11 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
         ctx.place = ranks, group
-        return all_gather_rows(x_ND, group)
+        return _all_gather_rows(x_ND, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        return sum_scatter_rows(gradients[0].contiguous(), *ctx.place), None, None
+        return _sum_scatter_rows(gradients[0].contiguous(), *ctx.place), None, None
 
 
 class _ScatterTokens(torch.autograd.Function):
@@ -134,11 +152,11 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
         ctx.group = group
-        return sum_scatter_rows(y_TD, ranks, group)
+        return _sum_scatter_rows(y_TD, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        return all_gather_rows(gradients[0].contiguous(), ctx.group), None, None
+        return _all_gather_rows(gradients[0].contiguous(), ctx.group), None, None
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------

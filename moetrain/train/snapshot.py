@@ -19,7 +19,7 @@ from moetrain.checkpoint.save import SavePlan, Saver, Staging, written_here
 from moetrain.config import ConfigError
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
 from moetrain.train.run_folder import RunFolder

@@ -26,7 +26,7 @@ from moetrain.models.transformer import Transformer
 from moetrain.optim import MOMENTS, AdamW
 from moetrain.parallel.apply import fingerprint, load_whole_state, place_model
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.layout import Sliceable, TensorSlice
+from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 

@@ -316,7 +316,7 @@ def _connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connect
         torch_setting.fill_uninitialized_memory = fill
 
 
-_TenTensors = tuple[(torch.Tensor,) * 10]
+_TenTensors: Any = tuple[(torch.Tensor,) * 10]
 
 
 @torch.library.custom_op("moetrain::deepep_dispatch", mutates_args=())

@@ -29,11 +29,12 @@ D width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import all_to_all_single, distributed_c10d
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
@@ -47,7 +48,9 @@ from moetrain.kernels.experts.permutation import (
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
 from moetrain.models.architecture import FP32
 from moetrain.models.moe import Dispatched, Dispatcher
-from moetrain.parallel.collectives import all_to_all_single, resolve_group
+
+# torch has no public way back from a group's name; 2.13 gives names a type of their own.
+_resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
 
 
 class Received(NamedTuple):
@@ -204,7 +207,7 @@ def _exchange_counts(
     host).
     """
     received_W2 = torch.empty_like(counts_W2)
-    all_to_all_single(received_W2, counts_W2, group=resolve_group(group))
+    all_to_all_single(received_W2, counts_W2, group=_resolve_group(group))
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     sent_W2, received_W2 = torch.stack((counts_W2, received_W2)).cpu().long()
     tokens, rows = received_W2.sum(0).tolist()
@@ -252,13 +255,13 @@ def _exchange_rows(
                 given,
                 received,
                 sent,
-                group=resolve_group(group),
+                group=_resolve_group(group),
                 async_op=True,
             )
             for out, given in zip(outputs, leaving, strict=True)
         ]
         for work in works:
-            work.wait()
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
     if e4m3 == "forward":
         outputs[0] = _unpack(outputs[0], first.dtype)
     return outputs

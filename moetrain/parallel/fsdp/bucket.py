@@ -1,7 +1,7 @@
 """A bucket of parameters that travel together: a flat shard a rank, its gradient, its gathering.
 
-It is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.peers`): its members
-lie end to end in one flat shard, each padded to the same length on every rank.
+It is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.transport`): its
+members lie end to end in one flat shard, each padded to the same length on every rank.
 
 Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 """
@@ -18,20 +18,10 @@ from torch import nn
 
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.collectives import (
-    PendingReduce,
-    ReduceMode,
-    all_gather_start,
-    reduce_scatter_start,
-)
-from moetrain.parallel.fsdp.peers import Copied, Peers
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard
-from moetrain.parallel.layout import Layout, Sliced
+from moetrain.parallel.fsdp.transport import Peers, ReduceMode, Wait, reduce_scatter_start
+from moetrain.parallel.mesh import Layout, Sliced, all_gather_start
 from moetrain.parallel.offload.arena import Arena, aligned
-
-Gathering = dist.Work | Copied
-Reducing = PendingReduce | Copied
-"""Work under way; :meth:`wait` and :meth:`finish` let the current stream go on when it is done."""
 
 
 class GatherBuffer:
@@ -295,7 +285,7 @@ class Bucket:
             # As in start_gather: what writes here changes nothing that autograd saved.
             self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
 
-    def start_gather(self, staging: torch.Tensor) -> Gathering | None:
+    def start_gather(self, staging: torch.Tensor) -> Wait | None:
         """Begin to gather, to the members' place or, if they are copied out, to ``staging``."""
         if self.host is not None:
             self.host.wait()
@@ -320,7 +310,7 @@ class Bucket:
         if self.group.size() == 1:
             return None
         sent_N = self.cast_N if self.is_cast else self.source_N
-        return all_gather_start(sent_N, self.group, target_WN)[1]
+        return all_gather_start(sent_N, self.group, target_WN)[1].wait
 
     def copy_out(self, staging: torch.Tensor) -> None:
         """Copy members from ``staging`` to their place, if they are copied out."""
@@ -355,7 +345,7 @@ class Bucket:
 
     def start_reduce(
         self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode, *, now: bool
-    ) -> Reducing | None:
+    ) -> Wait | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         Every rank must call this, even without gradients (None counts as 0): others wait for it.
@@ -370,13 +360,13 @@ class Bucket:
         self.unreduced_WN = None
         return self._send(chunks_WN, mode)
 
-    def flush(self, mode: ReduceMode) -> Reducing | None:
+    def flush(self, mode: ReduceMode) -> Wait | None:
         """Begin to sum the gradients that :meth:`start_reduce` has kept back."""
         chunks_WN = self.unreduced_WN
         self.unreduced_WN = None
         return None if chunks_WN is None else self._send(chunks_WN, mode)
 
-    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Reducing | None:
+    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Wait | None:
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
@@ -390,10 +380,10 @@ class Bucket:
         into["accumulate"], self.has_gradient = self.has_gradient, True
         if self.peers is not None and mode == "fp32_accum":
             return self.peers.reduce(chunks_WN, **into)
-        pending = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
+        wait = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
         if self.group.size() > 1:
-            return pending
-        pending.finish()  # nothing is under way, and what it holds is large
+            return wait
+        wait()  # nothing is under way, and what it holds is large
         return None
 
     def _new_gradient(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
 Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
-tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A unit is a block, the embedding,
+tensor or expert parallel ranks: :mod:`moetrain.parallel.mesh`). A unit is a block, the embedding,
 or the head, gathered together. Its life cycle is explicit:
 
     unshard   its full parameters lie in its region of memory, gathered there if they do not yet
@@ -39,10 +39,9 @@ from torch.utils import _pytree as pytree
 from moetrain.config import ParallelSection
 from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.transformer import Sharding
-from moetrain.parallel.collectives import ReduceMode
-from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Gathering, Member, Reducing
-from moetrain.parallel.fsdp.peers import Copied, CopyStreams, Peers, reachable
-from moetrain.parallel.layout import Sliced
+from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
+from moetrain.parallel.fsdp.transport import CopyStreams, Peers, ReduceMode, Wait, reachable
+from moetrain.parallel.mesh import Sliced
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -60,7 +59,7 @@ class _Unit:
     ) -> None:
         self.index, self.buckets = index, buckets
         self.region, self.staging, self.takes_turns = region, staging, takes_turns
-        self.works: list[Gathering | None] | None = None
+        self.works: list[Wait | None] | None = None
         """The gathers under way."""
         self.graphs = 0
         """How many forwards' backwards are still to come."""
@@ -106,7 +105,7 @@ class _Unit:
         works, self.works = self.works or [], None
         for work in works:
             if work is not None:
-                work.wait()
+                work()
         for bucket, part in self._staged():
             bucket.copy_out(part)
 
@@ -168,8 +167,8 @@ class FSDP(Sharding):
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
-        self._copies = CopyStreams.of(device)
-        self._reducing: list[Reducing | None] = []
+        self._copies = CopyStreams(device)
+        self._reducing: list[Wait | None] = []
         self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
@@ -245,7 +244,7 @@ class FSDP(Sharding):
             self._finish_reductions()
         finally:
             if self.peers:
-                Copied.by(*self._copies).wait()
+                self._copies.end(self._copies.pull, self._copies.own, self._copies.push)()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -321,9 +320,9 @@ class FSDP(Sharding):
             unit.region.free()
 
     def _finish_reductions(self) -> None:
-        for pending in self._reducing:
-            if pending is not None:
-                pending.finish()
+        for wait in self._reducing:
+            if wait is not None:
+                wait()
         for bucket in self._reduced:
             bucket.give_gradient()
         self._reducing, self._reduced = [], []

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
-from moetrain.parallel.collectives import all_gather_start
+from moetrain.parallel.fsdp.transport import Wait
+from moetrain.parallel.mesh import all_gather_start
 from moetrain.parallel.offload.arena import Arena, HostMemory
 
 
@@ -164,11 +165,11 @@ class Float8Shard:
         codes_WN[0, outer:end].copy_(codes_N)
         scales_WG[0, outer // SCALED : end // SCALED].copy_(scales_G)
 
-    def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> dist.Work | None:
+    def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> Wait | None:
         """Begin to bring every rank's codes and scales to ``staging``."""
         if group.size() == 1:
             return None
-        return all_gather_start(self.bytes, group, self.gathered(group.size(), staging))[1]
+        return all_gather_start(self.bytes, group, self.gathered(group.size(), staging))[1].wait
 
     def gathered(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
         """Give every rank's gathered bytes [W, bytes]."""

@@ -22,8 +22,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, compute_dtype, plan_model
-from moetrain.parallel.layout import TensorSlice
-from moetrain.parallel.mesh import Meshes, ParallelDims
+from moetrain.parallel.mesh import Meshes, ParallelDims, TensorSlice
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
 
 # Rates of an H200; for other GPUs only their ratio is used.
