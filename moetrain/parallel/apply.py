@@ -103,7 +103,7 @@ def _parallelize(
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
-        parts = TokenParts.of(group)
+        parts = TokenParts(group)
         for name, style in styles.items():
             parts.share(model.get_submodule(name), style)
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)

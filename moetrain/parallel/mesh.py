@@ -264,16 +264,12 @@ STYLES: dict[ParameterStyle, Placement] = {
 Box = tuple[slice, ...]
 
 
-class Sliced(Protocol):
-    """A tensor in memory or in a file, whose parts are read by slicing."""
+class Sliceable(Protocol):
+    """A whole tensor, in memory or in a file, whose parts are read by slicing."""
 
     def __getitem__(self, box: Any, /) -> torch.Tensor:
         """Give the part in ``box``; for ``()``, all of it."""
         ...
-
-
-class Sliceable(Sliced, Protocol):
-    """A whole tensor, of known shape and dtype, whose parts are read by slicing."""
 
     @property
     def shape(self) -> torch.Size: ...

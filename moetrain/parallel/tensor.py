@@ -32,7 +32,6 @@ V vocabulary, L rows of the vocabulary matrix here (a ``w_VD`` has them alone).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,29 +62,11 @@ _all_gather: Any = getattr(functional, "all_gather_single", functional.all_gathe
 _all_to_all: Any = functional.all_to_all_single
 
 
-def _all_gather_rows(x_ND: torch.Tensor, group: str) -> torch.Tensor:
-    return functional.wait_tensor(_all_gather(x_ND, 0, group))
-
-
-def _sum_scatter_rows(y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Give this rank's T / W rows of the sum of every rank's ``y_TD``, made in fp32 in rank order
-    and rounded once."""
-    arriving_TD = functional.wait_tensor(_all_to_all(y_TD, None, None, group))
-    out_N = y_TD.new_empty(y_TD.numel() // ranks)
-    return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, y_TD.shape[1])
-
-
-@dataclass(frozen=True)
 class TokenParts:
     """The parts of all tokens that the tensor parallel ranks of one group have."""
 
-    ranks: int
-    rank: int
-    group: str
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> TokenParts:
-        return cls(group.size(), group.rank(), group.group_name)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks, self.rank, self.group = group.size(), group.rank(), group.group_name
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
         """Cut this rank's part [N, ...] out of what every rank has of all tokens."""
@@ -93,15 +74,18 @@ class TokenParts:
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Give [1, T, D], all ranks' tokens; leading dims of ``x_ND`` are flattened."""
-        return _GatherTokens.apply(x_ND.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+        return self._exchanged(x_ND, gathers=True)
 
     def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
-        return _ScatterTokens.apply(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+        return self._exchanged(y_TD, gathers=False)
+
+    def _exchanged(self, x_TD: torch.Tensor, gathers: bool) -> torch.Tensor:
+        rows_TD = x_TD.flatten(0, -2).contiguous()
+        return _Exchange.apply(rows_TD, gathers, self.ranks, self.group)[None]
 
     def share(self, part: nn.Module, style: PartStyle) -> None:
-        """Register the hooks on ``part`` that its ``style`` asks for
-        (:mod:`moetrain.models.rules`).
+        """Register the hooks on ``part`` that its ``style`` asks for.
 
         Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with
         it.
@@ -133,30 +117,26 @@ class TokenParts:
         return x_ND, context
 
 
-class _GatherTokens(torch.autograd.Function):
-    """[W * N, D] of every rank's [N, D]."""
+class _Exchange(torch.autograd.Function):
+    """Every rank's rows, or this rank's rows of their sum; each is the other's backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-        ctx.place = ranks, group
-        return _all_gather_rows(x_ND, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _sum_scatter_rows(gradients[0].contiguous(), *ctx.place), None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """[T / W, D] of the sum of every rank's [T, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-        ctx.group = group
-        return _sum_scatter_rows(y_TD, ranks, group)
+    def forward(ctx: Any, x_TD: torch.Tensor, gathers: bool, ranks: int, group: str):
+        ctx.how = not gathers, ranks, group
+        return _exchange(x_TD, gathers, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        return _all_gather_rows(gradients[0].contiguous(), ctx.group), None, None
+        return _exchange(gradients[0].contiguous(), *ctx.how), None, None, None
+
+
+def _exchange(x_TD: torch.Tensor, gathers: bool, ranks: int, group: str) -> torch.Tensor:
+    if gathers:
+        return functional.wait_tensor(_all_gather(x_TD, 0, group))
+    arriving_TD = functional.wait_tensor(_all_to_all(x_TD, None, None, group))
+    out_N = x_TD.new_empty(x_TD.numel() // ranks)
+    # In fp32 in rank order, rounded once.
+    return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------
@@ -180,7 +160,7 @@ class ShardedVocabulary(Vocabulary):
     ) -> None:
         self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
         self.backend: Backend = backend
-        self.tokens = TokenParts.of(group)
+        self.tokens = TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
         if self.most_rows * (group.size() - 1) >= vocab_size:
@@ -271,7 +251,13 @@ class ShardedVocabulary(Vocabulary):
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
         stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
         self.join(stats)
-        d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)
+        # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
+        loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
+        p_TL = (logits_TL - stats.lse_C[:, None]).exp()
+        slope_TL = 1 + logits_TL - stats.mean_C[:, None]
+        is_target_TL = torch.arange(w_LD.shape[0], device=w_LD.device) == targets_T[:, None]
+        d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
+        d_logits_TL = d_logits_TL - torch.where(is_target_TL, loss_T, 0)
         d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
         return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD if is_trained else None
 
@@ -328,9 +314,8 @@ class _SummedLoss(torch.autograd.Function):
         ctx.group = vocabulary.group
         grads = LossGrads(weights_T.float().contiguous())
         is_trained = ctx.needs_input_grad[1]
-        found = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
-        stats, d_h_TD, d_w_LD = found
-        ctx.save_for_backward(d_h_TD, d_w_LD)
+        stats, *d_inputs = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
+        ctx.save_for_backward(*d_inputs)
         loss_T = stats.lse_C - stats.target_logit_C
         ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
         total = (weights_T * loss_T).sum() / ctx.group.size()
@@ -357,16 +342,3 @@ def _part_stats(
     is_here_T = (targets_T >= 0) & (targets_T < w_LD.shape[0])
     target_T = logits_TL.gather(1, torch.where(is_here_T, targets_T, 0)[:, None])[:, 0]
     return ChunkStats(lse_T, torch.where(is_here_T, target_T, 0), mean_T), logits_TL
-
-
-def _part_logit_grads(
-    logits_TL: torch.Tensor, targets_T: torch.Tensor, stats: ChunkStats, grads: LossGrads
-) -> torch.Tensor:
-    """Give the logits' gradient of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``."""
-    loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
-    p_TL = (logits_TL - stats.lse_C[:, None]).exp()
-    slope_TL = 1 + logits_TL - stats.mean_C[:, None]
-    d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
-    columns_L = torch.arange(logits_TL.shape[1], device=logits_TL.device)
-    is_target_TL = columns_L == targets_T[:, None]
-    return d_logits_TL - torch.where(is_target_TL, loss_T, 0)

@@ -20,7 +20,7 @@ from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard
 from moetrain.parallel.fsdp.transport import Peers, ReduceMode, Wait, reduce_scatter_start
-from moetrain.parallel.mesh import Layout, Sliced, all_gather_start
+from moetrain.parallel.mesh import Layout, all_gather_start
 from moetrain.parallel.offload.arena import Arena, aligned
 
 
@@ -93,8 +93,9 @@ class Member:
         """Give this rank's piece as values: :attr:`local`, or a copy."""
         return self.local if self.float8 is None else self.float8.read(self.start, self.local.shape)
 
-    def write(self, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it."""
+    def write(self, place: tuple[int | slice, ...], tensor: Any) -> None:
+        """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it, by
+        slicing."""
         if (overlap := self.layout.overlap(place)) is None:
             return
         here, there = overlap
@@ -144,11 +145,6 @@ class Bucket:
     def group(self) -> dist.ProcessGroup:
         """The ranks that gather the bucket."""
         return self.members[0].layout.group
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this very shard, over which its gradient is summed last."""
-        return self.members[0].layout.replicas
 
     @property
     def is_trained(self) -> bool:
@@ -296,18 +292,18 @@ class Bucket:
             return None
         if self.float8 is not None:
             return self.float8.start_gather(self.group, staging)
+        ranks = self.group.size()
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
-        target_N = target_N[: self.group.size() * self.shard_N.numel()].data
-        target_WN = target_N.view(self.group.size(), -1)
+        target_WN = target_N[: ranks * self.shard_N.numel()].data.view(ranks, -1)
         if self.peers is not None:
             if not self.is_fresh:
                 raise RuntimeError("parameters changed within FSDP.work(), while peers read them")
             return self.peers.gather(self.peers_start, target_WN)
         if self.is_cast:
             self._refresh()
-        if self.group.size() == 1:
+        if ranks == 1:
             return None
         sent_N = self.cast_N if self.is_cast else self.source_N
         return all_gather_start(sent_N, self.group, target_WN)[1].wait
@@ -322,8 +318,7 @@ class Bucket:
                 padded = member.layout.padded_numel
                 self.float8.widen(row.data.view(-1), bytes_W, member.start, padded)
             return
-        ranks = self.group.size()
-        numbers = ranks * self.shard_N.numel()
+        ranks, numbers = self.group.size(), self.group.size() * self.shard_N.numel()
         staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)
         for member, row in zip(self.members, self._rows, strict=True):
             padded = member.layout.padded_numel
@@ -357,16 +352,14 @@ class Bucket:
         if not now and self.group.size() > 1:
             self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
             return None
-        self.unreduced_WN = None
-        return self._send(chunks_WN, mode)
+        self.unreduced_WN = chunks_WN
+        return self.flush(mode)
 
     def flush(self, mode: ReduceMode) -> Wait | None:
         """Begin to sum the gradients that :meth:`start_reduce` has kept back."""
-        chunks_WN = self.unreduced_WN
-        self.unreduced_WN = None
-        return None if chunks_WN is None else self._send(chunks_WN, mode)
-
-    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Wait | None:
+        chunks_WN, self.unreduced_WN = self.unreduced_WN, None
+        if chunks_WN is None:
+            return None
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
@@ -394,7 +387,7 @@ class Bucket:
     @property
     def is_reduced_at_once(self) -> bool:
         """Whether a reduction over the group completes the gradient."""
-        return self.replicas is None and self.tied is None
+        return self.members[0].layout.replicas is None and self.tied is None
 
     def give_gradient(self) -> None:
         """Send the gradient of a host's shard there, and free its memory."""
@@ -406,9 +399,9 @@ class Bucket:
         """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard."""
         ranks = self.group.size()
         only, (first, *others) = gradients[0], self.members
-        is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
-        if not others and first.share == 1 and only is not None and is_even:
-            return only.contiguous().view(ranks, -1)
+        if only is not None and first.share == 1 and not others:
+            if only.numel() == ranks * self.shard_N.numel():
+                return only.contiguous().view(ranks, -1)
         chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=self.dtype)
         for member, gradient in zip(self.members, gradients, strict=True):
             if gradient is None:
@@ -442,9 +435,9 @@ class Bucket:
     def _add_copies(self, gradient_N: torch.Tensor) -> int:
         """Add the gradients of this shard's copies; returns how many ranks have the sum then."""
         wide_N, copies = gradient_N.float(), 1
-        if self.replicas is not None:
-            dist.all_reduce(wide_N, group=self.replicas)
-            copies *= self.replicas.size()
+        if (replicas := self.members[0].layout.replicas) is not None:
+            dist.all_reduce(wide_N, group=replicas)
+            copies *= replicas.size()
         if self.tied is not None:
             (group, rank), theirs_N = self.tied, torch.empty_like(wide_N)
             pairs = ((dist.isend, wide_N), (dist.irecv, theirs_N))

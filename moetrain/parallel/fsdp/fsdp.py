@@ -41,7 +41,6 @@ from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.transformer import Sharding
 from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
 from moetrain.parallel.fsdp.transport import CopyStreams, Peers, ReduceMode, Wait, reachable
-from moetrain.parallel.mesh import Sliced
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -66,8 +65,8 @@ class _Unit:
         self._is_laid_out = False
         size = sum(bucket.region_bytes for bucket in buckets)
         region.reserve(size)
-        self.label = f"unit {index}, {size / 2**20:.1f} MiB"  # in traces
         staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
+        self.label = f"unit {index}, {size / 2**20:.1f} MiB"  # in traces
 
     @property
     def members(self) -> Iterator[Member]:
@@ -112,10 +111,6 @@ class _Unit:
     def _staged(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         sizes = [bucket.staging_bytes for bucket in self.buckets]
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
-
-    def rows(self) -> list[torch.Tensor]:
-        """Give the full parameters in the order of members; not differentiable."""
-        return [row for bucket in self.buckets for row in bucket.rows()]
 
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
         """Let the modules hold ``full`` in place of their DTensors."""
@@ -205,9 +200,8 @@ class FSDP(Sharding):
         for bucket in travelling:
             name = str(bucket.group.group_name)
             if name in near:
-                if name not in self.peers:
-                    self.peers[name] = Peers(bucket.group, self._copies)
-                bucket.travel_by(self.peers[name], has_inbox=self.mode == "fp32_accum")
+                peers = self.peers.setdefault(name, Peers(bucket.group, self._copies))
+                bucket.travel_by(peers, has_inbox=self.mode == "fp32_accum")
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
     @torch.no_grad()
@@ -314,10 +308,9 @@ class FSDP(Sharding):
         unit.graphs -= 1
         if self._is_last and not unit.graphs:
             self._reduced = [bucket for bucket in unit.buckets if bucket.is_reduced_at_once]
-        is_trained = all(bucket.is_trained for bucket in unit.buckets)
-        if self.is_alone and self._is_last and is_trained and not unit.graphs:
-            self.reshard(unit)
-            unit.region.free()
+            if self.is_alone and all(bucket.is_trained for bucket in unit.buckets):
+                self.reshard(unit)
+                unit.region.free()
 
     def _finish_reductions(self) -> None:
         for wait in self._reducing:
@@ -394,7 +387,7 @@ class FSDP(Sharding):
             outputs, gradients = zip(*wanted, strict=True)
         torch.autograd.backward(outputs, gradients)
 
-    def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: Any) -> None:
         """Do what is this rank's of ``parameter[place] = tensor``."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
@@ -466,7 +459,7 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
         ctx.set_materialize_grads(False)
-        rows = unit.rows()
+        rows = [row for bucket in unit.buckets for row in bucket.rows()]
         pairs = zip(rows, unit.members, strict=True)
         ctx.mark_non_differentiable(*(row for row, member in pairs if not member.rule.trainable))
         return tuple(rows)

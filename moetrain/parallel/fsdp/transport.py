@@ -193,7 +193,7 @@ class _DeviceMemory:
 class _MappedMemory:
     """The same of processes on CPUs. Making it is collective."""
 
-    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, ranks = group, group.size()
         file = os.memfd_create("moetrain") if group.rank() == 0 else None
         name = [f"/proc/{os.getpid()}/fd/{file}"]  # in no folder, so that nothing is ever left
@@ -266,21 +266,14 @@ class Peers:
         """Make room for a reduction of ``size`` bytes, before the first :meth:`open`."""
         self._inbox_size = max(self._inbox_size, aligned(size))
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of this rank's memory, once it is there."""
-        return self._inbox_start + self._inbox_size
-
     def open(self) -> None:
         """Wait, on the device, until no rank reads any shard. Collective.
 
         The first call makes the memory."""
         if self._memory is None:
-            device = self.streams.device
-            if device.type == "cuda":
-                self._memory = _DeviceMemory(self.num_bytes, self.group, device)
-            else:
-                self._memory = _MappedMemory(self.num_bytes, self.group)
+            size, device = self._inbox_start + self._inbox_size, self.streams.device
+            kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
+            self._memory = kind(size, self.group, device)
         self.barrier()
 
     def barrier(self) -> None:
@@ -422,14 +415,14 @@ def peer_bytes(
         here: those of this rank's stages.
         dtype: what parameters are gathered in where their rule does not say.
     """
-    on_cpu = config.train.device == "cpu"
-    if not wants_copies(config.parallel, "cpu" if on_cpu else "cuda"):
+    device_type = "cpu" if config.train.device == "cpu" else "cuda"
+    if not wants_copies(config.parallel, device_type):
         return 0.0
     shards, inbox = 0.0, 0.0
     for name in here:
-        rule, cut = rules[name], 1
-        if isinstance(STYLES[rule.style], Shard):
-            cut = dims.ep if rule.style == "expert" else dims.tp
+        rule = rules[name]
+        by_style = dims.ep if rule.style == "expert" else dims.tp
+        cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
         if dims.sharding_ranks == cut or rule.is_narrow:  # nobody copies it
             continue
         size = numels[name] * (rule.gather or dtype).itemsize / cut
