@@ -11,7 +11,6 @@ from moetrain.config import Config
 from moetrain.parallel.pipeline.schedules import (
     SCHEDULES,
     Schedule,
-    Transfers,
 )
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.train.setup import resolve_run
@@ -118,17 +117,16 @@ def check_steps(schedule):
             if at[rank] == len(plan):
                 continue
             step = plan[at[rank]]
-            if isinstance(step, Transfers):
-                partners = {r for t in step.transfers for r in (t.source, t.target)}
+            if isinstance(step, list):
+                partners = {r for t in step for r in (t.source, t.target)}
                 heads = {r: plans[r][at[r]] if at[r] < len(plans[r]) else None for r in partners}
-                for transfer in step.transfers:
+                for transfer in step:
                     other = transfer.target if transfer.source == rank else transfer.source
                     head = heads[other]
                     passed = any(
-                        isinstance(s, Transfers) and transfer in s.transfers
-                        for s in plans[other][: at[other]]
+                        isinstance(s, list) and transfer in s for s in plans[other][: at[other]]
                     )
-                    posted = isinstance(head, Transfers) and transfer in head.transfers
+                    posted = isinstance(head, list) and transfer in head
                     if not (posted or passed):
                         break
                     assert transfer.made in done
@@ -148,7 +146,7 @@ def check_steps(schedule):
     for rank, plan in enumerate(plans):
         for other, theirs in enumerate(plans):
             mine, same = (
-                [t for s in p if isinstance(s, Transfers) for t in s.transfers
+                [t for s in p if isinstance(s, list) for t in s
                  if (t.source, t.target) == (rank, other)]
                 for p in (plan, theirs)
             )  # fmt: skip

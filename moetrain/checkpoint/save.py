@@ -269,7 +269,7 @@ class Staging:
         self.device = device
         self._memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None
 
     def reserve(self, size: int) -> None:
         """Allocate ``size`` bytes; earlier copies are lost.
@@ -302,9 +302,8 @@ class Staging:
                     start += aligned(tensor.nbytes)
         if self._stream is None:
             return staged, lambda: None
-        self._copied = copied = torch.cuda.Event()
-        copied.record(self._stream)
-        return staged, copied.synchronize
+        self._copied = self._stream.record_event()
+        return staged, self._copied.synchronize
 
     def hold_changes(self) -> None:
         """Make device work that is queued from here on wait for the copies."""

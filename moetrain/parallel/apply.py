@@ -337,12 +337,9 @@ def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
             values = torch.empty_like(values, dtype=member.rule.storage)
         elif values.device.type != fsdp.device.type:  # whose random numbers are others
             values = torch.empty_like(values, device=fsdp.device)
-        place = rows.start, tuple(columns)
-        member.rule.draw(values, name, layout.shape, std, seed, *place)
-        if member.float8 is not None:
-            member.float8.write(member.start, values.shape, (slice(0, len(values)),), values)
-        elif values is not member.local:
-            member.local.copy_(values)
+        member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        if values is not member.local:
+            member.write(layout.box, values)
 
 
 @torch.no_grad()
@@ -354,7 +351,6 @@ def load_whole_state(
     Raises:
         ConfigError: the state has other names, or another shape or dtype.
     """
-    buffers = dict(model.named_buffers())
     odd = set(state) ^ set(stages.saved)
     if odd and all(name.endswith("router.bias") for name in odd):
         raise ConfigError(
@@ -372,7 +368,7 @@ def load_whole_state(
     for name, member in fsdp.members.items():
         if member.rule.trainable:
             member.local.copy_(state[name][member.layout.box])
-    for name, buffer in buffers.items():
+    for name, buffer in model.named_buffers():
         buffer.copy_(state[name][()])
 
 

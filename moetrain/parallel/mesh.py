@@ -175,6 +175,19 @@ class Meshes:
         groups = [mesh.get_group(mesh.ndim - 1) for mesh in meshes]
         return frozenset((group.size(), group.rank()) for group in groups)
 
+    def warm_up(self, device: torch.device) -> None:
+        """Make every communicator connect now, one after another, and wait until it has.
+
+        Connections are otherwise made by the first collectives, which overlap in the first step:
+        slow, and on NCCL communicators that connect at the same time can block each other.
+        """
+        for group in self.communicators:
+            x_W = torch.zeros(group.size(), device=device)
+            dist.all_reduce(x_W, group=group)  # rings and trees
+            dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # every pair
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Build the meshes of ``dims``. Collective over the default process group."""
@@ -196,20 +209,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.flatten(), 0),
         tuple(groups.made.values()),
     )
-
-
-def warm_up(meshes: Meshes, device: torch.device) -> None:
-    """Make every communicator connect now, one after another, and wait until it has.
-
-    Connections are otherwise made by the first collectives, which overlap in the first step: slow,
-    and on NCCL communicators that connect at the same time can block each other.
-    """
-    for group in meshes.communicators:
-        x_W = torch.zeros(group.size(), device=device)
-        dist.all_reduce(x_W, group=group)  # rings and trees
-        dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # every pair
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 class _Groups:

@@ -6,22 +6,17 @@ the heads or of the width:
 
     x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
 
-``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results and gives
-each its tokens; each is the other's backward. Torch's own autograd form of a gather is not used:
-its backward adds up in the tensors' dtype, in the order of NCCL's ring. Here sums are made in fp32
-in rank order and rounded once.
-
-Tokens are cut as one row [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2
-rows of S=3 tokens has the second row. The gradients of matrices that the family's plan does not cut
-are added up by FSDP (see ``Meshes.shared_parameters``).
+``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results, in fp32 in
+rank order, and gives each its tokens; each is the other's backward. Tokens are cut as one row
+[1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2 rows of S=3 tokens has the
+second row. FSDP adds up the gradients of matrices that are not cut (``Meshes.shared_parameters``).
 
 :class:`ShardedVocabulary` is the embedding, the logits and the losses. Rank r holds rows
-``[r * ceil(V/W), ...)`` of the vocabulary matrix, by ``torch.chunk``'s rule, and sees all tokens.
-No rank ever has a token's logits over the whole vocabulary: each computes lse, the target's logit
-(where the target is its own) and the mean logit of its part, and these three numbers a token are
-exchanged (see :mod:`moetrain.kernels.loss.vocabulary_chunk` for how they join). Every rank gets the
-same per-token results, and the run's loss is the sum of every rank's: a loss made of them on each
-rank alike is to be divided by W. The backward adds up what the ranks ask for.
+``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. No rank ever has a token's
+logits over the whole vocabulary: each computes lse, the target's logit (where the target is its
+own) and the mean logit of its part, and these three numbers a token are exchanged
+(:mod:`moetrain.kernels.loss.vocabulary_chunk`). Every rank gets the same per-token results, and the
+run's loss is the sum of every rank's: a loss made of them on each rank alike is to be divided by W.
 
 Left out on purpose: hiding these collectives behind the products next to them.
 

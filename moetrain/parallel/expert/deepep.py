@@ -1,10 +1,8 @@
 """DeepEP: tokens reach other ranks' experts straight from GPU to GPU, over NVLink.
 
 The package ``deep_ep`` does in one kernel each way what the all-to-all does: it copies tokens as
-they lie into the other GPUs' memory. Nothing is sorted by rank, packed or padded, and some of the
-GPU's SMs are taken, not all. Tokens arrive in the same order, so an expert sees the same rows.
-
-Two modes size what is received:
+they lie into the other GPUs' memory, on some of the GPU's SMs. Nothing is sorted by rank, packed or
+padded, and tokens arrive in the same order. Two modes size what is received:
 
     counted (``moe.dispatch_mode exact``)  The host waits once, in the forward, for the numbers of
             tokens and of rows; both are unknown sizes to the compiler, and the backward reuses them
@@ -13,22 +11,18 @@ Two modes size what is received:
             uninitialised, with ids of -1, so that no row of an expert is made from it. The experts'
             rows may be too few; the dispatcher sees that on the device, where it counts the ids.
 
-The compiler sees the package's calls as ops. A call's handle is six plain tensors, results of the
-dispatch that combining and the two backwards take; nothing else survives a call::
+The compiler sees the package's calls as ops, of which what shapes depend on is an argument, since
+its caches do not see globals. A call's handle is six plain tensors, results of the dispatch that
+combining and the two backwards take; nothing else survives a call::
 
     rank_prefix [W, W]    channel_prefix [W, C]    recv_channel_prefix [W, C]    (int32)
     source [S] int32      is_token_in_rank [T, W] bool      send_head [T, W] int32
 
-What shapes depend on is an argument of the ops, since the compiler's caches do not see globals; the
-communication buffers, by group and size, are made before training.
+Where ``is_narrow`` tokens are sent in e4m3, with a scale each, and so are gradients in the backward
+of combine. What arrives is at once what it stands for; experts in e4m3 make the same bits of it.
 
-Where ``is_narrow`` tokens are sent in e4m3, with a scale each: in the forward of dispatch, and in
-the backward of combine, which sends gradients the same way. What arrives is at once what it stands
-for; experts in e4m3 make the same bits of it again.
-
-Both generations of the package have the interface used here, ``Buffer``, with the same results; 2.x
-calls it legacy, and insists on the NCCL that it was built with. Left out on purpose: several
-machines (RDMA), and the package's low-latency kernels.
+Both generations of the package have the interface used here, with the same results; 2.x insists on
+the NCCL that it was built with. Left out on purpose: several machines, and low-latency kernels.
 
 Legend: W expert parallel ranks, E experts, L = E / W local experts, T tokens here, K experts a
 token, S tokens received, R rows of the local experts, D width, C = num_sms / 2 channels.
@@ -145,11 +139,7 @@ class DeepEP(ExpertParallelDispatcher):
             self.static = before
 
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        """Bring all ranks' tokens here; ids are those of all E experts.
-
-        Raises:
-            ValueError: there are more tokens than the static mode was planned for.
-        """
+        """Raises ValueError for more tokens than the static mode was planned for."""
         max_tokens, rows = self.static or (0, 0)
         if self.static is not None and x_TD.shape[0] > max_tokens:
             raise ValueError(
@@ -183,7 +173,6 @@ class DeepEP(ExpertParallelDispatcher):
         return [is_sent_TW.sum(0, dtype=torch.int32), slots_E, is_sent_TW]
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Give ``y_TD``, the sum over ranks of each token's rows, in fp32, rounded once."""
         how = self.group_name, self.num_sms, self.precision == "fp8"
         return _combine(y_SD.contiguous(), list(ctx), *how)
 
@@ -196,8 +185,8 @@ def why_not(
     precision: Precision = "bf16",
 ) -> str | None:
     """Say, alike on every rank of ``group``, why DeepEP cannot run; None if it can. Collective."""
-    mine = (machine(), why_not_here(arch, group.size(), device, dtype, precision))
-    ranks: list[tuple[str, str | None]] = [mine] * group.size()
+    mine = machine(), why_not_here(arch, group.size(), device, dtype, precision)
+    ranks = [mine] * group.size()
     dist.all_gather_object(ranks, mine, group=group)
     hosts = {host for host, _ in ranks}
     if len(hosts) > 1:
@@ -305,7 +294,6 @@ def disconnect() -> None:
 
 @contextmanager
 def _connection(group: str, hidden_size: int, num_sms: int) -> Iterator[_Connection]:
-    """Give the connection for calls of the package."""
     # Filling fresh memory, as deterministic torch does, would run beside the package's kernels, on
     # another stream: it allocates results after its stream has waited for ours.
     torch_setting: Any = torch.utils.deterministic

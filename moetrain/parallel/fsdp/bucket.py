@@ -28,6 +28,7 @@ class GatherBuffer:
     """Memory that holds the gathered parameters of one unit at a time, at one address.
 
     Attributes:
+        size: bytes, which grow until the first use.
         owner: the unit that is unsharded there now.
         content_of: the unit whose values lie there, in use or not.
     """
@@ -37,10 +38,6 @@ class GatherBuffer:
         self.owner: object | None = None
         self.content_of: object | None = None
         self._memory: torch.Tensor | None = None
-
-    def reserve(self, size: int) -> None:
-        """Make room for ``size`` bytes, before the first use."""
-        self.size = max(self.size, size)
 
     @property
     def memory(self) -> torch.Tensor:
@@ -52,7 +49,6 @@ class GatherBuffer:
         return self._memory
 
     def memory_in_use(self) -> int:
-        """Count the bytes that are allocated now."""
         return 0 if self._memory is None else self._memory.untyped_storage().size()
 
     def free(self) -> None:
@@ -148,7 +144,6 @@ class Bucket:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the members have gradients."""
         return self.members[0].rule.trainable
 
     @property
@@ -290,9 +285,11 @@ class Bucket:
                 self.mark_fresh()
         if self.is_never_sharded:
             return None
-        if self.float8 is not None:
-            return self.float8.start_gather(self.group, staging)
         ranks = self.group.size()
+        if self.float8 is not None:
+            bytes_W = self.float8.gathered(ranks, staging)
+            sent = self.float8.bytes
+            return None if ranks == 1 else all_gather_start(sent, self.group, bytes_W)[1].wait
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
@@ -398,10 +395,9 @@ class Bucket:
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard."""
         ranks = self.group.size()
-        only, (first, *others) = gradients[0], self.members
-        if only is not None and first.share == 1 and not others:
-            if only.numel() == ranks * self.shard_N.numel():
-                return only.contiguous().view(ranks, -1)
+        only, (first, *others), size = gradients[0], self.members, ranks * self.shard_N.numel()
+        if only is not None and first.share == 1 and not others and only.numel() == size:
+            return only.contiguous().view(ranks, -1)
         chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=self.dtype)
         for member, gradient in zip(self.members, gradients, strict=True):
             if gradient is None:

@@ -1,8 +1,8 @@
 """FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
-Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
-tensor or expert parallel ranks: :mod:`moetrain.parallel.mesh`). A unit is a block, the embedding,
-or the head, gathered together. Its life cycle is explicit:
+Every parameter is a DTensor, sharded on its first dim over its FSDP axis (:class:`Layout
+<moetrain.parallel.mesh.Layout>`). A unit is a block, the embedding, or the head, gathered together.
+Its life cycle is explicit:
 
     unshard   its full parameters lie in its region of memory, gathered there if they do not yet
     reshard   they no longer do: its region is another unit's, or free
@@ -16,11 +16,10 @@ outside the compiled block, which sees plain tensors: inside, it could not start
     backward  unshard(i - 1) starts before block i's backward, and the reduction of block i runs
               while block i - 1 computes
 
-Full parameters lie at fixed addresses. Every unit has a region of its own, in which they stay until
-the work is over; with experts sharded over expert parallel ranks they are small (38 MB a layer for
-Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: one is filled while the block in
-the other computes. What autograd saved are tensors in a region, which has the right values whenever
-they are read.
+Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
+With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
+computes. What autograd saved are tensors in a region, which has the right values whenever they are
+read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -64,13 +63,12 @@ class _Unit:
         """How many forwards' backwards are still to come."""
         self._is_laid_out = False
         size = sum(bucket.region_bytes for bucket in buckets)
-        region.reserve(size)
-        staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
+        region.size = max(region.size, size)
+        staging.size = max(staging.size, sum(bucket.staging_bytes for bucket in buckets))
         self.label = f"unit {index}, {size / 2**20:.1f} MiB"  # in traces
 
     @property
     def members(self) -> Iterator[Member]:
-        """Every parameter of the unit, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.members
 
@@ -95,7 +93,6 @@ class _Unit:
 
     @torch.inference_mode(False)
     def start_gather(self) -> None:
-        """Begin to gather every bucket."""
         self.move_in()
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
@@ -112,19 +109,19 @@ class _Unit:
         sizes = [bucket.staging_bytes for bucket in self.buckets]
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
 
+    def rows(self) -> list[torch.Tensor]:
+        return [row for bucket in self.buckets for row in bucket.rows()]
+
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
-        """Let the modules hold ``full`` in place of their DTensors."""
         for member, tensor in zip(self.members, full, strict=True):
             member.module._parameters[member.name] = tensor  # pyright: ignore
 
     def swap_out(self) -> None:
-        """Give the modules their DTensors back."""
         for member in self.members:
             member.module._parameters[member.name] = member.parameter
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Cut the beginning of ``memory`` into parts of ``sizes``."""
     return memory[: sum(sizes)].split(list(sizes))
 
 
@@ -181,7 +178,6 @@ class FSDP(Sharding):
 
     @property
     def buckets(self) -> Iterator[Bucket]:
-        """Every bucket of the model."""
         for unit in self.units:
             yield from unit.buckets
 
@@ -441,7 +437,6 @@ class FSDP(Sharding):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the step has any gradients yet."""
         return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:
@@ -459,7 +454,7 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.fsdp, ctx.unit, ctx.work = fsdp, unit, fsdp._num_works
         ctx.set_materialize_grads(False)
-        rows = [row for bucket in unit.buckets for row in bucket.rows()]
+        rows = unit.rows()
         pairs = zip(rows, unit.members, strict=True)
         ctx.mark_non_differentiable(*(row for row, member in pairs if not member.rule.trainable))
         return tuple(rows)

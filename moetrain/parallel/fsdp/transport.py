@@ -8,7 +8,7 @@ Gradients are reduced in one of three modes:
     fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
     bf16        rows are reduce-scattered in their own dtype.
 
-Ranks of one machine can copy instead (``parallel.fsdp_transport``). Copy engines move bytes between
+Ranks of one machine can copy instead (``parallel.fsdp_transport``): copy engines move bytes between
 GPUs while every SM computes, and nobody waits for a peer to send. The ranks of an FSDP group share
 one piece of memory each:
 
@@ -16,8 +16,7 @@ one piece of memory each:
 
 A gather reads the peers' shards; a reduction writes row r of a rank's gradients into row ``rank``
 of r's inbox, which r adds up as it does what an all-to-all brings: the same bits. Both go on in
-streams of their own, beginning at rank + 1, so that no two ranks are at the same peer. Worked
-example, 3 ranks: rank 1 reads from 2, then 0, then its own.
+streams of their own, beginning at rank + 1, so that no two ranks are at the same peer.
 
 Barriers on the device keep writers and readers apart. Shards are written by an update, after the
 gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.barrier`;
@@ -25,16 +24,13 @@ they are read only after the second. A reduction arrives at one barrier when it 
 the next reduction waits for before it writes, and at another when it has written, which it waits
 for itself before it adds up.
 
-No host waits at a barrier, and no SM either: a kernel that waits for another GPU holds a
-multiprocessor for as long, and a grouped product that begins one program on each takes until that
-one is free. Streams write and wait for words of memory, which the front end of the GPU does.
-Nothing times out: a rank that died leaves the others waiting until whoever started them ends them,
-or torch's monitor of NCCL does, some time after its timeout, by SIGABRT.
+No SM waits at a barrier: a kernel that waits for another GPU holds a multiprocessor for as long,
+and a grouped product that begins one program on each takes until that one is free. Streams write
+and wait for words of memory, which the front end of the GPU does. Nothing times out: a rank that
+died leaves the others waiting until whoever started them, or torch's monitor of NCCL, ends them.
 
-On CPUs processes map the same memory, and copies are done at once.
-Left out on purpose: several machines, multicast, sums on the way (a bf16 ring's), and shards that
-lie nowhere but in peers' memory. That would spare frozen ones a copy, and tie their offloading to
-the memory of peers.
+On CPUs processes map the same memory, and copies are done at once. Left out on purpose: several
+machines, multicast, sums on the way, and shards that lie nowhere but in peers' memory.
 
 Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 """

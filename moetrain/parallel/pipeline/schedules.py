@@ -57,11 +57,8 @@ class _Transfer(NamedTuple):
     target: int
 
 
-class Transfers(NamedTuple):
-    """The messages that a rank sends and receives at one time, in one order on all ranks."""
-
-    time: float
-    transfers: tuple[_Transfer, ...]
+Step = Action | list[_Transfer]
+"""An action of a rank, or what it sends and receives at one time, in one order on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ class Schedule:
             assert not waiting or sum(position) > before, f"{self.name}: deadlock at {position}"
         return _Timeline(self, times)
 
-    def steps(self) -> list[list[Action | Transfers]]:
+    def steps(self) -> list[list[Step]]:
         """List every rank's actions and transfers in an order in which no ranks can deadlock.
 
         What an action makes for a stage of another rank leaves when the action ends, in times that
@@ -184,10 +181,10 @@ class Schedule:
                 for rank in (source, target):
                     transfer = _Transfer(action, receiver, source, target)
                     batches[rank].setdefault(end, []).append(transfer)
-        plans: list[list[Action | Transfers]] = []
+        plans: list[list[Step]] = []
         for actions, mine in zip(self.actions, batches, strict=True):
             steps: list[tuple[float, int, Any]] = [(times[a][1], 0, a) for a in actions]
-            steps += [(time, 1, Transfers(time, tuple(found))) for time, found in mine.items()]
+            steps += [(time, 1, found) for time, found in mine.items()]
             plans.append([step for _, _, step in sorted(steps, key=lambda item: item[:2])])
         return plans
 
