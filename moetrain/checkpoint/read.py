@@ -411,7 +411,13 @@ def _without_manifest(folder: Path) -> ConfigError:
             "model.path, or make one of it (python -m moetrain.checkpoint import-hf)",
         )
     if has_weights and STATE in names:
-        _refuse_first_format(folder)
+        try:
+            with _open_file(folder / STATE) as file:
+                state = json.loads(file.read())
+        except (OSError, ValueError, RecursionError):
+            state = None  # damaged, whatever wrote it
+        if isinstance(state, dict):  # format 1 names none
+            _check_version(state.get("format", 1), folder)
     if has_weights or step_of(folder) is not None:
         return DamagedCheckpoint(folder / MANIFEST, "there is none")
     problem = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
@@ -420,17 +426,6 @@ def _without_manifest(folder: Path) -> ConfigError:
         f"{str(folder)!r} is not a checkpoint: {problem}; give a step-... folder, or the "
         "output_dir of a run that has saved one",
     )
-
-
-def _refuse_first_format(folder: Path) -> None:
-    """Raise ConfigError if ``state.json`` is of format 1: it names no format and is intact."""
-    try:
-        with _open_file(folder / STATE) as file:
-            state = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):
-        return  # damaged, whatever wrote it
-    if isinstance(state, dict):
-        _check_version(state.get("format", 1), folder)
 
 
 def _open_file(path: Path) -> BinaryIO:

@@ -217,14 +217,12 @@ def _shard_model(
     same ranks gather it in the same dtype from the same storage.
 
     Args:
-        units: modules whose parameters are gathered together, in forward order; together they hold
-            every parameter. A block is a unit of its own.
+        units: modules whose parameters are gathered together, in forward order; they hold all.
         dtype: what parameters are gathered in where their rule does not say.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     members: dict[str, Member] = {}
-    found: list[list[list[Member]]] = []
-    """Each unit's buckets, as lists of their members."""
+    found: list[list[list[Member]]] = []  # each unit's buckets, as lists of their members
     for modules in units:
         groups: dict[object, list[Member]] = {}
         for owner in (owner for module in modules for owner in module.modules()):
@@ -245,8 +243,7 @@ def _shard_model(
     tied = None if stages.tied_rank is None else model.embed
     trained = [g for unit in found for g in unit if g[0].rule.trainable]
     movable = [group for group in trained if all(m.module is not tied for m in group)]
-    total = sum(_places(group)[-1] for group in trained)
-    wanted = config.optim.offload_fraction * total
+    wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
     hosted = _chosen([_places(group)[-1] for group in movable], wanted)
     on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
     gradient_dtype, blocks = getattr(torch, config.optim.gradient_dtype), set(model.layers)

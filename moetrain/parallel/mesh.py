@@ -244,8 +244,7 @@ class _Groups:
     def stage_mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
         """Make a mesh of this rank's part of the first (pp) axis, over the other axes."""
         groups = [self.group(ranks, axis) for axis in range(1, ranks.ndim)]
-        stage = int((ranks == dist.get_rank()).nonzero()[0, 0])
-        mine = ranks[stage].contiguous()
+        mine = ranks[int((ranks == dist.get_rank()).nonzero()[0, 0])].contiguous()
         return DeviceMesh.from_group(groups, self.device_type, mine, mesh_dim_names=names)
 
 

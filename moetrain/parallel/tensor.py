@@ -141,9 +141,6 @@ class ShardedVocabulary(Vocabulary):
     """A :class:`~moetrain.models.layers.Vocabulary` over the ranks of ``group``.
 
     A rank holds about ``chunk_elements`` logits at once, the same number on every rank.
-
-    Raises:
-        ValueError: fewer vocabulary rows than give every rank one.
     """
 
     def __init__(
@@ -158,11 +155,6 @@ class ShardedVocabulary(Vocabulary):
         self.tokens = TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
-        if self.most_rows * (group.size() - 1) >= vocab_size:
-            raise ValueError(
-                f"a vocabulary of {vocab_size} leaves some of {group.size()} tensor parallel ranks "
-                "without a row; use fewer"
-            )
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's part of the tokens."""

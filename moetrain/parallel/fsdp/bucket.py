@@ -200,9 +200,8 @@ class Bucket:
         """Travel by copies from now on, and with ``has_inbox`` gradients too."""
         self.peers = peers
         size = self.shard_N.numel() * self.dtype.itemsize
-        self.peers_start = peers.reserve(size)
-        if self.is_trained and has_inbox:
-            peers.reserve_inbox(self.group.size() * size)
+        inbox = self.group.size() * size * (self.is_trained and has_inbox)
+        self.peers_start = peers.reserve(size, inbox)
 
     def share(self) -> None:
         """Bring the copy that peers read up to date; they do not read it meanwhile."""

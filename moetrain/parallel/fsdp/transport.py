@@ -252,15 +252,13 @@ class Peers:
         me, ranks = group.rank(), group.size()
         self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
 
-    def reserve(self, size: int) -> int:
-        """Reserve ``size`` bytes for a shard, before the first :meth:`open`; gives their place."""
+    def reserve(self, size: int, inbox: int) -> int:
+        """Reserve ``size`` bytes for a shard, and for its reductions ``inbox``, which all share,
+        before the first :meth:`open`; gives the shard's place."""
         start = self._inbox_start
         self._inbox_start += aligned(size)
+        self._inbox_size = max(self._inbox_size, aligned(inbox))
         return start
-
-    def reserve_inbox(self, size: int) -> None:
-        """Make room for a reduction of ``size`` bytes, before the first :meth:`open`."""
-        self._inbox_size = max(self._inbox_size, aligned(size))
 
     def open(self) -> None:
         """Wait, on the device, until no rank reads any shard. Collective.

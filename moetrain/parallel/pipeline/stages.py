@@ -47,9 +47,15 @@ class StagePlan:
 
     def __init__(self, config: Config, arch: Architecture) -> None:
         self.config, self.arch = config, arch
-        ranks, virtual = config.parallel.pp, self._stages_per_rank
+        parallel = config.parallel
+        ranks, kind = parallel.pp, SCHEDULES[parallel.pp_schedule]
+        virtual = kind.stages_per_rank[0] if parallel.pp_stages == "auto" else parallel.pp_stages
+        if ranks == 1:
+            virtual = 1
+        else:
+            kind.check_stages(parallel.pp_schedule, virtual)
         self.rank_of_stage = tuple(range(ranks)) * virtual
-        count, blocks, sizes = ranks * virtual, arch.num_layers, config.parallel.pp_split
+        count, blocks, sizes = ranks * virtual, arch.num_layers, parallel.pp_split
         if count > blocks:
             fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
             raise ConfigError(
@@ -71,17 +77,6 @@ class StagePlan:
             )
         ends = accumulate(sizes)
         self.ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-    @property
-    def _stages_per_rank(self) -> int:
-        parallel = self.config.parallel
-        if parallel.pp == 1:
-            return 1
-        kind, wanted = SCHEDULES[parallel.pp_schedule], parallel.pp_stages
-        if wanted == "auto":
-            return kind.stages_per_rank[0]
-        kind.check_stages(parallel.pp_schedule, wanted)
-        return wanted
 
     def stages_of(self, rank: int) -> list[int]:
         """List the stages of pipeline rank ``rank``, in the order of the model."""
@@ -133,10 +128,8 @@ class StagePlan:
         Raises:
             ConfigError: there is none; the message lists what is possible.
         """
-        parallel = self.config.parallel
-        return Schedule.make(
-            parallel.pp_schedule, parallel.pp, self._stages_per_rank, micro_batches
-        )
+        name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
+        return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
 
     def in_flight(self, dims: ParallelDims) -> list[int]:
         """Give the most (stage, micro-batch) pairs whose activations each rank has at once."""
