@@ -24,7 +24,7 @@ import torch
 from bench_train import commit, device_name, wait
 
 from moetrain.config import Config, ConfigError
-from moetrain.parallel.offload.activations import _ActivationOffload
+from moetrain.parallel.offload.activations import _PAGE, _ActivationOffload
 from moetrain.parallel.offload.arena import DeviceBytes
 from moetrain.train.memory import GIB
 from moetrain.train.metrics import peak_memory_gib
@@ -100,7 +100,7 @@ def measure(trainer: Trainer, steps: int) -> dict[str, Any]:
         "memory_gib": peak_memory_gib(trainer.device),
         "estimate_gib": trainer.session.memory.total / GIB,
         "sent_gib": ((host.bytes_down if host else 0) - sent) / steps / GIB,
-        "pinned_gib": host.pinned_bytes / GIB if host else 0.0,
+        "pinned_gib": host.num_pages * _PAGE / GIB if host else 0.0,
         "loss": losses[-1].item(),
     }
 

@@ -32,7 +32,7 @@ from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.architecture import Architecture
 from moetrain.models.transformer import Transformer, compile_blocks
-from moetrain.parallel.expert.deepep import choose_dispatcher
+from moetrain.parallel.apply import choose_dispatcher
 from moetrain.parallel.world import World, join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from moetrain.parallel.collectives import reduce_scatter_single, reduce_scatter_start
+from moetrain.parallel.fsdp.transport import _reduce_scatter, reduce_scatter_start
 
 SIZES_MIB = (16, 64, 128, 256, 512)
 REPEATS = 20
@@ -73,16 +73,16 @@ def reductions(
     out = torch.empty_like(out_bf16, dtype=torch.float32)
 
     def ours() -> torch.Tensor:
-        return reduce_scatter_start(
-            chunks, group, out_N=out, accumulate=False, mode="fp32_accum"
-        ).finish()
+        how = {"accumulate": False, "mode": "fp32_accum"}
+        reduce_scatter_start(chunks, group, out_N=out, **how)()
+        return out
 
     def fp32() -> torch.Tensor:
-        reduce_scatter_single(out, wide.view(-1), group=group)
+        _reduce_scatter(out, wide.view(-1), group=group)
         return out
 
     def bf16() -> torch.Tensor:
-        reduce_scatter_single(out_bf16, chunks.view(-1), group=group)
+        _reduce_scatter(out_bf16, chunks.view(-1), group=group)
         return out_bf16
 
     return ours, fp32, bf16

@@ -34,7 +34,7 @@ from bench_train import commit, device_name
 from moetrain.config import Config
 from moetrain.config.environment import launched_place
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.fsdp.shard import draw_values
+from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams

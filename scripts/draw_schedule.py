@@ -61,9 +61,10 @@ def main() -> int:
     words = parser.parse_args()
     timelines = []
     for name in words.schedules:
-        is_free = name in SCHEDULES and len(SCHEDULES[name].stages_per_rank) > 1
-        virtual = words.virtual if is_free else 1
         try:
+            if name not in SCHEDULES:
+                raise ValueError(f"{name!r} is no schedule; use one of {', '.join(SCHEDULES)}")
+            virtual = words.virtual if len(SCHEDULES[name].stages_per_rank) > 1 else 1
             schedule = Schedule.make(name, words.ranks, virtual, words.micro_batches)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import torch
 
 from moetrain.checkpoint.read import open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 
 GROUPS = ("model", "optim", "rng")
 

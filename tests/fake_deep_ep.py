@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moetrain.parallel.collectives import all_gather_single
+from moetrain.parallel.mesh import all_gather_single
 
 topk_idx_t = torch.int64
 

@@ -18,7 +18,7 @@ from moetrain.checkpoint import save as checkpoint_save
 from moetrain.checkpoint.read import DamagedCheckpoint, open_checkpoint
 from moetrain.checkpoint.save import SavePlan, Saver
 from moetrain.config import ConfigError
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 from moetrain.train.run_folder import RunFolder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float64]

@@ -8,11 +8,8 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 
-from moetrain.parallel.collectives import (
-    ReduceMode,
-    all_gather_start,
-    reduce_scatter_start,
-)
+from moetrain.parallel.fsdp.transport import ReduceMode, reduce_scatter_start
+from moetrain.parallel.mesh import all_gather_start
 
 MODES, SIZES, DTYPES = get_args(ReduceMode), (1, 7, 1000), (torch.bfloat16, torch.float32)
 
@@ -38,8 +35,7 @@ def reduced(
     out_N = torch.full((chunks_WN.shape[1],), torch.nan) if base_N is None else base_N.clone()
     group = group or dist.group.WORLD
     accumulate = base_N is not None
-    pending = reduce_scatter_start(chunks_WN, group, out_N=out_N, accumulate=accumulate, mode=mode)
-    assert pending.finish() is out_N
+    reduce_scatter_start(chunks_WN, group, out_N=out_N, accumulate=accumulate, mode=mode)()
     return out_N
 
 
@@ -75,18 +71,21 @@ def check_bf16_loses_what_fp32_accumulation_keeps() -> None:
 
 def check_two_at_once() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    pending = [
+    outputs = [torch.empty(size) for size in SIZES]
+    waits = [
         reduce_scatter_start(
-            random_chunks(rank, world, size, torch.bfloat16),
+            random_chunks(rank, world, out_N.numel(), torch.bfloat16),
             dist.group.WORLD,
-            out_N=torch.empty(size),
+            out_N=out_N,
             accumulate=False,
             mode="fp32_accum",
         )
-        for size in SIZES
+        for out_N in outputs
     ]
-    for size, one in reversed(list(zip(SIZES, pending, strict=True))):
-        assert torch.equal(one.finish(), exact_sum(world, size, torch.bfloat16)[0].float())
+    for out_N, wait in reversed(list(zip(outputs, waits, strict=True))):
+        wait()
+        want_N = exact_sum(world, out_N.numel(), torch.bfloat16)[0]
+        assert torch.equal(out_N, want_N.float())
 
 
 def check_groups(group: dist.ProcessGroup) -> None:

@@ -24,9 +24,9 @@ from test_engine import make_batches, make_engine, objective_of
 from test_launch import Launcher
 
 from moetrain.config import Config, ConfigError
-from moetrain.parallel.fsdp import peers
+from moetrain.parallel.fsdp import transport as fsdp_transport
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.peers import _why_not
+from moetrain.parallel.fsdp.transport import _why_not
 from moetrain.train.trainer import Trainer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -200,7 +200,11 @@ def slow_rank(words):
         world, fsdp, name = engine.world, engine.fsdp, "layers.2.attn.wo.weight"
         shape = fsdp.members[name].layout.shape
         tokens_BS = make_batches(0, 1)[0].tokens_BS.to(world.device)
-        found, start_gather, sum_chunks = [], type(fsdp.units[0]).start_gather, peers.sum_chunks
+        found, start_gather, sum_chunks = (
+            [],
+            type(fsdp.units[0]).start_gather,
+            fsdp_transport.sum_chunks,
+        )
 
         def gather(unit, start_gather=start_gather, slow=slow, world=world):
             if slow and world.rank == 1:
@@ -214,7 +218,7 @@ def slow_rank(words):
 
         with (
             patch.object(type(fsdp.units[0]), "start_gather", gather),
-            patch.object(peers, "sum_chunks", sums),
+            patch.object(fsdp_transport, "sum_chunks", sums),
         ):
             with torch.no_grad():
                 for number in range(2):

@@ -39,9 +39,10 @@ from transports import (
 
 from moetrain.config import Config, ConfigError
 from moetrain.kernels.experts.permutation import expert_indices
-from moetrain.parallel.expert import deepep, deepep_ops
-from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, choose_dispatcher, why_not
-from moetrain.parallel.expert.deepep_ops import disconnect
+from moetrain.parallel import apply
+from moetrain.parallel.apply import choose_dispatcher
+from moetrain.parallel.expert import deepep
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, disconnect, why_not
 from moetrain.parallel.expert.dispatch import AllToAll
 from moetrain.train import setup
 from moetrain.train.trainer import Trainer
@@ -232,7 +233,7 @@ GPU, BF16 = torch.device("cuda"), torch.bfloat16
     ],
 )
 def test_why_not_names_the_value_and_the_limit(monkeypatch, change, ranks, device, dtype, reason):
-    monkeypatch.setattr(deepep_ops.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepep.importlib.util, "find_spec", lambda name: None)
     arch: Any = SimpleNamespace(**{**vars(ARCH), **change})
     assert re.search(reason, deepep.why_not_here(arch, ranks, device, dtype) or "no reason")
 
@@ -241,7 +242,7 @@ def test_a_package_that_does_not_load_is_an_import_error_with_a_remedy(monkeypat
     (tmp_path / "deep_ep.py").write_text("assert False, 'another NCCL is loaded'")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"another NCCL is loaded.*pip install tokenspeed-deepep"):
-        deepep_ops.load_deep_ep()
+        deepep._load_deep_ep()
 
 
 def check_agreement() -> None:
@@ -260,7 +261,7 @@ def check_agreement() -> None:
 def check_choice() -> None:
     use_fake()
     lines: list[str] = []
-    deepep._logger.info = lambda text, *args: lines.append(text % args)
+    apply._logger.info = lambda text, *args: lines.append(text % args)
 
     def choose(*overrides: str, device=GPU) -> Any:
         words = [*overrides, "data.seq_len=64", "train.micro_batch_size=2", "parallel.ep=2"]
@@ -318,7 +319,7 @@ def test_static_rows(capacity, top_k, rows):
 def train_by_deepep(words: list[str]) -> tuple[Any, dict[str, torch.Tensor], int]:
     """A run's numbers, gradients and final count of steps that were done again."""
     use_fake()
-    deepep.why_not = setup.why_not_here = lambda *_: None
+    apply.why_not = setup.why_not_here = lambda *_: None
     trainers: list[Trainer] = []
     test_parallel.Trainer = lambda config: trainers.append(Trainer(config)) or trainers[-1]
     numbers, gradients, _ = test_parallel.run(words)
@@ -341,7 +342,7 @@ def test_a_step_that_overflows_is_done_again_and_nothing_is_lost(tiny_words):
 def gradients_of_two_calls(words: list[str]) -> tuple[dict[str, torch.Tensor], int]:
     """Of one step whose micro-batches come in two calls, and how many of those were repeated."""
     use_fake()
-    deepep.why_not = setup.why_not_here = lambda *_: None
+    apply.why_not = setup.why_not_here = lambda *_: None
     trainer = Trainer(Config.load(None, words, environ={}))
     engine, batches = trainer.engine, trainer.loader.next_step()
     for part in (batches[:1], batches[1:]):

@@ -14,6 +14,7 @@ from architectures import make_architecture
 from distributed import spawn
 from test_compile import batch, compile_counting
 from test_parallel import LAYOUTS, compare, run, run_layouts, words_of
+from torch.distributed import all_to_all_single
 from transports import ROUTINGS, Size, assert_same, make_batch, run_narrow, run_step, static_sizes
 from transports import make_experts as make_weights
 
@@ -24,7 +25,6 @@ from moetrain.kernels.experts.permutation import expert_indices
 from moetrain.kernels.quant.e4m3 import _LARGEST, quantise_columns, quantise_rows
 from moetrain.kernels.quant.products import linears_fp8
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.collectives import all_to_all_single
 from moetrain.parallel.expert import dispatch
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.expert.dispatch import AllToAll

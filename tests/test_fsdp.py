@@ -15,8 +15,7 @@ from moetrain.models.rules import Rule
 from moetrain.models.transformer import Inputs
 from moetrain.parallel import apply
 from moetrain.parallel.fsdp.bucket import GatherBuffer
-from moetrain.parallel.layout import STYLES, Layout
-from moetrain.parallel.mesh import ParallelDims, build_meshes
+from moetrain.parallel.mesh import STYLES, Layout, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import join_world
 
@@ -263,8 +262,7 @@ def test_unsharded_memory_of_one_process_goes_with_its_last_use(tiny_words):
 
 def test_a_region_keeps_its_address_and_its_tensors():
     region = GatherBuffer(torch.device("cpu"))
-    region.reserve(512)
-    region.reserve(256)
+    region.size = 512
     tensor = region.memory[:4].view(torch.float32)
     tensor.fill_(3)
     assert region.memory.numel() == 512

@@ -15,7 +15,7 @@ from moetrain.config.environment import LaunchedPlace
 from moetrain.config.sources import RunFailed
 from moetrain.parallel import mesh as mesh_module
 from moetrain.parallel import world as world_module
-from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
+from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.world import join_world
 
 MOE = make_architecture(
@@ -112,7 +112,7 @@ def test_an_axis_of_a_later_version_says_so(axis):
 def describe_meshes(dims: ParallelDims, device_type: str) -> dict:
     """What this rank sees of each mesh and group, as plain values."""
     meshes = build_meshes(dims, device_type)
-    warm_up(meshes, torch.device(device_type))
+    meshes.warm_up(torch.device(device_type))
     named: dict[str, DeviceMesh] = {
         name: getattr(meshes, name)
         for name in (

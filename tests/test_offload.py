@@ -24,8 +24,8 @@ from test_engine import (
 
 from moetrain.config import Config, ConfigError
 from moetrain.optim import MOMENTS, HostUpdates
+from moetrain.parallel.apply import _chosen
 from moetrain.parallel.fsdp.bucket import Bucket
-from moetrain.parallel.fsdp.shard import _chosen
 from moetrain.parallel.offload.arena import Arena, OffloadedError
 from moetrain.parallel.world import plan_world
 from moetrain.train.memory import estimate_memory

@@ -9,9 +9,9 @@ from test_kernels import devices
 from moetrain.config import ConfigError
 from moetrain.kernels.optim.adamw import BLOCK, Settings, adamw
 from moetrain.optim import MOMENTS
+from moetrain.parallel.apply import draw_values
 from moetrain.parallel.fsdp import bucket as bucket_module
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.fsdp.shard import draw_values
 
 SETTINGS = Settings(0.9, 0.95, 1e-8, seed=7)
 

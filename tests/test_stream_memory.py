@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moetrain.parallel.fsdp.peers import _wait_for_word, _write_word
+from moetrain.parallel.fsdp.transport import _wait_for_word, _write_word
 from moetrain.parallel.offload import arena
 
 

@@ -17,10 +17,9 @@ from test_deepep import use_fake
 from test_engine import ROWS, make_engine, train
 
 from moetrain.models.transformer import Transformer
-from moetrain.parallel import collectives
+from moetrain.parallel import apply, mesh
 from moetrain.parallel.apply import dispatcher_of
-from moetrain.parallel.expert import deepep
-from moetrain.parallel.expert.deepep_ops import disconnect
+from moetrain.parallel.expert.deepep import disconnect
 from moetrain.parallel.world import join_world
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.request import Request, SamplingParams
@@ -118,7 +117,7 @@ def counted_calls(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(collectives, "all_gather_single")
+    count(mesh, "all_gather_single")
     count(dist, "broadcast")
     return calls
 
@@ -261,7 +260,7 @@ def test_completions_under_way_go_on_with_the_new_weights():
 def generate_beside_static_buffers():
     """More tokens at once than training has buffers for, and no room for an uneven choice."""
     use_fake()
-    deepep.why_not = setup.why_not_here = lambda *_: None
+    apply.why_not = setup.why_not_here = lambda *_: None
     words = ["parallel.ep=2", "moe.dispatch_mode=static", "moe.static_capacity=1.0"]
     engine = make_engine(*UGLY, "model.init_std=0.2", *words, micro=1)
     model, experts = replica(engine)

@@ -6,6 +6,6 @@ position, architecture, config), and ``manifest.json`` with checksums of all. Th
 under a temporary name, fsynced and renamed. Nothing in it is a pickle.
 
 This package knows nothing of models or optimizers: a rank hands over slices of tensors
-(:class:`~moetrain.parallel.layout.TensorSlice`), and reads others
+(:class:`~moetrain.parallel.mesh.TensorSlice`), and reads others
 (:class:`~moetrain.checkpoint.read.StoredTensor`) on any layout.
 """

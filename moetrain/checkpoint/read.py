@@ -25,6 +25,7 @@ out on purpose: models and ranks, and which checkpoint a run resumes
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zlib
@@ -62,10 +63,8 @@ _FIELDS = {"step": int, "tokens": int, "sample_index": int, "architecture": dict
 class DamagedCheckpoint(ConfigError):
     """A checkpoint's files are not what was written; an earlier checkpoint may be intact."""
 
-
-def unreadable(path: Path, why: object) -> DamagedCheckpoint:
-    """Make the error for a file that cannot be read or cannot be trusted."""
-    return DamagedCheckpoint("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__("checkpoint.resume", f"cannot read {str(path)!r}: {why}")
 
 
 def sealed(text: str) -> bytes:
@@ -110,7 +109,7 @@ class FilePiece(NamedTuple):
     @property
     def numel(self) -> int:
         """How many numbers the piece has."""
-        return torch.Size(b - a for a, b in zip(self.starts, self.stops, strict=True)).numel()
+        return math.prod(b - a for a, b in zip(self.starts, self.stops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,15 @@ class ManifestEntry:
     ]
     shape: tuple[int, ...]
     pieces: tuple[FilePiece, ...]
+    """They never overlap."""
 
-    def covers(self) -> bool:
-        """Return whether the pieces, which never overlap, make up the whole tensor."""
-        return sum(piece.numel for piece in self.pieces) == torch.Size(self.shape).numel()
+    def joined(self, name: str, other: ManifestEntry) -> ManifestEntry:
+        """Add the pieces of ``other`` that lie nowhere yet; ``name`` is for the error."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            raise ValueError(f"ranks have {name!r} in different dtypes or shapes")
+        boxes = {(piece.starts, piece.stops) for piece in self.pieces}
+        new = (piece for piece in other.pieces if (piece.starts, piece.stops) not in boxes)
+        return ManifestEntry(self.dtype, self.shape, (*self.pieces, *new))
 
 
 class FileSum(NamedTuple):
@@ -156,6 +160,14 @@ class Contents:
         except ValidationError as error:  # which has several lines
             raise ValueError(error.errors()[0]["msg"]) from None
 
+    def add(self, other: Contents) -> None:
+        """Add what ``other`` has; a piece that is here already stays."""
+        self.files.update(other.files)
+        for group, entries in other.groups.items():
+            known = self.groups.setdefault(group, {})
+            for name, entry in entries.items():
+                known[name] = known[name].joined(name, entry) if name in known else entry
+
     @classmethod
     def together(cls, parts: Sequence[Contents]) -> Contents:
         """Join all ranks' reports. A piece that several ranks have is taken from the first.
@@ -166,27 +178,16 @@ class Contents:
         """
         whole = cls({}, {})
         for part in parts:
-            whole.files.update(part.files)
-            for group, entries in part.groups.items():
-                known = whole.groups.setdefault(group, {})
-                for name, entry in entries.items():
-                    known[name] = _joined(name, known[name], entry) if name in known else entry
+            whole.add(part)
         for group, entries in whole.groups.items():
-            lacking = [name for name, entry in entries.items() if not entry.covers()]
+            sizes = {name: sum(p.numel for p in entry.pieces) for name, entry in entries.items()}
+            lacking = [n for n, size in sizes.items() if size != math.prod(entries[n].shape)]
             if lacking:
                 raise ValueError(f"nobody has all of {lacking[:3]} of group {group!r}")
         return whole
 
 
 _CONTENTS = TypeAdapter(Contents)
-
-
-def _joined(name: str, one: ManifestEntry, two: ManifestEntry) -> ManifestEntry:
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        raise ValueError(f"ranks have {name!r} in different dtypes or shapes")
-    boxes = {(piece.starts, piece.stops) for piece in one.pieces}
-    new = (piece for piece in two.pieces if (piece.starts, piece.stops) not in boxes)
-    return ManifestEntry(one.dtype, one.shape, (*one.pieces, *new))
 
 
 # ---- names of folders ----------------------------------------------------------------------------
@@ -207,11 +208,9 @@ def list_checkpoints(root: Path) -> list[Path]:
     """List the complete checkpoints under ``root``, oldest first, without those of failed runs."""
     if not root.is_dir():
         return []
-    found: dict[int, Path] = {}
-    for path in sorted(root.iterdir()):  # hidden names first: a replaced step gives way
-        if (step := step_of(path)) is not None:
-            found[step] = path
-    return [found[step] for step in sorted(found)]
+    # Hidden names first: a replaced step gives way.
+    found = {step_of(path): path for path in sorted(root.iterdir())}
+    return [found[step] for step in sorted(step for step in found if step is not None)]
 
 
 def newest_in(path: Path) -> Path:
@@ -258,7 +257,9 @@ class StoredTensor:
         found = sum(self._copy(piece, wanted, whole) for piece in self.entry.pieces)
         if found != whole.numel():
             lacking = whole.numel() - found
-            raise unreadable(self.folder / MANIFEST, f"no file has {lacking} numbers of a tensor")
+            raise DamagedCheckpoint(
+                self.folder / MANIFEST, f"no file has {lacking} numbers of a tensor"
+            )
         return whole
 
     def _copy(self, piece: FilePiece, wanted: list[tuple[int, int]], out: torch.Tensor) -> int:
@@ -267,23 +268,19 @@ class StoredTensor:
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, wanted, strict=True)]
         if any(start >= stop for start, stop in both):
             return 0
-        target = out[
-            tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(both, wanted, strict=True))
-        ]
         if not mine:
             self._read(piece, 0, out.nbytes, out)
             return 1
+        target = out[_inside(both, wanted)]
         sizes = [stop - start for start, stop in mine]
-        row = self.dtype.itemsize * torch.Size(sizes[1:]).numel()
-        first = both[0][0] - piece.starts[0]
-        last = both[0][1] - piece.starts[0]
+        row = self.dtype.itemsize * math.prod(sizes[1:])
+        first, last = (end - piece.starts[0] for end in both[0])
         if both[1:] == mine[1:] and target.is_contiguous():
             self._read(piece, first * row, last * row, target)
         else:
             rows = torch.empty([last - first, *sizes[1:]], dtype=self.dtype)
             self._read(piece, first * row, last * row, rows)
-            pairs = zip(both[1:], mine[1:], strict=True)
-            target.copy_(rows[(slice(None), *(slice(a - m, b - m) for (a, b), (m, _) in pairs))])
+            target.copy_(rows[(slice(None), *_inside(both[1:], mine[1:]))])
         return target.numel()
 
     def _read(self, piece: FilePiece, start: int, stop: int, out: torch.Tensor) -> None:
@@ -293,13 +290,11 @@ class StoredTensor:
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise DamagedCheckpoint(path, error) from None
 
         def read(index: int) -> None:
-            first = index * CHUNK
-            last = min(first + CHUNK, size)
-            low = max(first, start)
-            high = min(last, stop)
+            first, last = index * CHUNK, min((index + 1) * CHUNK, size)
+            low, high = max(first, start), min(last, stop)
             is_all = (low, high) == (first, last)
             into = buffer[low - start : high - start]
             chunk = into if is_all else np.empty(last - first, np.uint8)
@@ -312,7 +307,7 @@ class StoredTensor:
             for _ in map(read, chunks) if len(chunks) < 2 else _readers().map(read, chunks):
                 pass
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise DamagedCheckpoint(path, error) from None
         finally:
             os.close(descriptor)
 
@@ -323,13 +318,13 @@ class StoredTensor:
         while done < len(view):
             got = os.preadv(descriptor, [view[done:]], piece.offset + index * CHUNK + done)
             if not got:
-                raise unreadable(self.folder / piece.file, "it is cut short")
+                raise DamagedCheckpoint(self.folder / piece.file, "it is cut short")
             done += got
         if crc_of(view) != piece.crcs[index * _CRC_DIGITS :][:_CRC_DIGITS]:
             start = piece.offset + index * CHUNK
             where = f"bytes {start} to {start + len(view)}"
-            problem = f"{where} are not what was written (a checksum differs)"
-            raise unreadable(self.folder / piece.file, problem)
+            what = f"{where} are not what was written (a checksum differs)"
+            raise DamagedCheckpoint(self.folder / piece.file, what)
 
     def check(self, rank: int = 0, ranks: int = 1) -> None:
         """Read and check one rank's share of the pieces; raises DamagedCheckpoint."""
@@ -339,6 +334,12 @@ class StoredTensor:
             for start in range(0, size, step):
                 stop = min(start + step, size)
                 self._read(piece, start, stop, scratch[: stop - start])
+
+
+def _inside(box: list[tuple[int, int]], outer: list[tuple[int, int]]) -> tuple[slice, ...]:
+    """Give ``box`` as slices of what lies in ``outer``."""
+    pairs = zip(box, outer, strict=True)
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in pairs)
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ class Checkpoint:
     def group(self, name: str) -> dict[str, StoredTensor]:
         """Return the tensors of a group, unread; DamagedCheckpoint: there is no such group."""
         if name not in self.contents.groups:
-            raise unreadable(self.folder, f"it has no group {name!r}, but {self.groups}")
+            raise DamagedCheckpoint(self.folder, f"it has no group {name!r}, but {self.groups}")
         entries = self.contents.groups[name]
         return {key: StoredTensor(self.folder, entry) for key, entry in entries.items()}
 
@@ -385,15 +386,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     contents, state = _read_manifest(folder)
     path = folder / STATE
     if not isinstance(state, dict):
-        raise unreadable(path, f"it holds a {type(state).__name__}, not an object")
+        raise DamagedCheckpoint(path, f"it holds a {type(state).__name__}, not an object")
     for name, kind in _FIELDS.items():
         value = state.get(name)
         is_negative = isinstance(value, int) and value < 0
         if not isinstance(value, kind) or isinstance(value, bool) or is_negative:
             what = "a number from 0" if kind is int else "an object"
-            raise unreadable(path, f"its {name!r} is {shortened(value)}, not {what}")
+            raise DamagedCheckpoint(path, f"its {name!r} is {shortened(value)}, not {what}")
     if step_of(folder) not in (None, state["step"]):
-        raise unreadable(path, f"its 'step' is {shortened(state['step'])}, not that of its folder")
+        raise DamagedCheckpoint(
+            path, f"its 'step' is {shortened(state['step'])}, not that of its folder"
+        )
     return Checkpoint(folder, state, contents)
 
 
@@ -408,35 +411,21 @@ def _without_manifest(folder: Path) -> ConfigError:
             "model.path, or make one of it (python -m moetrain.checkpoint import-hf)",
         )
     if has_weights and STATE in names:
-        _refuse_first_format(folder)
+        try:
+            with _open_file(folder / STATE) as file:
+                state = json.loads(file.read())
+        except (OSError, ValueError, RecursionError):
+            state = None  # damaged, whatever wrote it
+        if isinstance(state, dict):  # format 1 names none
+            _check_version(state.get("format", 1), folder)
     if has_weights or step_of(folder) is not None:
-        return unreadable(folder / MANIFEST, "there is none")
+        return DamagedCheckpoint(folder / MANIFEST, "there is none")
     problem = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
     return ConfigError(
         "checkpoint.resume",
         f"{str(folder)!r} is not a checkpoint: {problem}; give a step-... folder, or the "
         "output_dir of a run that has saved one",
     )
-
-
-def _refuse_first_format(folder: Path) -> None:
-    """Raise ConfigError if ``state.json`` is of format 1: it names no format and is intact."""
-    try:
-        with _open_file(folder / STATE) as file:
-            state = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):
-        return  # damaged, whatever wrote it
-    if isinstance(state, dict):
-        _check_version(state.get("format", 1), folder)
-
-
-def is_intact(folder: Path) -> bool:
-    """Return whether :func:`open_checkpoint` accepts it."""
-    try:
-        open_checkpoint(folder)
-    except ConfigError:
-        return False
-    return True
 
 
 def _open_file(path: Path) -> BinaryIO:
@@ -454,20 +443,27 @@ def _read_manifest(folder: Path) -> tuple[Contents, dict[str, Any]]:
         with _open_file(path) as file:
             data = file.read()
         if not holds_seal(data):
-            raise unreadable(path, "it is not what was written (its checksum differs)")
+            raise DamagedCheckpoint(path, "it is not what was written (its checksum differs)")
         value = json.loads(data)
         _check_version(value["format"], folder)
         contents = Contents.from_json(value)
         for name, known in contents.files.items():
             path = folder / name
-            _check_beginning(path, known)
+            with _open_file(path) as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(known.head)
+            if size != known.size:
+                problem = f"it has {size} bytes, not {known.size}: cut short, or changed"
+                raise DamagedCheckpoint(path, problem)
+            if crc_of(head) != known.crc:
+                problem = "its beginning is not what was written (a checksum differs)"
+                raise DamagedCheckpoint(path, problem)
         path = folder / STATE
         with _open_file(path) as file:
             return contents, json.loads(file.read())
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise unreadable(path, error) from None
+        raise DamagedCheckpoint(path, error) from None
 
 
 def _check_version(version: object, folder: Path) -> None:
@@ -479,12 +475,3 @@ def _check_version(version: object, folder: Path) -> None:
             f"{FORMAT} alone; continue with the version that wrote it, or export its weights "
             "there (checkpoint.save_hf yes) and begin from the export as model.path",
         )
-
-
-def _check_beginning(path: Path, known: FileSum) -> None:
-    with _open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != known.size:
-            raise unreadable(path, f"it has {size} bytes, not {known.size}: cut short, or changed")
-        if crc_of(file.read(known.head)) != known.crc:
-            raise unreadable(path, "its beginning is not what was written (a checksum differs)")

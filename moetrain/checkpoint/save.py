@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,16 +42,16 @@ from moetrain.checkpoint.read import (
     ManifestEntry,
     checkpoint_name,
     crc_of,
-    is_intact,
     list_checkpoints,
+    open_checkpoint,
     sealed,
     step_of,
 )
+from moetrain.config import ConfigError
 from moetrain.config.files import fsync
 from moetrain.config.sources import RunFailed
-from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.layout import TensorSlice
-from moetrain.parallel.offload.arena import HostMemory
+from moetrain.parallel.mesh import TensorSlice
+from moetrain.parallel.offload.arena import HostMemory, aligned
 from moetrain.parallel.processes import Rendezvous
 
 FILE_BYTES = 2 << 30
@@ -91,9 +92,17 @@ class SavePlan:
         """List the checkpoints to remove once this one is complete."""
         if self.failed:
             return [path for path in self.root.glob("failed-step-*") if path != self.path]
-        intact = [path for path in list_checkpoints(self.root) if is_intact(path)]
+        intact = [path for path in list_checkpoints(self.root) if _is_intact(path)]
         older = [path for path in intact[: -self.keep] if step_of(path) != self.keeps]
         return [p for p in older if not self.keep_every or (step_of(p) or 0) % self.keep_every]
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        open_checkpoint(folder)
+    except ConfigError:
+        return False
+    return True
 
 
 class Saved(NamedTuple):
@@ -114,24 +123,14 @@ class Saver:
 
     def __init__(self, rendezvous: Rendezvous | None) -> None:
         """``rendezvous`` with the other ranks, for this saver alone; None: there are none."""
-        self._rendezvous = rendezvous
+        self._rendezvous, self._rank = rendezvous, 0 if rendezvous is None else rendezvous.rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Saved] | None = None
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the rank that makes, names and removes folders."""
-        return self._rendezvous is None or self._rendezvous.rank == 0
 
     @property
     def is_busy(self) -> bool:
         """Whether a save was started whose result has not been taken yet."""
         return self._under_way is not None
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is still being written, so that :meth:`wait` would block."""
-        return self._under_way is not None and not self._under_way.done()
 
     def start(
         self,
@@ -158,12 +157,12 @@ class Saver:
         Raises:
             RunFailed: it could not be written; nothing of it is left.
         """
-        return None if self.is_writing else self.wait()
+        is_writing = self._under_way is not None and not self._under_way.done()
+        return None if is_writing else self.wait()
 
     def wait(self) -> Saved | None:
         """Wait until the save is complete; otherwise like :meth:`finished`."""
-        future = self._under_way
-        self._under_way = None
+        future, self._under_way = self._under_way, None
         return None if future is None else future.result()
 
     # ---- in the thread -------------------------------------------------------------------------
@@ -173,23 +172,22 @@ class Saver:
     ) -> Saved:
         started = time.perf_counter()
         new = Path(self._tell_all(lambda: str(begin(plan.path)), plan))
-        mine = {group: written_here(parts) for group, parts in groups.items()}
+        mine = {group: _written_here(parts) for group, parts in groups.items()}
         report = _attempt(lambda: self._write_parts(new, mine, ready))
         reports = [report] if self._rendezvous is None else self._rendezvous.gather(report)
         try:
             self._tell_all(lambda: _complete(plan, new, reports, state), plan)
         finally:
-            if self.is_main:
+            if self._rank == 0:
                 shutil.rmtree(new, ignore_errors=True)
-        if self.is_main:
-            for path in plan.outdated():
-                _remove(path)
+        for path in plan.outdated() if self._rank == 0 else ():
+            _remove(path)
         num_bytes = sum(part.tensor.nbytes for parts in mine.values() for part in parts.values())
         return Saved(plan.path, time.perf_counter() - started, num_bytes)
 
     def _tell_all(self, act: Callable[[], str], plan: SavePlan) -> str:
         """Return on every rank what the main rank's ``act`` returns; RunFailed if that fails."""
-        outcome = _attempt(act) if self.is_main else ""
+        outcome = _attempt(act) if self._rank == 0 else ""
         if self._rendezvous is not None:
             outcome = self._rendezvous.broadcast(outcome)
         answer = json.loads(outcome)
@@ -203,20 +201,17 @@ class Saver:
     def _write_parts(self, folder: Path, mine: _Groups, ready: Callable[[], object]) -> str:
         """Write this rank's files; return their :class:`Contents` as JSON."""
         ready()
-        rank = 0 if self._rendezvous is None else self._rendezvous.rank
         jobs = [
-            (folder / f"{group}-{rank:05d}-{number:02d}.safetensors", group, parts)
+            (folder / f"{group}-{self._rank:05d}-{number:02d}.safetensors", group, parts)
             for group, all_parts in mine.items()
             for number, parts in enumerate(cut_to_files(all_parts))
         ]
         with ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint-write") as writers:
             written = list(writers.map(lambda job: write_tensors(*job), jobs))
-        files = {name: known for contents in written for name, known in contents.files.items()}
-        groups = {group: {} for group in mine}
+        whole = Contents({}, {group: {} for group in mine})
         for contents in written:
-            for group, entries in contents.groups.items():
-                groups[group] |= entries
-        return json.dumps(Contents(files, groups).to_json())
+            whole.add(contents)
+        return json.dumps(whole.to_json())
 
 
 def _attempt(act: Callable[[], str]) -> str:
@@ -227,13 +222,9 @@ def _attempt(act: Callable[[], str]) -> str:
         return json.dumps({"error": str(error)})
 
 
-def written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
+def _written_here(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
     """Select the slices that this rank writes: its share of copies, and nothing that is empty."""
-    return {
-        name: part
-        for name, part in parts.items()
-        if part.tensor.numel() and part.is_written_here(name)
-    }
+    return {n: part for n, part in parts.items() if part.tensor.numel() and part.is_written_here(n)}
 
 
 def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice]]:
@@ -241,11 +232,11 @@ def cut_to_files(parts: Mapping[str, TensorSlice]) -> list[dict[str, TensorSlice
     files: list[dict[str, TensorSlice]] = []
     size = FILE_BYTES
     for name, part in parts.items():
-        if size + part.tensor.nbytes > FILE_BYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = part
         size += part.tensor.nbytes
+        if size > FILE_BYTES:
+            files.append({})
+            size = part.tensor.nbytes
+        files[-1][name] = part
     return files
 
 
@@ -262,8 +253,7 @@ def _complete(plan: SavePlan, new: Path, reports: Sequence[str], state: Mapping[
                 f"{name} was written, and is not there: output_dir must lie on a file system that "
                 "all machines of the run share"
             )
-    write_manifest(new, contents, state)
-    commit(new, plan.path)
+    commit(new, plan.path, contents, state)
     return str(plan.path)
 
 
@@ -279,7 +269,7 @@ class Staging:
         self.device = device
         self._memory = HostMemory(device, "checkpoint.asynchronous", "set it no")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Any = None
 
     def reserve(self, size: int) -> None:
         """Allocate ``size`` bytes; earlier copies are lost.
@@ -289,23 +279,21 @@ class Staging:
         """
         self._memory.reserve(size)
 
-    def copy(
-        self, groups: Mapping[str, Mapping[str, TensorSlice]]
-    ) -> tuple[dict[str, dict[str, TensorSlice]], Callable[[], object]]:
-        """Copy ``groups`` as they are at this point of the device's work.
+    def copy(self, groups: _Groups) -> tuple[_Groups, Callable[[], object]]:
+        """Copy what this rank writes of ``groups``, as it is at this point of the device's work.
 
         Returns:
             The copies, valid until the next call, and a function that waits until they are made.
         """
+        groups = {group: _written_here(parts) for group, parts in groups.items()}
         parts = [part for named in groups.values() for part in named.values()]
         self.reserve(sum(aligned(part.tensor.nbytes) for part in parts))
         start = 0
-        staged: dict[str, dict[str, TensorSlice]] = {}
+        staged: dict[str, dict[str, TensorSlice]] = {group: {} for group in groups}
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for group, named in groups.items():
-                staged[group] = {}
                 for name, part in named.items():
                     tensor = part.tensor.detach()
                     flat = self._memory.bytes[start : start + tensor.nbytes].view(tensor.dtype)
@@ -314,14 +302,12 @@ class Staging:
                     start += aligned(tensor.nbytes)
         if self._stream is None:
             return staged, lambda: None
-        self._copied = copied = torch.cuda.Event()
-        copied.record(self._stream)
-        return staged, copied.synchronize
+        self._copied = self._stream.record_event()
+        return staged, self._copied.synchronize
 
     def hold_changes(self) -> None:
         """Make device work that is queued from here on wait for the copies."""
-        copied = self._copied
-        self._copied = None
+        copied, self._copied = self._copied, None
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -358,21 +344,20 @@ def write_tensors(path: Path, group: str, parts: Mapping[str, TensorSlice]) -> C
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
     """Return a safetensors file's header, the offset of each tensor, and the file's size."""
-    described: dict[str, Any] = {}
-    start = 0
-    for name, tensor in tensors.items():
-        stop = start + tensor.nbytes
-        described[name] = {
+    ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))
+    described = {
+        name: {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
+            "data_offsets": place,
         }
-        start = stop
+        for (name, tensor), place in zip(tensors.items(), pairwise(ends), strict=True)
+    }
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    offsets = {name: len(header) + known["data_offsets"][0] for name, known in described.items()}
-    return header, offsets, len(header) + start
+    *starts, size = (len(header) + end for end in ends)
+    return header, dict(zip(tensors, starts, strict=True)), size
 
 
 def _host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -393,19 +378,6 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def write_manifest(folder: Path, contents: Contents, state: Mapping[str, Any]) -> None:
-    """Write ``state.json``, and the manifest of it and of all that ``contents`` names.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
-    _write_file(folder / STATE, text)
-    files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
-    body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
-    _write_file(folder / MANIFEST, sealed(json.dumps(body)))
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -441,14 +413,20 @@ def begin(final: Path) -> Path:
     return new
 
 
-def commit(new: Path, final: Path) -> None:
-    """Rename ``new``, whose files are complete and on the disk, to ``final``.
+def commit(new: Path, final: Path, contents: Contents, state: Mapping[str, Any]) -> None:
+    """Complete ``new``, whose ``contents`` are on the disk, and rename it to ``final``.
 
-    If there was a complete ``final``, there is one at every instant, whenever this process dies.
+    It gets its ``state.json``, and the manifest of that and of all that ``contents`` names. If
+    there was a complete ``final``, there is one at every instant, whenever this process dies.
 
     Raises:
-        OSError: it cannot be renamed; ``final`` is unchanged.
+        OSError: it cannot be written or renamed; ``final`` is unchanged.
     """
+    text = json.dumps({**state, "format": FORMAT}, indent=1).encode()
+    _write_file(new / STATE, text)
+    files = {**contents.files, STATE: FileSum(len(text), len(text), crc_of(text))}
+    body = {"format": FORMAT, **Contents(files, contents.groups).to_json()}
+    _write_file(new / MANIFEST, sealed(json.dumps(body)))
     replaced = _hidden(final, "replaced")
     fsync(new)
     try:

@@ -35,14 +35,7 @@ from moetrain.checkpoint.read import (
     newest_in,
     open_checkpoint,
 )
-from moetrain.checkpoint.save import (
-    SavePlan,
-    begin,
-    commit,
-    cut_to_files,
-    write_manifest,
-    write_tensors,
-)
+from moetrain.checkpoint.save import SavePlan, begin, commit, cut_to_files, write_tensors
 from moetrain.cli.command import Parser, run_command
 from moetrain.config import ConfigError
 from moetrain.models.architecture import Architecture
@@ -52,7 +45,7 @@ from moetrain.models.hf.files import CONFIG, listing, read_json, resolve
 from moetrain.models.hf.load import check_checkpoint, opened
 from moetrain.models.hf.save import Export
 from moetrain.models.transformer import Transformer
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -242,8 +235,7 @@ def _import_hf(words: argparse.Namespace) -> int:
             path = new / f"model-00000-{number:02d}.safetensors"
             reports.append(write_tensors(path, "model", parts))
         reports.append(write_tensors(new / "rng-00000-00.safetensors", "rng", rng))
-        write_manifest(new, Contents.together(reports), state)
-        commit(new, plan.path)
+        commit(new, plan.path, Contents.together(reports), state)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     print(f"{plan.path}: begin from it with checkpoint.resume, and model.path {folder}")

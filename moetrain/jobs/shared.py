@@ -29,7 +29,7 @@ from moetrain.checkpoint.read import Checkpoint
 from moetrain.config import Config
 from moetrain.models.architecture import Architecture
 from moetrain.models.rules import ADAPTER
-from moetrain.parallel.fsdp.shard import draw_values
+from moetrain.parallel.apply import draw_values
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine, Totals
 

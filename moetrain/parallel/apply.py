@@ -6,18 +6,26 @@ values -> recomputation -> offloading -> compile
 The model stays single-device math. It is changed in four ways, all of them here: parameters are
 DTensors that :class:`~moetrain.parallel.fsdp.fsdp.FSDP` unshards (``model.sharding``); parts get
 the hooks that their style in the plan asks for; routed parts get another ``dispatcher``; the model
-gets another ``vocabulary``.
+gets another ``vocabulary``. Values are drawn, or copied from a checkpoint's state; frozen ones have
+a fingerprint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import ceil
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from moetrain.config import Config
+from moetrain.config import Config, ConfigError
+from moetrain.config.checks import Fact
+from moetrain.kernels.optim.adamw import BLOCK
 from moetrain.models.architecture import Architecture
 from moetrain.models.hf.files import resolve
 from moetrain.models.hf.load import load_weights
@@ -25,14 +33,21 @@ from moetrain.models.hf.peft import load_peft
 from moetrain.models.moe import Dispatcher
 from moetrain.models.rules import ADAPTER, PartStyle
 from moetrain.models.transformer import Transformer, compile_blocks, compute_dtype, plan_model
-from moetrain.parallel.expert.deepep import choose_dispatcher
-from moetrain.parallel.expert.dispatch import ExpertParallelDispatcher
+from moetrain.parallel.expert.deepep import DeepEP, StaticSizes, why_not
+from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
+from moetrain.parallel.fsdp.bucket import Bucket, Member
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.fsdp.shard import draw_values, shard_model
+from moetrain.parallel.fsdp.storage import Float8Shard, HostShard, Link
+from moetrain.parallel.mesh import Layout, Sliceable
 from moetrain.parallel.offload.activations import offload_activations
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.tensor import ShardedVocabulary, TokenParts
 from moetrain.parallel.world import World
+
+_CHECKED_NUMBERS = 2**24
+"""Numbers of a tensor that a fingerprint sums at a time."""
+
+_logger = logging.getLogger("moetrain")
 
 
 def place_model(
@@ -59,9 +74,8 @@ def place_model(
     model.compute_dtype = dtype
     model.set_recomputation(config.activation)
     if offload := config.activation.offload:
-        ranges = stages.plan.ranges
         seq_len = config.data.seq_len
-        offload_activations(model, offload, ranges, seq_len, world.device)
+        offload_activations(model, offload, stages.plan.ranges, seq_len, world.device)
     if config.compile.is_on:
         compile_blocks(model)
     return model, fsdp
@@ -71,14 +85,10 @@ def _parallelize(
     model: Transformer, config: Config, world: World, stages: Stages, dtype: torch.dtype
 ) -> FSDP:
     """Cut ``model`` (built on meta), shard it and change its forward; it has no values yet."""
-    meshes = world.meshes
-    device = world.device
-    parallel = config.parallel
+    meshes, device, parallel = world.meshes, world.device, config.parallel
     styles = model.arch.plan().styles(model)
     units = stages.cut(model)
-    here = {
-        name for name, module in model.named_modules() if any(True for _ in module.parameters())
-    }
+    here = {name for name, module in model.named_modules() if [*module.parameters()]}
     for name in styles.keys() - here:
         del styles[name]
     fsdp = FSDP(
@@ -88,25 +98,12 @@ def _parallelize(
         reshard=resharded_blocks(config, world.size, len(units)),
         reduce_last=parallel.reduce_at == "last",
     )
-    shard_model(
-        model,
-        stages.rules,
-        units,
-        meshes,
-        fsdp,
-        dtype,
-        gradient_dtype=getattr(torch, config.optim.gradient_dtype),
-        host_share=config.optim.offload_fraction,
-        shared=None if stages.tied_rank is None else model.embed,
-    )
-    if stages.tied_rank is not None:
-        (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
-        bucket.tied = stages.group, stages.tied_rank
+    _shard_model(model, config, world, stages, units, fsdp, dtype)
     fsdp.connect(parallel, meshes.everyone)
     model.sharding = fsdp
     if meshes.dims.tp > 1:
         group = meshes.dense.get_group("tp")
-        parts = TokenParts.of(group)
+        parts = TokenParts(group)
         for name, style in styles.items():
             parts.share(model.get_submodule(name), style)
         model.vocabulary = ShardedVocabulary(model.arch.vocab_size, group, config.kernels.backend)
@@ -132,26 +129,293 @@ def resharded_blocks(config: Config, world_size: int, num_blocks: int) -> int:
     return num_blocks * bool(wanted or is_widened or recomputes[config.activation.policy])
 
 
+# ---- dispatchers --------------------------------------------------------------------------------
+
+
+def choose_dispatcher(
+    config: Config,
+    arch: Architecture,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ExpertParallelDispatcher:
+    """Make the dispatcher that ``moe.dispatcher`` asks for; logs it with the reason. Collective.
+
+    Raises:
+        ConfigError: the settings need DeepEP, and it cannot run here.
+    """
+    moe, kernels = config.moe, config.kernels
+    reason = "moe.dispatcher asks for it"
+    if moe.dispatcher != "alltoall":
+        reason = why_not(arch, group, device, dtype, kernels.precision)
+    if reason is not None:
+        config.fitting({Fact.DEEPEP: f"DeepEP cannot run: {reason}"})
+        _logger.info("tokens reach other ranks by all-to-all: %s", reason)
+        return AllToAll(arch.num_experts, group, kernels.backend, kernels.precision)
+    static = None
+    if moe.dispatch_mode == "static":
+        # Tensor parallel ranks share a micro-batch's tokens.
+        tokens = config.train.micro_batch_size * config.data.seq_len
+        static = StaticSizes.plan(
+            ceil(tokens / config.parallel.tp),
+            capacity=moe.static_capacity,
+            num_experts=arch.num_experts,
+            top_k=arch.num_experts_per_token,
+            ranks=group.size(),
+        )
+    dispatcher = DeepEP(
+        arch.num_experts,
+        group,
+        arch.hidden_size,
+        kernels.backend,
+        num_sms=moe.deepep_num_sms,
+        static=static,
+        precision=kernels.precision,
+    )
+    _logger.info(
+        "tokens reach other ranks by DeepEP on %d SMs, %s sizes, in %s: it can run here",
+        dispatcher.num_sms,
+        moe.dispatch_mode,
+        kernels.precision,
+    )
+    return dispatcher
+
+
 def set_dispatcher(
     model: Transformer, styles: Mapping[str, PartStyle], dispatcher: Dispatcher
 ) -> None:
-    """Let every routed part of ``model`` send its tokens by ``dispatcher``.
-
-    Raises:
-        ValueError: a routed part has no dispatcher to be replaced.
-    """
+    """Let every routed part of ``model`` send its tokens by ``dispatcher``."""
     for name, style in styles.items():
         if style == "routed":
             part: Any = model.get_submodule(name)
-            if not hasattr(part, "dispatcher"):
-                raise ValueError(f"plan: {name} is routed, and has no dispatcher to be replaced")
+            assert hasattr(part, "dispatcher"), f"{name} is routed, and has no dispatcher"
             part.dispatcher = dispatcher
 
 
 def dispatcher_of(model: nn.Module) -> ExpertParallelDispatcher | None:
     """Give the dispatcher that carries tokens between ranks, if there is one."""
+    found = (getattr(module, "dispatcher", None) for module in model.modules())
+    return next((x for x in found if isinstance(x, ExpertParallelDispatcher)), None)
+
+
+# ---- shards -------------------------------------------------------------------------------------
+
+
+def _shard_model(
+    model: Transformer,
+    config: Config,
+    world: World,
+    stages: Stages,
+    units: Sequence[Sequence[nn.Module]],
+    fsdp: FSDP,
+    dtype: torch.dtype,
+) -> None:
+    """Replace every parameter of ``model`` (on meta) by a DTensor over uninitialised storage.
+
+    Experts are large and have a mesh of their own: a bucket each, so that what is gathered is the
+    parameter, with no copy. The rest of a unit, experts' adapters too, shares a bucket wherever the
+    same ranks gather it in the same dtype from the same storage.
+
+    Args:
+        units: modules whose parameters are gathered together, in forward order; they hold all.
+        dtype: what parameters are gathered in where their rule does not say.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    members: dict[str, Member] = {}
+    found: list[list[list[Member]]] = []  # each unit's buckets, as lists of their members
+    for modules in units:
+        groups: dict[object, list[Member]] = {}
+        for owner in (owner for module in modules for owner in module.modules()):
+            for key, parameter in owner.named_parameters(recurse=False):
+                name = names[id(parameter)]
+                rule = stages.rules[name]
+                layout = Layout.of(parameter.shape, rule.style, world.meshes)
+                share = 1 / world.meshes.dims.tp if rule.style == "partial" else 1.0
+                # Its storage and place in the bucket are still to come.
+                members[name] = Member(owner, key, parameter, parameter, layout, rule, 0, share)
+                is_large = rule.style == "expert" and not name.endswith(ADAPTER)
+                alike = name if is_large else layout.group
+                kind = (alike, rule.gather, rule.storage, rule.is_narrow, rule.trainable)
+                groups.setdefault(kind, []).append(members[name])
+        found.append(list(groups.values()))
+    # Another rank updates a copy of a tied embedding: its master stays on the device, since the
+    # host's arithmetic rounds in other places.
+    tied = None if stages.tied_rank is None else model.embed
+    trained = [g for unit in found for g in unit if g[0].rule.trainable]
+    movable = [group for group in trained if all(m.module is not tied for m in group)]
+    wanted = config.optim.offload_fraction * sum(_places(group)[-1] for group in trained)
+    hosted = _chosen([_places(group)[-1] for group in movable], wanted)
+    on_host, link = {id(movable[i]) for i in hosted}, Link(fsdp.device)
+    gradient_dtype, blocks = getattr(torch, config.optim.gradient_dtype), set(model.layers)
+    for modules, unit in zip(units, found, strict=True):
+        buckets = [
+            _make_bucket(g, fsdp, dtype, gradient_dtype, link if id(g) in on_host else None)
+            for g in unit
+        ]
+        fsdp.add(buckets, modules, is_block=blocks.issuperset(modules))
+    fsdp.members = {name: members[name] for name in names.values()}
+    if stages.tied_rank is not None:
+        (bucket,) = (b for b in fsdp.buckets if b.members[0].module is model.embed)
+        bucket.tied = stages.group, stages.tied_rank
     for module in model.modules():
-        dispatcher = getattr(module, "dispatcher", None)
-        if isinstance(dispatcher, ExpertParallelDispatcher):
-            return dispatcher
-    return None
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, torch.zeros_like(buffer, device=fsdp.device))
+
+
+def _chosen(sizes: Sequence[int], wanted: float) -> set[int]:
+    """Choose numbers of ``sizes``, given in forward order, that sum to about ``wanted``.
+
+    The last ones are chosen, whose gradients come first and whose weights are asked for last.
+    Worked example: of (5, 1, 4), 4.4 takes the 4 alone, for with the 1 it would be further off.
+    """
+    chosen, taken = set(), 0
+    for i, size in reversed(list(enumerate(sizes))):
+        if taken + size / 2 <= wanted:
+            chosen.add(i)
+            taken += size
+    return chosen
+
+
+def _places(members: Sequence[Member]) -> list[int]:
+    """Give where members begin in their bucket, and the size of all, in numbers."""
+    # A block of an update is of one parameter.
+    blocks = [-(-member.layout.padded_numel // BLOCK) * BLOCK for member in members]
+    starts = list(accumulate(blocks[:-1], initial=0))
+    return [*starts, starts[-1] + members[-1].layout.padded_numel]
+
+
+def _make_bucket(
+    members: list[Member],
+    fsdp: FSDP,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    link: Link | None,
+) -> Bucket:
+    """Make a bucket, with its master on the host if a ``link`` there is given."""
+    *starts, size = _places(members)
+    rule, host, float8 = members[0].rule, None, None
+    gathered = rule.gather or dtype
+    if link is not None:
+        host = HostShard(size, gathered, link, fsdp.weights)
+        shard_N = host.master_N
+    elif rule.is_narrow:
+        float8 = Float8Shard(size, gathered, fsdp.weights)
+        shard_N = float8.codes_N
+    else:
+        shard_N = fsdp.weights.empty(size, rule.storage).zero_()
+    for member, start in zip(members, starts, strict=True):
+        member.start, member.float8 = start, float8
+        member.local = member.piece_of(shard_N)
+        here = member.local if host is None else member.piece_of(host.copy_N)
+        member.parameter = nn.Parameter(
+            member.layout.dtensor(here), requires_grad=member.rule.trainable
+        )
+        if rule.trainable:  # else torch takes a gradient in the parameter's own dtype alone
+            member.local.grad_dtype = member.parameter.grad_dtype = gradient_dtype
+        member.module.register_parameter(member.name, member.parameter)
+    return Bucket(members, shard_N, gathered, fsdp.gradients, gradient_dtype, host, float8)
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def draw_values(fsdp: FSDP, std: float, seed: int, *, all: bool = True) -> None:
+    """Draw the values that :meth:`Transformer.init_weights` gives, of this rank's pieces.
+
+    Without ``all`` adapters alone are drawn, which no checkpoint of a model has.
+    """
+    for name, member in fsdp.members.items():
+        if not (all or name.endswith(ADAPTER)):
+            continue
+        layout, values = member.layout, member.local
+        rows, *columns = layout.box
+        if member.float8 is not None:
+            values = torch.empty_like(values, dtype=member.rule.storage)
+        elif values.device.type != fsdp.device.type:  # whose random numbers are others
+            values = torch.empty_like(values, device=fsdp.device)
+        member.rule.draw(values, name, layout.shape, std, seed, rows.start, tuple(columns))
+        if values is not member.local:
+            member.write(layout.box, values)
+
+
+@torch.no_grad()
+def load_whole_state(
+    model: nn.Module, fsdp: FSDP, stages: Stages, state: Mapping[str, Sliceable]
+) -> None:
+    """Copy this rank's part of every trained parameter and buffer out of ``state``.
+
+    Raises:
+        ConfigError: the state has other names, or another shape or dtype.
+    """
+    odd = set(state) ^ set(stages.saved)
+    if odd and all(name.endswith("router.bias") for name in odd):
+        raise ConfigError(
+            "moe.bias_update_rate",
+            f"the checkpoint was trained with{'' if odd & set(state) else 'out'} a selection bias; "
+            "set it as it was, or start again with checkpoint.resume never",
+        )
+    if odd:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"it is of another model, or other parts of it were trained: {sorted(odd)[:3]}",
+        )
+    for name, entry in stages.saved.items():
+        check_like(name, state[name], entry.shape)
+    for name, member in fsdp.members.items():
+        if member.rule.trainable:
+            member.local.copy_(state[name][member.layout.box])
+    for name, buffer in model.named_buffers():
+        buffer.copy_(state[name][()])
+
+
+def check_like(
+    name: str, saved: Sliceable, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> None:
+    """Raise :class:`ConfigError` unless a checkpoint's ``saved`` has this shape and dtype: a copy
+    would broadcast, cut or round it in silence."""
+    if saved.shape != torch.Size(shape) or saved.dtype != dtype:
+        theirs, ours = (str(d).removeprefix("torch.") for d in (saved.dtype, dtype))
+        raise ConfigError(
+            "checkpoint.resume",
+            f"its {name!r} is {theirs} of shape {list(saved.shape)}, "
+            f"where this run has {ours} of shape {list(shape)}",
+        )
+
+
+@torch.no_grad()
+def fingerprint(fsdp: FSDP, stages: Stages, sum_all: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Tell the values of what is not trained apart, which no checkpoint of a run holds. Collective.
+
+    The text is the same on any layout and in any dtype that holds the values, and empty where all
+    is trained. It is no hash that withstands an adversary.
+
+    Args:
+        sum_all: sums over every rank of the run.
+    """
+    frozen = {n: stages.table[n] for n, rule in stages.rules.items() if not rule.trainable}
+    if not frozen:
+        return ""
+    sums = torch.zeros(len(frozen), dtype=torch.int64, device=fsdp.device)
+    for i, (name, entry) in enumerate(frozen.items()):
+        if name in fsdp.members and entry.holders[0] == stages.rank:
+            sums[i] = _checksum(fsdp.members[name])
+    rows = zip(frozen.items(), sum_all(sums).tolist(), strict=True)
+    lines = (f"{name} {list(entry.shape)} {total}" for (name, entry), total in rows)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _checksum(member: Member) -> torch.Tensor:
+    """Give this rank's share (int64) of the sum, modulo 2^64, of every row's bits in fp32 times the
+    row's number; copies count once."""
+    layout, local = member.layout, member.read()
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    if layout.mesh.get_local_rank(0) > 0 or not local.numel():
+        return total
+    number = layout.box[0].start + 1
+    for part in local.split(max(1, _CHECKED_NUMBERS // local[0].numel())):
+        bits_RN = part.float().reshape(part.shape[0], -1).view(torch.int32)
+        numbers_R = torch.arange(number, number + part.shape[0], device=local.device)
+        total += (bits_RN.sum(1, dtype=torch.int64) * numbers_R).sum()
+        number += part.shape[0]
+    return total

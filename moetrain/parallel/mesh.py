@@ -1,4 +1,4 @@
-"""Check degrees of parallelism, and build the meshes of ranks that they describe.
+"""Degrees of parallelism, the meshes of ranks that they describe, and a parameter's layout on one.
 
 :class:`ParallelDims` is arithmetic alone: it exists before any process group, so a bad layout is
 one line on standard error and no rank has begun.
@@ -11,7 +11,12 @@ expert axes regroup the same order. Worked example, 8 ranks::
     rank 2's groups: tp 2 3, fsdp 0 2, ep 0 1 2 3, efsdp 2, dp_replicate 2 6, data 0 2 4 6,
                      tokens 0 1 2 3 4 5 6 7
 
-Axes that cut the world the same way share one communicator.
+Axes that cut the world the same way share one communicator. One process is a mesh of one rank.
+
+A parameter is cut twice: over tensor (or expert) parallel ranks by its rule's style, then its first
+dim over FSDP ranks; each time in equal pieces, the last ones shorter or empty (``torch.chunk``'s
+rule, which is DTensor's). Sharding, initial values, checkpoints, export and the loading of weights
+all ask :class:`Layout`.
 
 Left out on purpose: layouts that put a machine's ranks anywhere but side by side.
 """
@@ -19,14 +24,20 @@ Left out on purpose: layouts that put a machine's ranks anywhere but side by sid
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moetrain.config import ConfigError, ParallelSection
 from moetrain.models.architecture import Architecture
+from moetrain.models.rules import ParameterStyle
 
 _DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
@@ -164,6 +175,19 @@ class Meshes:
         groups = [mesh.get_group(mesh.ndim - 1) for mesh in meshes]
         return frozenset((group.size(), group.rank()) for group in groups)
 
+    def warm_up(self, device: torch.device) -> None:
+        """Make every communicator connect now, one after another, and wait until it has.
+
+        Connections are otherwise made by the first collectives, which overlap in the first step:
+        slow, and on NCCL communicators that connect at the same time can block each other.
+        """
+        for group in self.communicators:
+            x_W = torch.zeros(group.size(), device=device)
+            dist.all_reduce(x_W, group=group)  # rings and trees
+            dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # every pair
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
 
 def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
     """Build the meshes of ``dims``. Collective over the default process group."""
@@ -185,20 +209,6 @@ def build_meshes(dims: ParallelDims, device_type: str) -> Meshes:
         groups.group(dense_ranks.flatten(), 0),
         tuple(groups.made.values()),
     )
-
-
-def warm_up(meshes: Meshes, device: torch.device) -> None:
-    """Make every communicator connect now, one after another, and wait until it has.
-
-    Connections are otherwise made by the first collectives, which overlap in the first step: slow,
-    and on NCCL communicators that connect at the same time can block each other.
-    """
-    for group in meshes.communicators:
-        x_W = torch.zeros(group.size(), device=device)
-        dist.all_reduce(x_W, group=group)  # rings and trees
-        dist.all_to_all_single(torch.empty_like(x_W), x_W, group=group)  # every pair
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 class _Groups:
@@ -234,6 +244,223 @@ class _Groups:
     def stage_mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
         """Make a mesh of this rank's part of the first (pp) axis, over the other axes."""
         groups = [self.group(ranks, axis) for axis in range(1, ranks.ndim)]
-        stage = int((ranks == dist.get_rank()).nonzero()[0, 0])
-        mine = ranks[stage].contiguous()
+        mine = ranks[int((ranks == dist.get_rank()).nonzero()[0, 0])].contiguous()
         return DeviceMesh.from_group(groups, self.device_type, mine, mesh_dim_names=names)
+
+
+# ---- layouts ------------------------------------------------------------------------------------
+
+STYLES: dict[ParameterStyle, Placement] = {
+    "replicate": Replicate(),
+    "partial": Replicate(),
+    "colwise": Shard(0),
+    "rowwise": Shard(1),
+    "expert": Shard(0),
+}
+"""Placement over the tensor parallel (for ``expert``: expert parallel) axis."""
+
+Box = tuple[slice, ...]
+
+
+class Sliceable(Protocol):
+    """A whole tensor, in memory or in a file, whose parts are read by slicing."""
+
+    def __getitem__(self, box: Any, /) -> torch.Tensor:
+        """Give the part in ``box``; for ``()``, all of it."""
+        ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class TensorSlice(NamedTuple):
+    """A rank's part of a whole tensor: ``whole[box]``."""
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    """The shape of the whole."""
+    box: Box
+    copy: int = 0
+    """This rank's number among those that hold this very part."""
+    copies: int = 1
+    """How many ranks hold this very part."""
+
+    @classmethod
+    def all_of(cls, tensor: torch.Tensor) -> TensorSlice:
+        """Wrap a whole tensor that this rank alone has."""
+        return cls(tensor, tensor.shape, tuple(slice(0, size) for size in tensor.shape))
+
+    def is_written_here(self, name: str) -> bool:
+        """Tell whether this rank writes the part ``name`` for all that hold it; each writes a like
+        share of the names."""
+        return zlib.crc32(name.encode()) % self.copies == self.copy
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One parameter of ``shape`` on ``mesh``: (replicate, tensor or expert parallel, FSDP)."""
+
+    shape: torch.Size
+    style: ParameterStyle
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, shape: torch.Size, style: ParameterStyle, meshes: Meshes) -> Layout:
+        """Lay out a parameter of ``shape`` over the ranks of ``meshes`` as ``style`` says."""
+        if style == "expert":
+            return cls(shape, style, meshes.expert_parameters)
+        is_split = isinstance(STYLES[style], Shard)
+        return cls(shape, style, meshes.split_parameters if is_split else meshes.shared_parameters)
+
+    # Cached, so that they outlive the process group, which a run of one process can do without.
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The FSDP ranks that this one gathers from."""
+        return self.mesh.get_group(2)
+
+    @cached_property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold this very piece, or None if this one alone does."""
+        return self.mesh.get_group(0) if self.mesh.size(0) > 1 else None
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The DTensor's placements, one for each axis of the mesh; the boxes follow from them."""
+        return Replicate(), STYLES[self.style], Shard(0)
+
+    @cached_property
+    def gathered_box(self) -> Box:
+        """The part that the FSDP ranks of this one hold together."""
+        return self._box(self._coordinate[:2])
+
+    @cached_property
+    def box(self) -> Box:
+        """The part that this rank holds."""
+        return self._box(self._coordinate)
+
+    def box_of(self, rank: int) -> Box:
+        """Give the part that ``rank`` of the world holds, which must be one of the mesh's."""
+        return self._box((self.mesh.mesh == rank).nonzero()[0].tolist())
+
+    def _box(self, coordinate: Sequence[int]) -> Box:
+        """Cut the whole by the placements of as many axes as ``coordinate`` has, in their order."""
+        box = [slice(0, size) for size in self.shape]
+        for axis, index in enumerate(coordinate):
+            placement = self.placements[axis]
+            if isinstance(placement, Shard):
+                whole = box[placement.dim]
+                part = chunk_of(whole.stop - whole.start, self.mesh.size(axis), index)
+                box[placement.dim] = slice(whole.start + part.start, whole.start + part.stop)
+        return tuple(box)
+
+    def part(self, local: torch.Tensor) -> TensorSlice:
+        """Wrap ``local``, this rank's piece, as a part of the whole."""
+        return TensorSlice(local, self.shape, self.box, self._coordinate[0], self.mesh.size(0))
+
+    def common(self, tensor: torch.Tensor) -> TensorSlice:
+        """Wrap ``tensor``, which every rank of the mesh has whole."""
+        number = 0
+        for axis, index in enumerate(self._coordinate):
+            number = number * self.mesh.size(axis) + index
+        return TensorSlice.all_of(tensor)._replace(copy=number, copies=self.mesh.size())
+
+    @property
+    def _coordinate(self) -> Sequence[int]:
+        """This rank's coordinate on the mesh."""
+        place = self.mesh.get_coordinate()
+        assert place is not None  # a rank has layouts on its own meshes alone
+        return place
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of :attr:`box`."""
+        return torch.Size(part.stop - part.start for part in self.box)
+
+    @property
+    def gathered_shape(self) -> torch.Size:
+        """The shape of :attr:`gathered_box`."""
+        return torch.Size(part.stop - part.start for part in self.gathered_box)
+
+    @property
+    def padded_numel(self) -> int:
+        """How many numbers the largest rank's piece has, which each gives to a gather."""
+        rows, *rest = self.gathered_shape
+        return math.ceil(rows / self.mesh.size(2)) * math.prod(rest)
+
+    def dtensor(self, local: torch.Tensor) -> DTensor:
+        """Make the whole's DTensor from this rank's ``local``."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=torch.empty(self.shape, device="meta").stride(),
+        )
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Gather the whole from every rank's ``local``. Collective."""
+        # Not DTensor.full_tensor: torch 2.11 has none for meshes whose axes are not in rank order.
+        whole = _gather_rows(local, self.gathered_shape[0], self.group)
+        placement = STYLES[self.style]
+        if not isinstance(placement, Shard) or self.mesh.size(1) == 1:
+            return whole
+        dim, group = placement.dim, self.mesh.get_group(1)
+        return _gather_rows(whole.movedim(dim, 0), self.shape[dim], group).movedim(0, dim)
+
+    def overlap(
+        self, place: tuple[int | slice, ...]
+    ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
+        """Find what this rank holds of ``whole[place]``: the place in its piece and the place in
+        what was asked for, or None if it holds nothing of it."""
+        target: list[int | slice] = []
+        source: list[slice] = []
+        for dim, mine in enumerate(self.box):
+            index = place[dim] if dim < len(place) else slice(None)
+            if isinstance(index, int):
+                if not mine.start <= index < mine.stop:
+                    return None
+                target.append(index - mine.start)
+                continue
+            start, stop, _ = index.indices(self.shape[dim])
+            low, high = max(start, mine.start), min(stop, mine.stop)
+            if low >= high:
+                return None
+            target.append(slice(low - mine.start, high - mine.start))
+            source.append(slice(low - start, high - start))
+        return tuple(target), tuple(source)
+
+
+def chunk_of(size: int, ranks: int, rank: int) -> slice:
+    """Give ``rank``'s part of ``size`` rows, by ``torch.chunk``'s rule."""
+    rows = math.ceil(size / ranks)
+    return slice(min(rank * rows, size), min((rank + 1) * rows, size))
+
+
+def _gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the ``rows`` rows that the ranks of ``group`` hold by :func:`chunk_of`."""
+    if group.size() == 1:
+        return local.contiguous()
+    padded = local.new_zeros(math.ceil(rows / group.size()), *local.shape[1:])
+    padded[: local.shape[0]] = local
+    gathered_WN, work = all_gather_start(padded.flatten(), group)
+    work.wait()
+    return gathered_WN.view(group.size(), *padded.shape).flatten(0, 1)[:rows]
+
+
+# torch 2.13 renamed it and warns on the old name.
+all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+
+
+def all_gather_start(
+    x_N: torch.Tensor, group: dist.ProcessGroup, out_WN: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dist.Work]:
+    """Begin to gather every rank's ``x_N`` in rank order; gives ``x_WN`` and the work."""
+    x_WN = x_N.new_empty(group.size(), x_N.shape[0]) if out_WN is None else out_WN
+    # Flat, because gloo does not stack.
+    return x_WN, all_gather_single(x_WN.view(-1), x_N, group=group, async_op=True)

@@ -50,20 +50,17 @@ def num_processes(config: Config) -> int:
     Raises:
         ConfigError: more than there are GPUs, where GPUs are used; else far more than cores.
     """
-    nproc, gpus = config.launch.nproc, torch.cuda.device_count()
+    nproc, gpus, cores = config.launch.nproc, torch.cuda.device_count(), os.cpu_count() or 1
     on_cpu = config.train.device == "cpu" or (config.train.device == "auto" and gpus == 0)
     if nproc == "auto":
         return 1 if on_cpu else max(1, gpus)
+    problem = f"{nproc} processes, and this machine has "
     if not on_cpu and nproc > max(1, gpus):
-        problem = f"{nproc} processes, and this machine has {gpus} GPUs"
-        raise ConfigError("launch.nproc", f"{problem}; use auto, which is one for each")
-    cores = os.cpu_count() or 1
+        problem += f"{gpus} GPUs; use auto, which is one for each"
+        raise ConfigError("launch.nproc", problem)
     if on_cpu and nproc > _MOST_ON_CORE * cores:
-        problem = f"{nproc} processes, and this machine has {cores} cores and no GPU to use"
-        raise ConfigError(
-            "launch.nproc",
-            f"{problem}; use {cores} or fewer (up to {_MOST_ON_CORE} a core are started)",
-        )
+        problem += f"{cores} cores and no GPU to use; use {cores} or fewer"
+        raise ConfigError("launch.nproc", f"{problem} (up to {_MOST_ON_CORE} a core are started)")
     return nproc
 
 
@@ -87,9 +84,7 @@ class Machine(NamedTuple):
     name: str
     """The device's name, for people."""
     device: torch.device
-    """The device's type."""
     processes: int
-    """The run's processes."""
     capacity: float
     """Bytes for a process; processes on CPUs share their machine's memory."""
     why: str
@@ -187,9 +182,8 @@ class Rendezvous:
             if self.rank > 0:
                 self._store.set(f"{key}/{self.rank}", text)
                 return []
-            keys = [f"{key}/{rank}" for rank in range(1, self.size)]
             texts = [text]
-            for one in keys:
+            for one in (f"{key}/{rank}" for rank in range(1, self.size)):
                 self._await(one)
                 texts.append(self._store.get(one).decode())
                 self._store.delete_key(one)  # long ones, in a store that lives as long as the run

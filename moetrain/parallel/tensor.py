@@ -6,22 +6,17 @@ the heads or of the width:
 
     x_ND --gather--> x_TD --wq wk wv--> 1/W of the heads --wo--> partial y_TD --scatter--> y_ND
 
-``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results and gives
-each its tokens; each is the other's backward. Torch's own autograd form of a gather is not used:
-its backward adds up in the tensors' dtype, in the order of NCCL's ring. Here sums are made in fp32
-in rank order and rounded once.
-
-Tokens are cut as one row [1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2
-rows of S=3 tokens has the second row. The gradients of matrices that the family's plan does not cut
-are added up by FSDP (see ``Meshes.shared_parameters``).
+``gather`` hands every rank all tokens, ``scatter`` adds up the ranks' partial results, in fp32 in
+rank order, and gives each its tokens; each is the other's backward. Tokens are cut as one row
+[1, T, D], so that a rank's part lies in one piece: rank 1 of 2 with B=2 rows of S=3 tokens has the
+second row. FSDP adds up the gradients of matrices that are not cut (``Meshes.shared_parameters``).
 
 :class:`ShardedVocabulary` is the embedding, the logits and the losses. Rank r holds rows
-``[r * ceil(V/W), ...)`` of the vocabulary matrix, by ``torch.chunk``'s rule, and sees all tokens.
-No rank ever has a token's logits over the whole vocabulary: each computes lse, the target's logit
-(where the target is its own) and the mean logit of its part, and these three numbers a token are
-exchanged (see :mod:`moetrain.kernels.loss.vocabulary_chunk` for how they join). Every rank gets the
-same per-token results, and the run's loss is the sum of every rank's: a loss made of them on each
-rank alike is to be divided by W. The backward adds up what the ranks ask for.
+``[r * ceil(V/W), ...)`` of the vocabulary matrix, and sees all tokens. No rank ever has a token's
+logits over the whole vocabulary: each computes lse, the target's logit (where the target is its
+own) and the mean logit of its part, and these three numbers a token are exchanged
+(:mod:`moetrain.kernels.loss.vocabulary_chunk`). Every rank gets the same per-token results, and the
+run's loss is the sum of every rank's: a loss made of them on each rank alike is to be divided by W.
 
 Left out on purpose: hiding these collectives behind the products next to them.
 
@@ -32,12 +27,12 @@ V vocabulary, L rows of the vocabulary matrix here (a ``w_VD`` has them alone).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 from moetrain.kernels.backend import Backend, use_fast
@@ -49,25 +44,24 @@ from moetrain.kernels.loss.vocabulary_chunk import (
     loss_gradients,
     token_stats,
 )
+from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.layers import Vocabulary
 from moetrain.models.rules import PartStyle
-from moetrain.parallel.collectives import all_gather_rows, all_gather_start, sum_scatter_rows
-from moetrain.parallel.layout import chunk_of
+from moetrain.parallel.mesh import all_gather_start, chunk_of
 
 _IGNORED = -100  # the target of a token without one
 
+# Functional collectives, which the compiler sees inside blocks. Torch 2.13 renamed the first, and
+# warns on the old name; it gives groups' names a type of their own.
+_all_gather: Any = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+_all_to_all: Any = functional.all_to_all_single
 
-@dataclass(frozen=True)
+
 class TokenParts:
     """The parts of all tokens that the tensor parallel ranks of one group have."""
 
-    ranks: int
-    rank: int
-    group: str
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> TokenParts:
-        return cls(group.size(), group.rank(), group.group_name)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks, self.rank, self.group = group.size(), group.rank(), group.group_name
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
         """Cut this rank's part [N, ...] out of what every rank has of all tokens."""
@@ -75,15 +69,18 @@ class TokenParts:
 
     def gather(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Give [1, T, D], all ranks' tokens; leading dims of ``x_ND`` are flattened."""
-        return _GatherTokens.apply(x_ND.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+        return self._exchanged(x_ND, gathers=True)
 
     def scatter(self, y_TD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's tokens of the sum of every rank's ``y_TD``."""
-        return _ScatterTokens.apply(y_TD.flatten(0, -2).contiguous(), self.ranks, self.group)[None]
+        return self._exchanged(y_TD, gathers=False)
+
+    def _exchanged(self, x_TD: torch.Tensor, gathers: bool) -> torch.Tensor:
+        rows_TD = x_TD.flatten(0, -2).contiguous()
+        return _Exchange.apply(rows_TD, gathers, self.ranks, self.group)[None]
 
     def share(self, part: nn.Module, style: PartStyle) -> None:
-        """Register the hooks on ``part`` that its ``style`` asks for
-        (:mod:`moetrain.models.rules`).
+        """Register the hooks on ``part`` that its ``style`` asks for.
 
         Its inputs are ``(x, context)`` in a block; its output a tensor, or a tuple that begins with
         it.
@@ -115,30 +112,26 @@ class TokenParts:
         return x_ND, context
 
 
-class _GatherTokens(torch.autograd.Function):
-    """[W * N, D] of every rank's [N, D]."""
+class _Exchange(torch.autograd.Function):
+    """Every rank's rows, or this rank's rows of their sum; each is the other's backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-        ctx.place = ranks, group
-        return all_gather_rows(x_ND, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return sum_scatter_rows(gradients[0].contiguous(), *ctx.place), None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """[T / W, D] of the sum of every rank's [T, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, y_TD: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-        ctx.group = group
-        return sum_scatter_rows(y_TD, ranks, group)
+    def forward(ctx: Any, x_TD: torch.Tensor, gathers: bool, ranks: int, group: str):
+        ctx.how = not gathers, ranks, group
+        return _exchange(x_TD, gathers, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        return all_gather_rows(gradients[0].contiguous(), ctx.group), None, None
+        return _exchange(gradients[0].contiguous(), *ctx.how), None, None, None
+
+
+def _exchange(x_TD: torch.Tensor, gathers: bool, ranks: int, group: str) -> torch.Tensor:
+    if gathers:
+        return functional.wait_tensor(_all_gather(x_TD, 0, group))
+    arriving_TD = functional.wait_tensor(_all_to_all(x_TD, None, None, group))
+    out_N = x_TD.new_empty(x_TD.numel() // ranks)
+    # In fp32 in rank order, rounded once.
+    return sum_chunks(arriving_TD.view(ranks, -1), out_N=out_N).view(-1, x_TD.shape[1])
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------
@@ -148,9 +141,6 @@ class ShardedVocabulary(Vocabulary):
     """A :class:`~moetrain.models.layers.Vocabulary` over the ranks of ``group``.
 
     A rank holds about ``chunk_elements`` logits at once, the same number on every rank.
-
-    Raises:
-        ValueError: fewer vocabulary rows than give every rank one.
     """
 
     def __init__(
@@ -162,14 +152,9 @@ class ShardedVocabulary(Vocabulary):
     ) -> None:
         self.vocab_size, self.group, self.chunk_elements = vocab_size, group, chunk_elements
         self.backend: Backend = backend
-        self.tokens = TokenParts.of(group)
+        self.tokens = TokenParts(group)
         self.rows = chunk_of(vocab_size, group.size(), group.rank())
         self.most_rows = math.ceil(vocab_size / group.size())
-        if self.most_rows * (group.size() - 1) >= vocab_size:
-            raise ValueError(
-                f"a vocabulary of {vocab_size} leaves some of {group.size()} tensor parallel ranks "
-                "without a row; use fewer"
-            )
 
     def embed(self, tokens_BS: torch.Tensor, w_VD: torch.Tensor) -> torch.Tensor:
         """Give [1, N, D], this rank's part of the tokens."""
@@ -253,7 +238,13 @@ class ShardedVocabulary(Vocabulary):
             return loss_gradients(h_TD, w_LD, targets_T, grads, scale, chunk, **how)
         stats, logits_TL = _part_stats(h_TD, w_LD, targets_T, scale)
         self.join(stats)
-        d_logits_TL = _part_logit_grads(logits_TL, targets_T, stats, grads)
+        # The logits' gradient of grads.loss * loss + grads.lse * lse + grads.mean * mean.
+        loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
+        p_TL = (logits_TL - stats.lse_C[:, None]).exp()
+        slope_TL = 1 + logits_TL - stats.mean_C[:, None]
+        is_target_TL = torch.arange(w_LD.shape[0], device=w_LD.device) == targets_T[:, None]
+        d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
+        d_logits_TL = d_logits_TL - torch.where(is_target_TL, loss_T, 0)
         d_logits_TL = (scale * d_logits_TL).to(h_TD.dtype)
         return stats, d_logits_TL @ w_LD, d_logits_TL.T @ h_TD if is_trained else None
 
@@ -310,9 +301,8 @@ class _SummedLoss(torch.autograd.Function):
         ctx.group = vocabulary.group
         grads = LossGrads(weights_T.float().contiguous())
         is_trained = ctx.needs_input_grad[1]
-        found = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
-        stats, d_h_TD, d_w_LD = found
-        ctx.save_for_backward(d_h_TD, d_w_LD)
+        stats, *d_inputs = vocabulary.gradients(h_TD, w_LD, targets_T, grads, 1.0, is_trained)
+        ctx.save_for_backward(*d_inputs)
         loss_T = stats.lse_C - stats.target_logit_C
         ctx.mark_non_differentiable(loss_T, stats.lse_C, stats.mean_C)
         total = (weights_T * loss_T).sum() / ctx.group.size()
@@ -339,16 +329,3 @@ def _part_stats(
     is_here_T = (targets_T >= 0) & (targets_T < w_LD.shape[0])
     target_T = logits_TL.gather(1, torch.where(is_here_T, targets_T, 0)[:, None])[:, 0]
     return ChunkStats(lse_T, torch.where(is_here_T, target_T, 0), mean_T), logits_TL
-
-
-def _part_logit_grads(
-    logits_TL: torch.Tensor, targets_T: torch.Tensor, stats: ChunkStats, grads: LossGrads
-) -> torch.Tensor:
-    """Give the logits' gradient of ``grads.loss * loss + grads.lse * lse + grads.mean * mean``."""
-    loss_T, lse_T, mean_T = (0 if g is None else g[:, None] for g in grads)
-    p_TL = (logits_TL - stats.lse_C[:, None]).exp()
-    slope_TL = 1 + logits_TL - stats.mean_C[:, None]
-    d_logits_TL = p_TL * (loss_T + lse_T + slope_TL * mean_T)
-    columns_L = torch.arange(logits_TL.shape[1], device=logits_TL.device)
-    is_target_TL = columns_L == targets_T[:, None]
-    return d_logits_TL - torch.where(is_target_TL, loss_T, 0)

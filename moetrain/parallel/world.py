@@ -16,8 +16,8 @@ from moetrain.config import Config, ConfigError
 from moetrain.config.environment import allocator_is_set, launched_place
 from moetrain.kernels.ahead import compiler_started
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.expert.deepep_ops import disconnect
-from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes, warm_up
+from moetrain.parallel.expert.deepep import disconnect
+from moetrain.parallel.mesh import Meshes, ParallelDims, build_meshes
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import (
     TIMEOUT,
@@ -180,7 +180,7 @@ def join_world(config: Config, arch: Architecture) -> World:
             )
     meshes, rendezvous = build_meshes(dims, device.type), None
     if size > 1:
-        warm_up(meshes, device)
+        meshes.warm_up(device)
         rendezvous = Rendezvous(_get_default_store(), rank, size)
     return World(rank, gpu, size, device, dims, meshes, owns_group, rendezvous)
 
@@ -192,33 +192,28 @@ def plan_world(config: Config, arch: Architecture, size: int) -> ParallelDims:
         ConfigError: the degrees, the model, the batch and the world do not fit one another.
     """
     dims = ParallelDims.resolve(config.parallel, size, arch)
-    t = config.train
+    t, seq_len = config.train, config.data.seq_len
     t.micro_batches(dims.data_ranks)
-    _check_rows_of_a_step(config, dims)
-    if dims.pp > 1:
-        StagePlan(config, arch).check(dims)
-    if t.micro_batch_size * config.data.seq_len % dims.tp:
-        raise ConfigError(
-            "parallel.tp",
-            f"{dims.tp} does not divide the {t.micro_batch_size * config.data.seq_len} tokens of a "
-            f"micro-batch (train.micro_batch_size {t.micro_batch_size} x data.seq_len "
-            f"{config.data.seq_len}), which tensor parallel ranks share",
-        )
-    return dims
-
-
-def _check_rows_of_a_step(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError where this machine's memory does not hold one rank's rows of one step."""
-    rows, seq_len = config.train.global_batch_size // dims.data_ranks, config.data.seq_len
+    rows = t.global_batch_size // dims.data_ranks
     need = rows * seq_len * _BYTES_OF_TOKEN / 2**30
     room = device_capacity(torch.device("cpu")) / 2**30
     if need > room:
         raise ConfigError(
             "train.global_batch_size",
-            f"{config.train.global_batch_size}: a step's {rows} rows of {seq_len} tokens take "
-            f"{need:,.0f} GiB of host memory in each process, and this machine has {room:,.0f}; "
-            f"lower it, to {int(room / need * config.train.global_batch_size):.0e} at the most",
+            f"{t.global_batch_size}: a step's {rows} rows of {seq_len} tokens take {need:,.0f} GiB "
+            f"of host memory in each process, and this machine has {room:,.0f}; lower it, to "
+            f"{int(room / need * t.global_batch_size):.0e} at the most",
         )
+    if dims.pp > 1:
+        StagePlan(config, arch).check(dims)
+    if (tokens := t.micro_batch_size * seq_len) % dims.tp:
+        raise ConfigError(
+            "parallel.tp",
+            f"{dims.tp} does not divide the {tokens} tokens of a micro-batch "
+            f"(train.micro_batch_size {t.micro_batch_size} x data.seq_len {seq_len}), which tensor "
+            "parallel ranks share",
+        )
+    return dims
 
 
 def _pick_device(config: Config, gpu: int) -> torch.device:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moetrain.config import Config
 from moetrain.data.packing import IGNORE_INDEX
 from moetrain.models.moe import RoutingStats
-from moetrain.parallel.layout import Sliceable, TensorSlice
+from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.world import World
 from moetrain.rl.losses import PolicyObjective, corrected, kl_estimate, score
 from moetrain.rl.rows import RolloutBatch, Sample, pack, unpack

@@ -23,7 +23,7 @@ from moetrain.config import ConfigError
 from moetrain.config.sources import RunFailed, shortened
 from moetrain.models.architecture import Architecture
 from moetrain.optim import learning_rate
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 from moetrain.rl.advantages import Outcome, advantages
 from moetrain.rl.calls import demonstrations
 from moetrain.rl.collect import Collector, Failing, figures, write_completions

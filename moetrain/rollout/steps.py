@@ -35,7 +35,7 @@ from moetrain.models.transformer import Rows, Transformer
 from moetrain.parallel.apply import set_dispatcher
 from moetrain.parallel.expert.deepep import DeepEP, StaticSizes
 from moetrain.parallel.expert.dispatch import AllToAll, ExpertParallelDispatcher
-from moetrain.parallel.layout import chunk_of
+from moetrain.parallel.mesh import chunk_of
 from moetrain.rollout.pages import PagedAttention, PagedRows, Pages, Running
 from moetrain.rollout.request import Request, SamplingParams
 

@@ -35,10 +35,9 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, plan_model
 from moetrain.parallel.apply import dispatcher_of
-from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.expert.deepep import DeepEP
 from moetrain.parallel.fsdp.bucket import Member, aligned
-from moetrain.parallel.layout import Box
+from moetrain.parallel.mesh import Box, all_gather_start
 from moetrain.rollout.engine import Generator
 from moetrain.rollout.pages import Pages
 from moetrain.rollout.request import Request, SamplingParams

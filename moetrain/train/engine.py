@@ -32,7 +32,7 @@ from moetrain.models.moe import RoutingStats, update_router_bias
 from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.apply import dispatcher_of, resharded_blocks
 from moetrain.parallel.expert.deepep import DeepEP
-from moetrain.parallel.fsdp.peers import wants_copies
+from moetrain.parallel.fsdp.transport import wants_copies
 from moetrain.parallel.pipeline.executor import Pipeline
 from moetrain.parallel.world import World
 from moetrain.train.objectives import ExpertLoad, MicroBatch, Objective, Outputs

@@ -35,7 +35,7 @@ from moetrain.models.architecture import FP32, Architecture, Part, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import plan_model
 from moetrain.parallel.apply import resharded_blocks
-from moetrain.parallel.fsdp.peers import peer_bytes
+from moetrain.parallel.fsdp.transport import peer_bytes
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.offload.activations import link_bytes
 from moetrain.parallel.pipeline.stages import StagePlan

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from moetrain.checkpoint.read import Checkpoint, DamagedCheckpoint, open_checkpoint
-from moetrain.checkpoint.save import SavePlan, Saver, Staging, written_here
+from moetrain.checkpoint.save import SavePlan, Saver, Staging
 from moetrain.config import ConfigError
 from moetrain.config.sources import leaves, shortened
 from moetrain.models.architecture import Architecture
-from moetrain.parallel.layout import TensorSlice
+from moetrain.parallel.mesh import TensorSlice
 from moetrain.parallel.world import World
 from moetrain.train.engine import Engine
 from moetrain.train.run_folder import RunFolder
@@ -67,7 +67,6 @@ class Snapshots(Saver):
         self.wait()
         engine, keep = self.engine, self.settings.keep
         groups = {**engine.state(), "rng": _random_numbers(engine.world), **tensors}
-        groups = {group: written_here(parts) for group, parts in groups.items()}
         state = {
             **progress,
             "architecture": engine.arch.model_dump(mode="json"),

@@ -24,10 +24,9 @@ from moetrain.models.lora import Adapter
 from moetrain.models.rules import ADAPTER
 from moetrain.models.transformer import Transformer
 from moetrain.optim import MOMENTS, AdamW
-from moetrain.parallel.apply import place_model
+from moetrain.parallel.apply import fingerprint, load_whole_state, place_model
 from moetrain.parallel.fsdp.bucket import aligned
-from moetrain.parallel.fsdp.shard import fingerprint, load_whole_state
-from moetrain.parallel.layout import Sliceable, TensorSlice
+from moetrain.parallel.mesh import Sliceable, TensorSlice
 from moetrain.parallel.pipeline.stages import Stages
 from moetrain.parallel.world import World
 

@@ -29,11 +29,12 @@ D width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import all_to_all_single, distributed_c10d
 
 from moetrain.config.compute import Precision
 from moetrain.kernels.annotate import annotate
@@ -47,7 +48,9 @@ from moetrain.kernels.experts.permutation import (
 from moetrain.kernels.quant.e4m3 import E4M3, Quantised, quantise_rows
 from moetrain.models.architecture import FP32
 from moetrain.models.moe import Dispatched, Dispatcher
-from moetrain.parallel.collectives import all_to_all_single, resolve_group
+
+# torch has no public way back from a group's name; 2.13 gives names a type of their own.
+_resolve_group: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
 
 
 class Received(NamedTuple):
@@ -79,10 +82,14 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
     """
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup, backend: Backend, precision: Precision
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        backend: Backend = "auto",
+        precision: Precision = "bf16",
     ) -> None:
         super().__init__(num_experts, backend)
-        self.num_ranks = group.size()
+        self.num_ranks, self.rank = group.size(), group.rank()
         if num_experts % self.num_ranks:
             raise ValueError(
                 f"{num_experts} experts cannot be shared equally by {self.num_ranks} expert "
@@ -111,8 +118,8 @@ class ExpertParallelDispatcher(Dispatcher, ABC):
         dropped = None
         if arrived.may_drop:
             dropped = (local.counts_E.sum(dtype=torch.int32) - arrived.num_rows).clamp(min=0)
-        tokens, handle = (arrived.x_SD, arrived.weights_SK), arrived.handle
-        return Dispatched(*tokens, local, handle, topk_ids_TK.numel(), dropped)
+        tokens = arrived.x_SD, arrived.weights_SK
+        return Dispatched(*tokens, local, arrived.handle, topk_ids_TK.numel(), dropped)
 
 
 class AllToAll(ExpertParallelDispatcher):
@@ -132,18 +139,7 @@ class AllToAll(ExpertParallelDispatcher):
     recomputation policy keeps the results of both ops.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        group: dist.ProcessGroup,
-        backend: Backend = "auto",
-        precision: Precision = "bf16",
-    ) -> None:
-        super().__init__(num_experts, group, backend, precision)
-        self.first_expert = group.rank() * self.num_local_experts
-
     def send(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Received:
-        """Bring all ranks' tokens here; ids are those of all E experts."""
         (tokens, slots), ranks = ids_TK.shape, self.num_ranks
         rank_TK = ids_TK // self.num_local_experts  # rounds down: -1 stays -1
         is_same_TKK = rank_TK[:, :, None] == rank_TK[:, None, :]
@@ -169,7 +165,7 @@ class AllToAll(ExpertParallelDispatcher):
             "forward" if self.precision == "fp8" else "",
         )
         weights_SK, ids_SK = routing_SC.split(slots, dim=1)
-        local_SK = ids_SK.int() - self.first_expert
+        local_SK = ids_SK.int() - self.rank * self.num_local_experts
         is_here_SK = (local_SK >= 0) & (local_SK < self.num_local_experts)
         return Received(
             x_SD,
@@ -180,16 +176,10 @@ class AllToAll(ExpertParallelDispatcher):
         )
 
     def combine(self, y_SD: torch.Tensor, ctx: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Give ``y_TD``, the sum over ranks of each token's rows, in fp32, rounded once."""
         route, (sent_W, received_W) = ExpertIndices(*ctx[:4]), ctx[4:]
-        (y_ND,) = _exchange_rows(
-            [y_SD],
-            received_W,
-            sent_W,
-            route.row_slot_R.shape[0],
-            self.group_name,
-            "backward" if self.precision == "fp8" else "",
-        )
+        e4m3 = "backward" if self.precision == "fp8" else ""
+        rows = route.row_slot_R.shape[0]
+        (y_ND,) = _exchange_rows([y_SD], received_W, sent_W, rows, self.group_name, e4m3)
         return unpermute(y_ND, route, self.backend)
 
 
@@ -204,7 +194,7 @@ def _exchange_counts(
     host).
     """
     received_W2 = torch.empty_like(counts_W2)
-    all_to_all_single(received_W2, counts_W2, group=resolve_group(group))
+    all_to_all_single(received_W2, counts_W2, group=_resolve_group(group))
     # The one wait for the device: memory for what arrives cannot be reserved without its size.
     sent_W2, received_W2 = torch.stack((counts_W2, received_W2)).cpu().long()
     tokens, rows = received_W2.sum(0).tolist()
@@ -238,9 +228,7 @@ def _exchange_rows(
     results as in ``rows``, is unspecified. ``e4m3`` says which way the first tensor's rows travel
     in e4m3: "forward", "backward" or neither.
     """
-    sent = sent_W.tolist()
-    received = received_W.tolist()
-    first = rows[0]
+    sent, received, first = sent_W.tolist(), received_W.tolist(), rows[0]
     if e4m3 == "forward":
         rows = [_pack(first), *rows[1:]]
     outputs = [given.new_empty(num_received, *given.shape[1:]) for given in rows]
@@ -252,13 +240,13 @@ def _exchange_rows(
                 given,
                 received,
                 sent,
-                group=resolve_group(group),
+                group=_resolve_group(group),
                 async_op=True,
             )
             for out, given in zip(outputs, leaving, strict=True)
         ]
         for work in works:
-            work.wait()
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
     if e4m3 == "forward":
         outputs[0] = _unpack(outputs[0], first.dtype)
     return outputs

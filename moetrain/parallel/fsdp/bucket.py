@@ -1,7 +1,7 @@
 """A bucket of parameters that travel together: a flat shard a rank, its gradient, its gathering.
 
-It is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.peers`): its members
-lie end to end in one flat shard, each padded to the same length on every rank.
+It is one collective, or a copy from each peer (:mod:`moetrain.parallel.fsdp.transport`): its
+members lie end to end in one flat shard, each padded to the same length on every rank.
 
 Legend: W ranks of the FSDP axis, N numbers of one rank's shard of a bucket.
 """
@@ -18,26 +18,17 @@ from torch import nn
 
 from moetrain.kernels.optim.reduction import num_blocks, sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.collectives import (
-    PendingReduce,
-    ReduceMode,
-    all_gather_start,
-    reduce_scatter_start,
-)
-from moetrain.parallel.fsdp.peers import Copied, Peers
 from moetrain.parallel.fsdp.storage import Float8Shard, HostShard
-from moetrain.parallel.layout import Layout, Sliced
+from moetrain.parallel.fsdp.transport import Peers, ReduceMode, Wait, reduce_scatter_start
+from moetrain.parallel.mesh import Layout, all_gather_start
 from moetrain.parallel.offload.arena import Arena, aligned
-
-Gathering = dist.Work | Copied
-Reducing = PendingReduce | Copied
-"""Work under way; :meth:`wait` and :meth:`finish` let the current stream go on when it is done."""
 
 
 class GatherBuffer:
     """Memory that holds the gathered parameters of one unit at a time, at one address.
 
     Attributes:
+        size: bytes, which grow until the first use.
         owner: the unit that is unsharded there now.
         content_of: the unit whose values lie there, in use or not.
     """
@@ -47,10 +38,6 @@ class GatherBuffer:
         self.owner: object | None = None
         self.content_of: object | None = None
         self._memory: torch.Tensor | None = None
-
-    def reserve(self, size: int) -> None:
-        """Make room for ``size`` bytes, before the first use."""
-        self.size = max(self.size, size)
 
     @property
     def memory(self) -> torch.Tensor:
@@ -62,7 +49,6 @@ class GatherBuffer:
         return self._memory
 
     def memory_in_use(self) -> int:
-        """Count the bytes that are allocated now."""
         return 0 if self._memory is None else self._memory.untyped_storage().size()
 
     def free(self) -> None:
@@ -103,8 +89,9 @@ class Member:
         """Give this rank's piece as values: :attr:`local`, or a copy."""
         return self.local if self.float8 is None else self.float8.read(self.start, self.local.shape)
 
-    def write(self, place: tuple[int | slice, ...], tensor: Sliced) -> None:
-        """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it."""
+    def write(self, place: tuple[int | slice, ...], tensor: Any) -> None:
+        """Do what is this rank's of ``parameter[place] = tensor``, reading only that of it, by
+        slicing."""
         if (overlap := self.layout.overlap(place)) is None:
             return
         here, there = overlap
@@ -156,13 +143,7 @@ class Bucket:
         return self.members[0].layout.group
 
     @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this very shard, over which its gradient is summed last."""
-        return self.members[0].layout.replicas
-
-    @property
     def is_trained(self) -> bool:
-        """Whether the members have gradients."""
         return self.members[0].rule.trainable
 
     @property
@@ -219,9 +200,8 @@ class Bucket:
         """Travel by copies from now on, and with ``has_inbox`` gradients too."""
         self.peers = peers
         size = self.shard_N.numel() * self.dtype.itemsize
-        self.peers_start = peers.reserve(size)
-        if self.is_trained and has_inbox:
-            peers.reserve_inbox(self.group.size() * size)
+        inbox = self.group.size() * size * (self.is_trained and has_inbox)
+        self.peers_start = peers.reserve(size, inbox)
 
     def share(self) -> None:
         """Bring the copy that peers read up to date; they do not read it meanwhile."""
@@ -295,7 +275,7 @@ class Bucket:
             # As in start_gather: what writes here changes nothing that autograd saved.
             self._cast_N = whole_N.data[self.group.rank() * numbers :][:numbers]
 
-    def start_gather(self, staging: torch.Tensor) -> Gathering | None:
+    def start_gather(self, staging: torch.Tensor) -> Wait | None:
         """Begin to gather, to the members' place or, if they are copied out, to ``staging``."""
         if self.host is not None:
             self.host.wait()
@@ -304,23 +284,25 @@ class Bucket:
                 self.mark_fresh()
         if self.is_never_sharded:
             return None
+        ranks = self.group.size()
         if self.float8 is not None:
-            return self.float8.start_gather(self.group, staging)
+            bytes_W = self.float8.gathered(ranks, staging)
+            sent = self.float8.bytes
+            return None if ranks == 1 else all_gather_start(sent, self.group, bytes_W)[1].wait
         target_N = staging.view(self.dtype) if self.needs_copies else self._gathered_N
         # Through .data, which has a version counter of its own: autograd would else take the next
         # gather for a change of what it saved.
-        target_N = target_N[: self.group.size() * self.shard_N.numel()].data
-        target_WN = target_N.view(self.group.size(), -1)
+        target_WN = target_N[: ranks * self.shard_N.numel()].data.view(ranks, -1)
         if self.peers is not None:
             if not self.is_fresh:
                 raise RuntimeError("parameters changed within FSDP.work(), while peers read them")
             return self.peers.gather(self.peers_start, target_WN)
         if self.is_cast:
             self._refresh()
-        if self.group.size() == 1:
+        if ranks == 1:
             return None
         sent_N = self.cast_N if self.is_cast else self.source_N
-        return all_gather_start(sent_N, self.group, target_WN)[1]
+        return all_gather_start(sent_N, self.group, target_WN)[1].wait
 
     def copy_out(self, staging: torch.Tensor) -> None:
         """Copy members from ``staging`` to their place, if they are copied out."""
@@ -332,8 +314,7 @@ class Bucket:
                 padded = member.layout.padded_numel
                 self.float8.widen(row.data.view(-1), bytes_W, member.start, padded)
             return
-        ranks = self.group.size()
-        numbers = ranks * self.shard_N.numel()
+        ranks, numbers = self.group.size(), self.group.size() * self.shard_N.numel()
         staged_WN = staging.view(self.dtype)[:numbers].view(ranks, -1)
         for member, row in zip(self.members, self._rows, strict=True):
             padded = member.layout.padded_numel
@@ -355,7 +336,7 @@ class Bucket:
 
     def start_reduce(
         self, gradients: Sequence[torch.Tensor | None], mode: ReduceMode, *, now: bool
-    ) -> Reducing | None:
+    ) -> Wait | None:
         """Begin to sum gathered parameters' gradients over the group into this rank's gradient.
 
         Every rank must call this, even without gradients (None counts as 0): others wait for it.
@@ -367,16 +348,14 @@ class Bucket:
         if not now and self.group.size() > 1:
             self.unreduced_WN = chunks_WN.to(torch.float32, copy=self.unreduced_WN is None)
             return None
-        self.unreduced_WN = None
-        return self._send(chunks_WN, mode)
+        self.unreduced_WN = chunks_WN
+        return self.flush(mode)
 
-    def flush(self, mode: ReduceMode) -> Reducing | None:
+    def flush(self, mode: ReduceMode) -> Wait | None:
         """Begin to sum the gradients that :meth:`start_reduce` has kept back."""
-        chunks_WN = self.unreduced_WN
-        self.unreduced_WN = None
-        return None if chunks_WN is None else self._send(chunks_WN, mode)
-
-    def _send(self, chunks_WN: torch.Tensor, mode: ReduceMode) -> Reducing | None:
+        chunks_WN, self.unreduced_WN = self.unreduced_WN, None
+        if chunks_WN is None:
+            return None
         if mode != "fp32":
             chunks_WN = chunks_WN.to(self.dtype)
         if self.gradient_N is None:
@@ -390,10 +369,10 @@ class Bucket:
         into["accumulate"], self.has_gradient = self.has_gradient, True
         if self.peers is not None and mode == "fp32_accum":
             return self.peers.reduce(chunks_WN, **into)
-        pending = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
+        wait = reduce_scatter_start(chunks_WN, self.group, mode=mode, **into)
         if self.group.size() > 1:
-            return pending
-        pending.finish()  # nothing is under way, and what it holds is large
+            return wait
+        wait()  # nothing is under way, and what it holds is large
         return None
 
     def _new_gradient(self) -> torch.Tensor:
@@ -404,7 +383,7 @@ class Bucket:
     @property
     def is_reduced_at_once(self) -> bool:
         """Whether a reduction over the group completes the gradient."""
-        return self.replicas is None and self.tied is None
+        return self.members[0].layout.replicas is None and self.tied is None
 
     def give_gradient(self) -> None:
         """Send the gradient of a host's shard there, and free its memory."""
@@ -415,9 +394,8 @@ class Bucket:
     def _chunks(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Lay gradients of gathered parameters out as [W, N]: row r is for rank r's shard."""
         ranks = self.group.size()
-        only, (first, *others) = gradients[0], self.members
-        is_even = only is not None and only.numel() == ranks * self.shard_N.numel()
-        if not others and first.share == 1 and only is not None and is_even:
+        only, (first, *others), size = gradients[0], self.members, ranks * self.shard_N.numel()
+        if only is not None and first.share == 1 and not others and only.numel() == size:
             return only.contiguous().view(ranks, -1)
         chunks_WN = self.source_N.new_zeros((ranks, self.shard_N.numel()), dtype=self.dtype)
         for member, gradient in zip(self.members, gradients, strict=True):
@@ -452,9 +430,9 @@ class Bucket:
     def _add_copies(self, gradient_N: torch.Tensor) -> int:
         """Add the gradients of this shard's copies; returns how many ranks have the sum then."""
         wide_N, copies = gradient_N.float(), 1
-        if self.replicas is not None:
-            dist.all_reduce(wide_N, group=self.replicas)
-            copies *= self.replicas.size()
+        if (replicas := self.members[0].layout.replicas) is not None:
+            dist.all_reduce(wide_N, group=replicas)
+            copies *= replicas.size()
         if self.tied is not None:
             (group, rank), theirs_N = self.tied, torch.empty_like(wide_N)
             pairs = ((dist.isend, wide_N), (dist.irecv, theirs_N))

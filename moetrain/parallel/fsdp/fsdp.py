@@ -1,8 +1,8 @@
 """FSDP: sharded parameters, unsharded in the compute dtype where they are used.
 
-Every parameter is a DTensor, sharded on its first dim over its FSDP axis (and before that over
-tensor or expert parallel ranks: :mod:`moetrain.parallel.layout`). A unit is a block, the embedding,
-or the head, gathered together. Its life cycle is explicit:
+Every parameter is a DTensor, sharded on its first dim over its FSDP axis (:class:`Layout
+<moetrain.parallel.mesh.Layout>`). A unit is a block, the embedding, or the head, gathered together.
+Its life cycle is explicit:
 
     unshard   its full parameters lie in its region of memory, gathered there if they do not yet
     reshard   they no longer do: its region is another unit's, or free
@@ -16,11 +16,10 @@ outside the compiled block, which sees plain tensors: inside, it could not start
     backward  unshard(i - 1) starts before block i's backward, and the reduction of block i runs
               while block i - 1 computes
 
-Full parameters lie at fixed addresses. Every unit has a region of its own, in which they stay until
-the work is over; with experts sharded over expert parallel ranks they are small (38 MB a layer for
-Qwen3-30B-A3B). With ``reshard`` blocks take turns in two regions: one is filled while the block in
-the other computes. What autograd saved are tensors in a region, which has the right values whenever
-they are read.
+Full parameters lie at fixed addresses, each unit's in a region of its own until the work is over.
+With ``reshard`` blocks take turns in two regions: one is filled while the block in the other
+computes. What autograd saved are tensors in a region, which has the right values whenever they are
+read.
 
 Left out on purpose: gradients of different units in one collective; parameters that change shape.
 """
@@ -39,10 +38,8 @@ from torch.utils import _pytree as pytree
 from moetrain.config import ParallelSection
 from moetrain.kernels.annotate import annotate, annotated
 from moetrain.models.transformer import Sharding
-from moetrain.parallel.collectives import ReduceMode
-from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Gathering, Member, Reducing
-from moetrain.parallel.fsdp.peers import Copied, CopyStreams, Peers, reachable
-from moetrain.parallel.layout import Sliced
+from moetrain.parallel.fsdp.bucket import Bucket, GatherBuffer, Member
+from moetrain.parallel.fsdp.transport import CopyStreams, Peers, ReduceMode, Wait, reachable
 from moetrain.parallel.offload.arena import Arena
 
 
@@ -60,19 +57,18 @@ class _Unit:
     ) -> None:
         self.index, self.buckets = index, buckets
         self.region, self.staging, self.takes_turns = region, staging, takes_turns
-        self.works: list[Gathering | None] | None = None
+        self.works: list[Wait | None] | None = None
         """The gathers under way."""
         self.graphs = 0
         """How many forwards' backwards are still to come."""
         self._is_laid_out = False
         size = sum(bucket.region_bytes for bucket in buckets)
-        region.reserve(size)
+        region.size = max(region.size, size)
+        staging.size = max(staging.size, sum(bucket.staging_bytes for bucket in buckets))
         self.label = f"unit {index}, {size / 2**20:.1f} MiB"  # in traces
-        staging.reserve(sum(bucket.staging_bytes for bucket in buckets))
 
     @property
     def members(self) -> Iterator[Member]:
-        """Every parameter of the unit, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.members
 
@@ -97,7 +93,6 @@ class _Unit:
 
     @torch.inference_mode(False)
     def start_gather(self) -> None:
-        """Begin to gather every bucket."""
         self.move_in()
         self.works = [bucket.start_gather(part) for bucket, part in self._staged()]
 
@@ -106,7 +101,7 @@ class _Unit:
         works, self.works = self.works or [], None
         for work in works:
             if work is not None:
-                work.wait()
+                work()
         for bucket, part in self._staged():
             bucket.copy_out(part)
 
@@ -115,22 +110,18 @@ class _Unit:
         return zip(self.buckets, _parts(self.staging.memory, sizes), strict=True)
 
     def rows(self) -> list[torch.Tensor]:
-        """Give the full parameters in the order of members; not differentiable."""
         return [row for bucket in self.buckets for row in bucket.rows()]
 
     def swap_in(self, full: Sequence[torch.Tensor]) -> None:
-        """Let the modules hold ``full`` in place of their DTensors."""
         for member, tensor in zip(self.members, full, strict=True):
             member.module._parameters[member.name] = tensor  # pyright: ignore
 
     def swap_out(self) -> None:
-        """Give the modules their DTensors back."""
         for member in self.members:
             member.module._parameters[member.name] = member.parameter
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Cut the beginning of ``memory`` into parts of ``sizes``."""
     return memory[: sum(sizes)].split(list(sizes))
 
 
@@ -168,8 +159,8 @@ class FSDP(Sharding):
         self._staging = (GatherBuffer(device), GatherBuffer(device))
         self.peers: dict[str, Peers] = {}
         """The groups whose ranks copy from one another, by name."""
-        self._copies = CopyStreams.of(device)
-        self._reducing: list[Reducing | None] = []
+        self._copies = CopyStreams(device)
+        self._reducing: list[Wait | None] = []
         self._reduced: list[Bucket] = []  # whose gradients go to the host after these reductions
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._is_working = self._is_last = False
@@ -187,7 +178,6 @@ class FSDP(Sharding):
 
     @property
     def buckets(self) -> Iterator[Bucket]:
-        """Every bucket of the model."""
         for unit in self.units:
             yield from unit.buckets
 
@@ -206,9 +196,8 @@ class FSDP(Sharding):
         for bucket in travelling:
             name = str(bucket.group.group_name)
             if name in near:
-                if name not in self.peers:
-                    self.peers[name] = Peers(bucket.group, self._copies)
-                bucket.travel_by(self.peers[name], has_inbox=self.mode == "fp32_accum")
+                peers = self.peers.setdefault(name, Peers(bucket.group, self._copies))
+                bucket.travel_by(peers, has_inbox=self.mode == "fp32_accum")
 
     @torch.inference_mode(False)  # which tensors made now would keep, when they are to be trained
     @torch.no_grad()
@@ -245,7 +234,7 @@ class FSDP(Sharding):
             self._finish_reductions()
         finally:
             if self.peers:
-                Copied.by(*self._copies).wait()
+                self._copies.end(self._copies.pull, self._copies.own, self._copies.push)()
             self._is_working, self._is_last = False, False
             self._reducing, self._reduced = [], []  # what failed leaves nothing to finish
             self._num_works += 1
@@ -315,15 +304,14 @@ class FSDP(Sharding):
         unit.graphs -= 1
         if self._is_last and not unit.graphs:
             self._reduced = [bucket for bucket in unit.buckets if bucket.is_reduced_at_once]
-        is_trained = all(bucket.is_trained for bucket in unit.buckets)
-        if self.is_alone and self._is_last and is_trained and not unit.graphs:
-            self.reshard(unit)
-            unit.region.free()
+            if self.is_alone and all(bucket.is_trained for bucket in unit.buckets):
+                self.reshard(unit)
+                unit.region.free()
 
     def _finish_reductions(self) -> None:
-        for pending in self._reducing:
-            if pending is not None:
-                pending.finish()
+        for wait in self._reducing:
+            if wait is not None:
+                wait()
         for bucket in self._reduced:
             bucket.give_gradient()
         self._reducing, self._reduced = [], []
@@ -395,7 +383,7 @@ class FSDP(Sharding):
             outputs, gradients = zip(*wanted, strict=True)
         torch.autograd.backward(outputs, gradients)
 
-    def write(self, name: str, place: tuple[int | slice, ...], tensor: Sliced) -> None:
+    def write(self, name: str, place: tuple[int | slice, ...], tensor: Any) -> None:
         """Do what is this rank's of ``parameter[place] = tensor``."""
         self.settle()  # an update under way would overwrite it, or be sent half of it
         if (member := self.members.get(name)) is not None:
@@ -449,7 +437,6 @@ class FSDP(Sharding):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the step has any gradients yet."""
         return any(bucket.has_gradient for bucket in self.buckets)
 
     def clear_gradients(self) -> None:

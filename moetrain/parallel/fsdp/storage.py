@@ -2,17 +2,16 @@
 
 :class:`HostShard` has the fp32 master in host memory. The device has a copy in the dtype that is
 gathered, and nothing else: gradients go down as they are reduced, and updated weights come back
-into the copy (ZeRO-Offload, arXiv 2101.06840). Both ways are streams of their own, so that a copy
-down, a copy up and computing overlap. Only what travels is pinned. Weights return through the
-memory that their gradient came to: an update reads that before it writes.
+into the copy (ZeRO-Offload, arXiv 2101.06840), through the pinned memory that their gradient came
+to: an update reads that before it writes. Both ways are streams of their own, so that a copy down,
+a copy up and computing overlap.
 
 :class:`Float8Shard` holds frozen weights in OCP's MXFP8: e4m3, and a scale for each 32 numbers
 (``lora.base_dtype``). Codes and scales are what is gathered, half the bytes; they are widened into
 the memory where the parameters lie gathered. A scale is a power of two, the least with which its
-group's largest number is in range. So widening rounds nothing, what is widened and written again
-has the same values, and in a group that is written in parts each number is rounded once, but for
-those below the smallest normal code. Groups are of neighbours in a rank's shard: the same on any
-layout that leaves every rank's part of a row a multiple of 32 numbers.
+group's largest number is in range, so what is widened and written again has the same values. Groups
+are of neighbours in a rank's shard: the same on any layout that leaves every rank's part of a row a
+multiple of 32 numbers.
 
 Legend: N numbers of one rank's shard of a bucket (of whole groups, in 8 bits), G groups, W ranks.
 """
@@ -22,12 +21,11 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moetrain.kernels.quant.e4m3 import E4M3, SCALED, quantise_groups, widen_groups
-from moetrain.parallel.collectives import all_gather_start
 from moetrain.parallel.offload.arena import Arena, HostMemory
 
 
@@ -62,8 +60,9 @@ class HostShard:
         """Whether this step's gradient so far is here or on the way."""
         self.update: Future[None] | None = None
         """The update under way, or done since the last :meth:`wait`."""
-        self._came: torch.cuda.Event | None = None
-        self._left: torch.cuda.Event | None = None
+        self._came: Any = None
+        self._left: Any = None
+        """The events at the ends of the last copies down and up."""
 
     def take(self, gradient_N: torch.Tensor) -> None:
         """Begin to copy the device's gradient (fp32) here; its memory may be freed at once."""
@@ -76,8 +75,7 @@ class HostShard:
             with torch.cuda.stream(down):
                 self.gradient_N.copy_(gradient_N, non_blocking=True)
             gradient_N.record_stream(down)
-            self._came = torch.cuda.Event()
-            self._came.record(down)
+            self._came = down.record_event()
         self.has_gradient = True
 
     def give_back(self, gradient_N: torch.Tensor) -> None:
@@ -103,8 +101,7 @@ class HostShard:
         self._out_N.copy_(self.master_N)
         with torch.cuda.stream(up):
             self.copy_N.copy_(self._out_N, non_blocking=True)
-        self._left = torch.cuda.Event()
-        self._left.record(up)
+        self._left = up.record_event()
 
     def wait(self) -> None:
         """Wait until the update under way is done and, on the device, its weights have come."""
@@ -163,12 +160,6 @@ class Float8Shard:
         codes_N, scales_G = quantise_groups(wide_N)
         codes_WN[0, outer:end].copy_(codes_N)
         scales_WG[0, outer // SCALED : end // SCALED].copy_(scales_G)
-
-    def start_gather(self, group: dist.ProcessGroup, staging: torch.Tensor) -> dist.Work | None:
-        """Begin to bring every rank's codes and scales to ``staging``."""
-        if group.size() == 1:
-            return None
-        return all_gather_start(self.bytes, group, self.gathered(group.size(), staging))[1]
 
     def gathered(self, ranks: int, staging: torch.Tensor) -> torch.Tensor:
         """Give every rank's gathered bytes [W, bytes]."""

@@ -1,8 +1,7 @@
 """Offload what blocks save for their backward to pinned host memory, and reload it a block ahead.
 
 Autograd's hooks on saved tensors do it around a block's call, so they see what a compiled block
-saves as well, and nothing in a model knows of it. Storages travel, each once, however many tensors
-view it:
+saves as well. Storages travel, each once, however many tensors view it:
 
     forward   a large storage of block i is copied down beside the compute that follows; its memory
               is freed when a later block begins, which waits for the copy
@@ -70,13 +69,12 @@ class _HostPages:
         self._chunks: list[HostMemory] = []
         self._down, self._up = (torch.cuda.Stream(device) if self.on_cuda else None for _ in "du")
 
-    @property
-    def pinned_bytes(self) -> int:
-        """The host memory that pages take."""
-        return self.num_pages * _PAGE
+    def current(self) -> Any:
+        """Give the stream that computes."""
+        return torch.cuda.current_stream(self.device) if self.on_cuda else None
 
-    def take(self, size: int) -> list[tuple[torch.Tensor, Any]]:
-        """Take free pages for ``size`` bytes."""
+    def copy_down(self, source: torch.Tensor, size: int) -> tuple[Sequence[torch.Tensor], Any]:
+        """Copy ``source`` (bytes) to free pages; gives these and the event at the copy's end."""
         number = -(-size // _PAGE)
         while len(self.free) < number:
             self._chunks.append(HostMemory(self.device, "activation.offload", "set it lower, or 0"))
@@ -84,19 +82,9 @@ class _HostPages:
             self.free += [(page, None) for page in chunk.split(_PAGE)]
             self.num_pages += _PAGES
         taken, self.free = self.free[-number:], self.free[:-number]
-        return taken
-
-    def current(self) -> Any:
-        """Give the stream that computes."""
-        return torch.cuda.current_stream(self.device) if self.on_cuda else None
-
-    def copy_down(self, source: torch.Tensor, size: int) -> tuple[list[torch.Tensor], Any]:
-        """Copy ``source`` (bytes) to pages; gives these and the event at the copy's end."""
-        taken = self.take(size)
-        pages = [page for page, _ in taken]
-        pairs = list(zip(pages, source.split(_PAGE), strict=True))
+        pages, waits = zip(*taken, strict=True)
+        pairs = zip(pages, source.split(_PAGE), strict=True)
         self.bytes_down += size
-        waits = [event for _, event in taken]
         return pages, self._copy(self._down, waits, [(page[: len(x)], x) for page, x in pairs])
 
     def copy_up(self, pages: Sequence[torch.Tensor], after: Any, target: torch.Tensor) -> Any:
@@ -138,7 +126,7 @@ class _HostCopy:
         self.host, self.size = host, storage.nbytes()
         self.saved: list[tuple[torch.Tensor, int]] = []
         """Tensors that autograd saved and their versions, until the memory is freed."""
-        self.here = _bytes_of(storage)
+        self.here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.stream = host.current()
         """The stream that uses ``here``, to which its memory goes back."""
         self.pages, self.last = host.copy_down(self.here, self.size)
@@ -181,10 +169,6 @@ class _HostCopy:
         self.host.free += [(page, self.last) for page in self.pages]
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     """Give ``tensor``. Raises RuntimeError if it was changed after it was saved, as autograd does,
     which does not look where there are hooks."""
@@ -201,7 +185,7 @@ class _Stash:
 
     def __init__(self, foreign: frozenset[int], send: Callable[[Any], _HostCopy | None]) -> None:
         self._foreign, self._send = foreign, send
-        self._found: dict[int, _HostCopy | None] = {}
+        self.found: dict[int, _HostCopy | None] = {}
         """By address, while the block runs; then the graph decides how long they live."""
         self.copies: list[ref[_HostCopy]] = []
 
@@ -221,15 +205,11 @@ class _Stash:
         address = storage.data_ptr()
         if address in self._foreign or storage.nbytes() < _SMALLEST:
             return None
-        if address not in self._found:
-            self._found[address] = copy = self._send(storage)
+        if address not in self.found:
+            self.found[address] = copy = self._send(storage)
             if copy is not None:
                 self.copies.append(ref(copy))
-        return self._found[address]
-
-    def close(self) -> None:
-        """Forget addresses, once the block has run."""
-        self._found = {}
+        return self.found[address]
 
     def reload(self) -> None:
         """Begin to reload all that is still needed, in reverse order of saving."""
@@ -282,13 +262,17 @@ class _ActivationOffload:
             return self.call(block, x_BSD, context)
         number = self.numbers[block]
         before = self._begin(number, x_BSD)
-        self._before = stash = _Stash(_not_its_own(block, context), self._send)
+        # What outlives the call anyway.
+        others = [*block.parameters(), *block.buffers(), *pytree.tree_leaves(context)]
+        tensors = (x for x in others if isinstance(x, torch.Tensor))
+        foreign = frozenset(x.untyped_storage().data_ptr() for x in tensors)
+        self._before = stash = _Stash(foreign, self._send)
         if number in self.stay:
             outputs = self.call(block, x_BSD, context)
         else:
             with torch.autograd.graph.saved_tensors_hooks(stash.pack, lambda get: get()):
                 outputs = self.call(block, x_BSD, context)
-        stash.close()
+        stash.found = {}
 
         def reload(_: Any) -> None:
             for one in (stash, before):
@@ -329,12 +313,6 @@ class _ActivationOffload:
         copy = _HostCopy(self.host, storage)
         self._leaving.append((max(self._busy_until, self._blocks_begun + 2), ref(copy)))
         return copy
-
-
-def _not_its_own(block: nn.Module, context: Context) -> frozenset[int]:
-    """Addresses of storages that outlive a call of ``block`` anyway."""
-    tensors = [*block.parameters(), *block.buffers(), *pytree.tree_leaves(context)]
-    return frozenset(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor))
 
 
 def _stays(ranges: Sequence[range]) -> frozenset[int]:

@@ -1,16 +1,13 @@
 """Memory that moves: pinned memory on the host, and state that goes there and back.
 
-:class:`HostMemory` is the one buffer in which anything lies that goes to the host: state, masters
-of the optimizer, activations, checkpoints under way.
-
-An :class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is
-free for others; afterwards every tensor in it is the one that it was: the same object, over the
-same storage, with the same values and on a GPU at the same address, so that an optimizer, views,
-graphs and compiled code need not know. For that its addresses are reserved, and memory is put
-behind them and taken away by CUDA's virtual memory management (driver API, section "Virtual Memory
-Management"), called through ctypes, since torch has it inside its allocator alone. Where there is
-none, and where memory is to come and go by itself (``fixed=False``), the storage is emptied and
-filled again, and its memory may then lie elsewhere.
+:class:`HostMemory` is the one buffer in which anything lies that goes to the host. An
+:class:`Arena` holds one kind of a rank's long-lived state. While it is offloaded its memory is free
+for others; afterwards every tensor in it is the one that it was: the same object, over the same
+storage, with the same values and on a GPU at the same address, so that an optimizer, views, graphs
+and compiled code need not know. For that its addresses are reserved, and memory is put behind them
+and taken away by CUDA's virtual memory management (driver API), called through ctypes, since torch
+has it inside its allocator alone. Where there is none, and where memory is to come and go by itself
+(``fixed=False``), the storage is emptied and filled again, and may then lie elsewhere.
 
 Left out on purpose: offloading parts of an arena, and memory that other processes may open.
 """
@@ -334,7 +331,7 @@ class Arena:
         """Bytes of the range that are tensors', and that have memory."""
         remedy = "offload less, or use a machine with more memory"
         self._host = HostMemory(device, f"offloading {name}", remedy)
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Any = None
         """The end of copies that the current stream has not waited for."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -398,7 +395,7 @@ class Arena:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for piece, part in offloaded:
-                part.copy_(_bytes(piece.memory)[: len(part)], non_blocking=True)
+                part.copy_(piece.memory.view(torch.uint8)[: len(part)], non_blocking=True)
                 copied.append(None if stream is None else stream.record_event())
         self.is_offloaded, self._offloaded = True, offloaded
         for (piece, _), event in zip(offloaded, copied, strict=True):
@@ -420,12 +417,6 @@ class Arena:
         for piece, part in self._offloaded:
             piece.restore()  # while the one before is copied
             with torch.cuda.stream(stream):
-                _bytes(piece.memory)[: len(part)].copy_(part, non_blocking=True)
+                piece.memory.view(torch.uint8)[: len(part)].copy_(part, non_blocking=True)
         self.is_offloaded, self._offloaded = False, []
-        if stream is not None:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(stream)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
+        self._arrived = None if stream is None else stream.record_event()

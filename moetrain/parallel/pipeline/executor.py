@@ -3,8 +3,7 @@
 Between stages travel a micro-batch's residual stream and what its routers have counted so far, one
 fp32 row [2E + 2] a MoE layer. So the last stage has the whole model's hidden states and routing, an
 objective needs to know nothing of stages, and the gradients of balancing losses come back the way
-the counts came. Every rank has every batch, so positions, document ends and pads are not sent, and
-each rank knows the shapes of what it receives.
+the counts came. Every rank has every batch, and knows the shapes of what it receives.
 
 The host never waits for the device here. The device waits for what it receives where it uses it,
 and what is sent is kept until as many batches later as pass before its receiver answers.
@@ -31,7 +30,7 @@ from moetrain.kernels.annotate import annotate
 from moetrain.models.moe import RouterStats, RoutingStats
 from moetrain.models.transformer import Transformer
 from moetrain.parallel.fsdp.fsdp import FSDP
-from moetrain.parallel.pipeline.schedules import Action, Schedule, Transfers
+from moetrain.parallel.pipeline.schedules import Action, Schedule, Step
 from moetrain.parallel.pipeline.stages import Stages
 
 _Finish = Callable[[torch.Tensor, RoutingStats | None, Any], torch.Tensor]
@@ -54,12 +53,8 @@ class Pipeline:
         """The terms' names of objectives, the latest last. Held here, for all ranks must forget
         the same ones: a rank's garbage collector forgets them in its own time."""
 
-    def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Action | Transfers]]:
-        """Give the schedule of a call and this rank's steps of it.
-
-        Raises:
-            ConfigError: there is no schedule of so many micro-batches.
-        """
+    def _plan(self, micro_batches: int, learns: bool) -> tuple[Schedule, list[Step]]:
+        """Give the schedule of a call and this rank's steps of it; raises ConfigError."""
         plan = self.stages.plan
         if learns:
             schedule = plan.schedule(micro_batches)
@@ -84,15 +79,14 @@ class Pipeline:
 
         Only the first call for an objective communicates, and waits for the device. Collective.
         """
-        if objective in self._names:
-            self._names.move_to_end(objective)
-        else:
+        if objective not in self._names:
             found: list[Any] = [names]
             last, group = self.stages.plan.rank_of_stage[-1], self.stages.group
             dist.broadcast_object_list(found, group=group, group_src=last)
             self._names[objective] = found[0]
-            while len(self._names) > self.REMEMBERED:
+            if len(self._names) > self.REMEMBERED:
                 self._names.popitem(last=False)
+        self._names.move_to_end(objective)
         return self._names[objective]
 
     def broadcast_sums(
@@ -140,10 +134,9 @@ class _Run:
         self.sent: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
         self.backwards_left = sum(a.kind == "B" for a in schedule.actions[self.stages.rank])
 
-    def run(self, steps: Sequence[Action | Transfers]) -> None:
-        """Do all of this rank's steps."""
+    def run(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            if isinstance(step, Transfers):
+            if isinstance(step, list):
                 self.transfer(step)
             elif step.kind == "F":
                 self.forward(step)
@@ -202,10 +195,9 @@ class _Run:
 
     # ---- transfers -----------------------------------------------------------------------------
 
-    def transfer(self, batch: Transfers) -> None:
-        """Begin to send and receive all of ``batch``."""
+    def transfer(self, batch: list[Any]) -> None:
         ops, sent, received = [], [], []
-        for made, receiver, source, target in batch.transfers:
+        for made, receiver, source, target in batch:
             if source == self.stages.rank:
                 tensors, op, peer = self.made.pop((made, receiver)), dist.isend, target
                 tensors = tuple(x.contiguous() for x in tensors)

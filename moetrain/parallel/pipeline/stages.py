@@ -10,7 +10,7 @@ the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, permutations
 from typing import NamedTuple
 
@@ -22,8 +22,7 @@ from moetrain.config import Config, ConfigError
 from moetrain.models.architecture import Architecture, Workload
 from moetrain.models.rules import Rule
 from moetrain.models.transformer import Transformer, compute_dtype, plan_model
-from moetrain.parallel.layout import TensorSlice
-from moetrain.parallel.mesh import Meshes, ParallelDims
+from moetrain.parallel.mesh import Meshes, ParallelDims, TensorSlice
 from moetrain.parallel.pipeline.schedules import SCHEDULES, Schedule
 
 # Rates of an H200; for other GPUs only their ratio is used.
@@ -48,9 +47,15 @@ class StagePlan:
 
     def __init__(self, config: Config, arch: Architecture) -> None:
         self.config, self.arch = config, arch
-        ranks, virtual = config.parallel.pp, self._stages_per_rank
+        parallel = config.parallel
+        ranks, kind = parallel.pp, SCHEDULES[parallel.pp_schedule]
+        virtual = kind.stages_per_rank[0] if parallel.pp_stages == "auto" else parallel.pp_stages
+        if ranks == 1:
+            virtual = 1
+        else:
+            kind.check_stages(parallel.pp_schedule, virtual)
         self.rank_of_stage = tuple(range(ranks)) * virtual
-        count, blocks, sizes = ranks * virtual, arch.num_layers, config.parallel.pp_split
+        count, blocks, sizes = ranks * virtual, arch.num_layers, parallel.pp_split
         if count > blocks:
             fewer = ", or fewer stages (parallel.pp_schedule, parallel.pp_stages)" * (virtual > 1)
             raise ConfigError(
@@ -72,17 +77,6 @@ class StagePlan:
             )
         ends = accumulate(sizes)
         self.ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-    @property
-    def _stages_per_rank(self) -> int:
-        parallel = self.config.parallel
-        if parallel.pp == 1:
-            return 1
-        kind, wanted = SCHEDULES[parallel.pp_schedule], parallel.pp_stages
-        if wanted == "auto":
-            return kind.stages_per_rank[0]
-        kind.check_stages(parallel.pp_schedule, wanted)
-        return wanted
 
     def stages_of(self, rank: int) -> list[int]:
         """List the stages of pipeline rank ``rank``, in the order of the model."""
@@ -134,9 +128,8 @@ class StagePlan:
         Raises:
             ConfigError: there is none; the message lists what is possible.
         """
-        parallel = self.config.parallel
-        counts = parallel.pp, self._stages_per_rank, micro_batches
-        return Schedule.make(parallel.pp_schedule, *counts)
+        name, ranks = self.config.parallel.pp_schedule, self.config.parallel.pp
+        return Schedule.make(name, ranks, len(self.rank_of_stage) // ranks, micro_batches)
 
     def in_flight(self, dims: ParallelDims) -> list[int]:
         """Give the most (stage, micro-batch) pairs whose activations each rank has at once."""
@@ -239,6 +232,9 @@ class Stages:
 
     Attributes:
         table: every parameter, then every buffer, in the model's order.
+        rules: the rule of every parameter.
+        trained: the entries of the table that are trained.
+        saved: those that a checkpoint holds: trained ones and buffers.
         tp: the tensor parallel ranks of each stage.
         group: the ranks with the stages of the same data; its ranks are pipeline ranks.
         rank: this pipeline rank.
@@ -257,6 +253,9 @@ class Stages:
             name: _ModelTensor(x.shape, rules.get(name), self.plan.holders(name))
             for name, x in (*model.named_parameters(), *model.named_buffers())
         }
+        self.rules = {n: e.rule for n, e in self.table.items() if e.rule is not None}
+        self.trained = {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
+        self.saved = {n: e for n, e in self.table.items() if n in self.trained or e.rule is None}
         for rank in range(meshes.dims.pp):
             if not any(rank in entry.holders for entry in self.trained.values()):
                 raise ConfigError(
@@ -294,22 +293,6 @@ class Stages:
         first = self.rank == self.plan.rank_of_stage[0]  # there the embedding comes before blocks
         return [*units[:first], *([model.layers[i]] for i in self.blocks), *units[first:]]
 
-    @cached_property
-    def trained(self) -> dict[str, _ModelTensor]:
-        """The entries of the table that are trained."""
-        return {n: self.table[n] for n, rule in self.rules.items() if rule.trainable}
-
-    @cached_property
-    def saved(self) -> dict[str, _ModelTensor]:
-        """The entries of the table that a checkpoint holds: trained ones and buffers."""
-        kept = self.table.items()
-        return {name: e for name, e in kept if e.rule is None or e.rule.trainable}
-
-    @cached_property
-    def rules(self) -> dict[str, Rule]:
-        """The rule of every parameter of the model."""
-        return {n: e.rule for n, e in self.table.items() if e.rule is not None}
-
     def among(self, name: str, part: TensorSlice) -> TensorSlice:
         """Number ``part`` of the tensor ``name``, or of one laid out alike, among the copies that
         other pipeline ranks hold."""
@@ -320,8 +303,8 @@ class Stages:
     def whole(self, entry: _ModelTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Give all pipeline ranks the tensor that ``make()`` gives on the entry's first holder."""
         holder = entry.holders[0]
-        x = make() if self.rank == holder else None
         dtype = torch.float32 if entry.rule is None else entry.rule.storage
+        x = make() if self.rank == holder else None
         return self.broadcast(holder, x, entry.shape, dtype)
 
     def broadcast(
@@ -332,13 +315,11 @@ class Stages:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Give all pipeline ranks the ``x`` of rank ``holder``. Collective over the group."""
-        if self.group.size() == 1:
-            assert x is not None
-            return x
-        if self.rank == holder:
-            assert x is not None
-            x = x.to(self.device).contiguous()
-        else:
+        if self.rank != holder:
             x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        assert x is not None
+        if self.group.size() == 1:
+            return x
+        x = x.to(self.device).contiguous()
         dist.broadcast(x, group=self.group, group_src=holder)
         return x

@@ -1,14 +1,22 @@
-"""Let ranks of one machine read and write one another's memory, in place of FSDP's collectives.
+"""How FSDP's shards and gradients travel: by collectives, or by copies within a machine.
 
-Copy engines move bytes between GPUs while every SM computes, and nobody waits for a peer to send.
-The ranks of an FSDP group share one piece of memory each:
+Gradients are reduced in one of three modes:
+
+    fp32_accum  rows travel in their own dtype (bf16: half the bytes of fp32) by one all-to-all, and
+                the receiver adds them in fp32, in rank order. No partial sum is rounded to bf16, as
+                it is at each hop of a ring, and the result does not depend on timing.
+    fp32        rows are widened to fp32 and reduce-scattered: twice the bytes.
+    bf16        rows are reduce-scattered in their own dtype.
+
+Ranks of one machine can copy instead (``parallel.fsdp_transport``): copy engines move bytes between
+GPUs while every SM computes, and nobody waits for a peer to send. The ranks of an FSDP group share
+one piece of memory each:
 
     | a shard, as it is gathered | another | ... | inbox: [W, N] of the reduction under way |
 
 A gather reads the peers' shards; a reduction writes row r of a rank's gradients into row ``rank``
-of r's inbox, which r adds up by the kernel that adds up what an all-to-all brings, in rank order:
-the same bits. Both go on in streams of their own, beginning at rank + 1, so that no two ranks are
-at the same peer. Worked example, 3 ranks: rank 1 reads from 2, then 0, then its own.
+of r's inbox, which r adds up as it does what an all-to-all brings: the same bits. Both go on in
+streams of their own, beginning at rank + 1, so that no two ranks are at the same peer.
 
 Barriers on the device keep writers and readers apart. Shards are written by an update, after the
 gradients' norm was summed over all ranks, and between :meth:`Peers.open` and :meth:`Peers.barrier`;
@@ -16,17 +24,13 @@ they are read only after the second. A reduction arrives at one barrier when it 
 the next reduction waits for before it writes, and at another when it has written, which it waits
 for itself before it adds up.
 
-No host waits at a barrier, and no SM either: a kernel that waits for another GPU holds a
-multiprocessor for as long, and a grouped product that begins one program on each takes until that
-one is free. Streams write and wait for words of memory, which the front end of the GPU does.
-Nothing times out: a rank that died leaves the others waiting until whoever started them ends them,
-or torch's monitor of NCCL does, some time after its timeout, by SIGABRT.
+No SM waits at a barrier: a kernel that waits for another GPU holds a multiprocessor for as long,
+and a grouped product that begins one program on each takes until that one is free. Streams write
+and wait for words of memory, which the front end of the GPU does. Nothing times out: a rank that
+died leaves the others waiting until whoever started them, or torch's monitor of NCCL, ends them.
 
-On CPUs processes map the same memory, and copies are done at once.
-
-Left out on purpose: several machines, multicast, sums on the way (a bf16 ring's), and shards that
-lie nowhere but in peers' memory. That would spare frozen ones a copy, and tie their offloading to
-the memory of peers.
+On CPUs processes map the same memory, and copies are done at once. Left out on purpose: several
+machines, multicast, sums on the way, and shards that lie nowhere but in peers' memory.
 
 Legend: W ranks of the group, N numbers of one rank's shard of a bucket.
 """
@@ -36,9 +40,11 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import permutations
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,38 +56,76 @@ from moetrain.config import Config, ConfigError, ParallelSection
 from moetrain.kernels.annotate import annotate
 from moetrain.kernels.optim.reduction import sum_chunks
 from moetrain.models.rules import Rule
-from moetrain.parallel.layout import STYLES
-from moetrain.parallel.mesh import ParallelDims
+from moetrain.parallel.mesh import STYLES, ParallelDims
 from moetrain.parallel.offload.arena import DeviceBytes, aligned, call_driver
 from moetrain.parallel.processes import machine
 
 _logger = logging.getLogger("moetrain")
 
+ReduceMode = Literal["fp32_accum", "fp32", "bf16"]
+
+Wait = Callable[[], object]
+"""Work under way: calling it lets the current stream go on when that is done."""
+
+# torch 2.13 renamed it and warns on the old name.
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
 _SHARDS, _WRITTEN, _SUMMED = _BARRIERS = range(3)
+
+
+# ---- collectives --------------------------------------------------------------------------------
+
+
+def reduce_scatter_start(
+    chunks_WN: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    out_N: torch.Tensor,
+    accumulate: bool,
+    mode: ReduceMode,
+    squares_B: torch.Tensor | None = None,
+) -> Wait:
+    """Begin to sum, on rank r of ``group``, row r of every rank's ``chunks_WN``.
+
+    Args:
+        chunks_WN: bf16, fp16 or fp32, contiguous, one row for each rank in order. It must not
+            change before the work is done.
+        out_N: fp32 or bf16, contiguous; waiting writes the sum to it, made in fp32, rounded once.
+        accumulate: add to what ``out_N`` holds then instead of overwriting it.
+        mode: how, see the head of this file.
+        squares_B: as :func:`~moetrain.kernels.optim.reduction.sum_chunks` takes it.
+    """
+    if group.size() == 1:
+        work, arriving = None, chunks_WN
+    elif mode == "fp32_accum":
+        arriving = torch.empty_like(chunks_WN)
+        work = dist.all_to_all_single(arriving, chunks_WN, group=group, async_op=True)
+    else:
+        rows_WN = chunks_WN.float() if mode == "fp32" else chunks_WN
+        arriving = rows_WN.new_empty(1, rows_WN.shape[1])
+        work = _reduce_scatter(arriving, rows_WN, group=group, async_op=True)
+
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+        sum_chunks(arriving, out_N=out_N, accumulate=accumulate, squares_B=squares_B)
+
+    return wait
 
 
 # ---- words of memory ----------------------------------------------------------------------------
 
 
 def _write_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream write ``value`` to ``word`` once every GPU sees all work before it.
-
-    Args:
-        word: int32 of one element, in the memory of this device or of a peer.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    """Let the current stream write ``value`` to ``word`` (int32 of one element, here or in a peer's
+    memory) once every GPU sees all work before it. Raises RuntimeError if the driver refuses."""
     _call_on_stream("cuStreamWriteValue32_v2", word, value)
 
 
 def _wait_for_word(word: torch.Tensor, value: int) -> None:
-    """Let the current stream go on when ``word``, int32 of one element in the memory of this
-    device, is at least ``value``.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    """Let the current stream go on when ``word``, of this device, is at least ``value``."""
     # A flag of 0 (CU_STREAM_WAIT_VALUE_GEQ): the difference, as int32, is 0 or more; so counts may
     # wrap around.
     _call_on_stream("cuStreamWaitValue32_v2", word, value)
@@ -145,7 +189,7 @@ class _DeviceMemory:
 class _MappedMemory:
     """The same of processes on CPUs. Making it is collective."""
 
-    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, ranks = group, group.size()
         file = os.memfd_create("moetrain") if group.rank() == 0 else None
         name = [f"/proc/{os.getpid()}/fd/{file}"]  # in no folder, so that nothing is ever left
@@ -165,64 +209,36 @@ class _MappedMemory:
         dist.barrier(self.group)
 
 
-class Copied(NamedTuple):
-    """Copies that are under way or done."""
+class CopyStreams:
+    """One rank's streams for copies in all groups; None on CPUs, where copies are done at once."""
 
-    streams: tuple[_CopyStream, ...]
-    done: tuple[torch.cuda.Event, ...]
-    """Events at their ends; none where they are done."""
-    kept: tuple[torch.Tensor, ...] = ()
-    """The tensors they read, whose memory must not be reused before."""
-
-    @classmethod
-    def by(cls, *streams: _CopyStream, kept: tuple[torch.Tensor, ...] = ()) -> Copied:
-        """Take everything that ``streams`` have been given so far."""
-        streams_on_cuda = [one.stream for one in streams if one.stream is not None]
-        done = tuple(torch.cuda.Event() for _ in streams_on_cuda)
-        for stream, event in zip(streams_on_cuda, done, strict=True):
-            event.record(stream)
-        return cls(streams, done, kept)
-
-    def wait(self) -> None:
-        """Let the current stream go on when they are done."""
-        for event in self.done:
-            torch.cuda.current_stream(self.streams[0].device).wait_event(event)
-
-    finish = wait
-
-
-class _CopyStream:
-    """A stream of copies; on a CPU there is none, and copies are done at once."""
-
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        on_cuda = device.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=priority) if on_cuda else None
+        # Sums come before others' work: they are short, and peers wait for them. What does not
+        # leave the device has a stream of its own: SMs may copy it, and those are busy, so that
+        # nothing else should wait for it.
+        self.pull, self.own, self.push = (
+            torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+            for priority in (0, -1, -1)
+        )
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
-        """Give the stream the work inside, behind all that the current stream has."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+    def behind(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Give ``stream`` the work inside, behind all that the current stream has."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             yield
 
+    def end(self, *streams: torch.cuda.Stream | None, kept: torch.Tensor | None = None) -> Wait:
+        """Note all that ``streams`` have been given so far, which reads ``kept``, whose memory must
+        not be reused before."""
+        events: list[Any] = [stream.record_event() for stream in streams if stream is not None]
+        return partial(self._wait, events, kept)
 
-class CopyStreams(NamedTuple):
-    """One rank's streams, for copies in all groups."""
-
-    pull: _CopyStream
-    own: _CopyStream
-    """For what does not leave the device: SMs may copy it, and those are busy, so that nothing else
-    should wait for it."""
-    push: _CopyStream
-
-    @classmethod
-    def of(cls, device: torch.device) -> CopyStreams:
-        """Make those of ``device``."""
-        # Sums come before others' work: they are short, and peers wait for them.
-        first = [_CopyStream(device, priority=-1) for _ in range(2)]
-        return cls(_CopyStream(device), *first)
+    def _wait(self, events: Sequence[Any], kept: torch.Tensor | None) -> None:
+        for event in events:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class Peers:
@@ -236,31 +252,22 @@ class Peers:
         me, ranks = group.rank(), group.size()
         self._order = [(me + i) % ranks for i in range(1, ranks + 1)]  # itself last
 
-    def reserve(self, size: int) -> int:
-        """Reserve ``size`` bytes for a shard, before the first :meth:`open`; gives their place."""
+    def reserve(self, size: int, inbox: int) -> int:
+        """Reserve ``size`` bytes for a shard, and for its reductions ``inbox``, which all share,
+        before the first :meth:`open`; gives the shard's place."""
         start = self._inbox_start
         self._inbox_start += aligned(size)
+        self._inbox_size = max(self._inbox_size, aligned(inbox))
         return start
-
-    def reserve_inbox(self, size: int) -> None:
-        """Make room for a reduction of ``size`` bytes, before the first :meth:`open`."""
-        self._inbox_size = max(self._inbox_size, aligned(size))
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of this rank's memory, once it is there."""
-        return self._inbox_start + self._inbox_size
 
     def open(self) -> None:
         """Wait, on the device, until no rank reads any shard. Collective.
 
         The first call makes the memory."""
         if self._memory is None:
-            device = self.streams.pull.device
-            if device.type == "cuda":
-                self._memory = _DeviceMemory(self.num_bytes, self.group, device)
-            else:
-                self._memory = _MappedMemory(self.num_bytes, self.group)
+            size, device = self._inbox_start + self._inbox_size, self.streams.device
+            kind = _DeviceMemory if device.type == "cuda" else _MappedMemory
+            self._memory = kind(size, self.group, device)
         self.barrier()
 
     def barrier(self) -> None:
@@ -291,17 +298,17 @@ class Peers:
             self._found[key] = [part[start:end].view(dtype) for part in self._memory.parts]
         return self._found[key]
 
-    def gather(self, start: int, out_WN: torch.Tensor) -> Copied:
+    def gather(self, start: int, out_WN: torch.Tensor) -> Wait:
         """Begin to copy every rank's shard at the place ``start`` to ``out_WN``, in rank order."""
-        parts, (pull, own, _) = self._parts(start, out_WN.shape[1], out_WN.dtype), self.streams
+        parts, streams = self._parts(start, out_WN.shape[1], out_WN.dtype), self.streams
         *others, me = self._order
         with annotate("copy_engines"):
-            with pull.behind():
+            with streams.behind(streams.pull):
                 for rank in others:
                     out_WN[rank].copy_(parts[rank], non_blocking=True)
-            with own.behind():
+            with streams.behind(streams.own):
                 out_WN[me].copy_(parts[me], non_blocking=True)
-        return Copied.by(pull, own)
+        return streams.end(streams.pull, streams.own)
 
     def reduce(
         self,
@@ -310,14 +317,14 @@ class Peers:
         out_N: torch.Tensor,
         accumulate: bool,
         squares_B: torch.Tensor | None,
-    ) -> Copied:
-        """Begin what :func:`~moetrain.parallel.collectives.reduce_scatter_start` does in the mode
-        fp32_accum; all ranks begin theirs in the same order."""
+    ) -> Wait:
+        """Begin what :func:`reduce_scatter_start` does in the mode fp32_accum; all ranks begin
+        theirs in the same order."""
         memory, push = self._memory, self.streams.push
         assert memory is not None  # opened
         (ranks, numel), (*others, me) = chunks_WN.shape, self._order
         inboxes = self._parts(self._inbox_start, ranks * numel, chunks_WN.dtype)
-        with push.behind():
+        with self.streams.behind(push):
             with annotate("copy_engines"):
                 memory.wait(_SUMMED)
                 for rank in others:
@@ -329,7 +336,7 @@ class Peers:
             own = {"own_N": chunks_WN[me], "own": me, "squares_B": squares_B}
             sum_chunks(inbox_WN, out_N=out_N, accumulate=accumulate, **own)
             memory.arrive(_SUMMED)
-        return Copied.by(push, kept=(chunks_WN,))
+        return self.streams.end(push, kept=chunks_WN)
 
 
 # ---- where peers copy ---------------------------------------------------------------------------
@@ -355,8 +362,8 @@ def reachable(
     """
     if not wants_copies(setting, device.type) or everyone.size() == 1:
         return []
-    mine: _Device = (machine(), device.index)
-    devices: list[_Device] = [mine] * everyone.size()
+    mine = machine(), device.index
+    devices = [mine] * everyone.size()
     dist.all_gather_object(devices, mine, group=everyone)
     found = []
     for name, group in groups.items():
@@ -371,12 +378,9 @@ def reachable(
     return found
 
 
-_Device = tuple[str, int | None]
-"""A rank's machine, and the number of its GPU there."""
-
-
-def _why_not(devices: Sequence[_Device]) -> str | None:
-    """Say why the ranks of ``devices`` do not reach one another's memory, or None if they do."""
+def _why_not(devices: Sequence[tuple[str, int | None]]) -> str | None:
+    """Say why ranks do not reach one another's memory, by each one's machine and the number of its
+    GPU there; None if they do."""
     hosts, gpus = zip(*devices, strict=True)
     if len(set(hosts)) > 1:
         return f"its {len(devices)} ranks are on {len(set(hosts))} machines, not on one"
@@ -384,10 +388,9 @@ def _why_not(devices: Sequence[_Device]) -> str | None:
         return None
     if len(set(gpus)) < len(gpus):
         return f"ranks call their GPUs {', '.join(map(str, gpus))}, and each must see all"
-    for a in gpus:
-        for b in gpus:
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return f"GPU {a} cannot reach the memory of GPU {b}"
+    for a, b in permutations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            return f"GPU {a} cannot reach the memory of GPU {b}"
     return None
 
 
@@ -406,14 +409,14 @@ def peer_bytes(
         here: those of this rank's stages.
         dtype: what parameters are gathered in where their rule does not say.
     """
-    on_cpu = config.train.device == "cpu"
-    if not wants_copies(config.parallel, "cpu" if on_cpu else "cuda"):
+    device_type = "cpu" if config.train.device == "cpu" else "cuda"
+    if not wants_copies(config.parallel, device_type):
         return 0.0
     shards, inbox = 0.0, 0.0
     for name in here:
-        rule, cut = rules[name], 1
-        if isinstance(STYLES[rule.style], Shard):
-            cut = dims.ep if rule.style == "expert" else dims.tp
+        rule = rules[name]
+        by_style = dims.ep if rule.style == "expert" else dims.tp
+        cut = by_style if isinstance(STYLES[rule.style], Shard) else 1
         if dims.sharding_ranks == cut or rule.is_narrow:  # nobody copies it
             continue
         size = numels[name] * (rule.gather or dtype).itemsize / cut
