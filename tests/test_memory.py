@@ -16,7 +16,7 @@ from moetrain.config.environment import GIB, GPUS
 from moetrain.models.hf.load import resolve_architecture
 from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.processes import device_capacity, planned_machine
-from moetrain.train.memory import estimate_memory, sizes_of_ranks
+from moetrain.train.memory import RankSizes, estimate_memory
 
 # (recipe, H200s, micro-batch of 4096-token rows, accumulated micro-batches, settings, peak in GiB):
 # max_memory_allocated over four steps, torch 2.11, deep_ep 1.2.1; both MoE recipes route random
@@ -127,7 +127,7 @@ def estimated_and_held(words):
         "gathered": sum(region.memory_in_use() for region in {unit.region for unit in fsdp.units}),
         "peers": sum(peers.num_bytes for peers in fsdp.peers.values()),
     }
-    ranks = sizes_of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
+    ranks = RankSizes.of_ranks(engine.config, engine.arch, world.dims, torch.bfloat16)
     estimate = ranks[engine.stages.rank].peak(None)
     return {name: (getattr(estimate, name), size) for name, size in held.items()}
 

@@ -41,13 +41,7 @@ from moetrain.parallel.mesh import ParallelDims
 from moetrain.parallel.pipeline.stages import StagePlan
 from moetrain.parallel.processes import Machine, planned_machine
 from moetrain.parallel.world import World, plan_world
-from moetrain.train.memory import (
-    MARGIN,
-    MemoryEstimate,
-    RankSizes,
-    least_sleep,
-    sizes_of_ranks,
-)
+from moetrain.train.memory import MemoryEstimate, RankSizes, least_sleep
 
 _logger = logging.getLogger("moetrain")
 
@@ -55,22 +49,11 @@ _MOST_GPUS = 4096
 """The largest number of GPUs that is tried."""
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Values of ``optim.offload_fraction`` that are tried."""
-_NO_LIMIT = 2**60
-"""A control group's limit from here on is none: the first version of them says so that way."""
 
 _Change = Mapping[str, Any]
 """Settings with other values, by dotted name."""
 _Takes = Mapping[str, float]
 """Bytes of one process, by the setting that asks for them."""
-
-
-def check_effects(config: Config, device: torch.device) -> None:
-    """Reject a setting that a user gave and that has no effect on ``device``, which need not exist.
-
-    Raises:
-        ConfigError: it names the setting and the value.
-    """
-    config.fitting({Fact.CUDA: None if device.type == "cuda" else "this run is on a CPU"})
 
 
 # ---- device memory: the dry run ------------------------------------------------------------------
@@ -93,10 +76,10 @@ class MemoryPlan(NamedTuple):
             ConfigError: a setting has no effect on such a machine.
         """
         machine = planned_machine(config)
-        check_effects(config, machine.device)
+        kind = machine.device.type
+        config.fitting({Fact.CUDA: None if kind == "cuda" else "this run is on a CPU"})
         # The estimate counts what ranks on GPUs need of one another.
-        config = config.filled({"train.device": machine.device.type}, "the plan")
-        return cls(config, arch, machine, generates)
+        return cls(config.filled({"train.device": kind}, "the plan"), arch, machine, generates)
 
     @property
     def _sizes(self) -> tuple[Config, Architecture, ParallelDims, torch.dtype]:
@@ -105,7 +88,7 @@ class MemoryPlan(NamedTuple):
 
     def sizes(self) -> list[RankSizes]:
         """Size each pipeline rank; raises ConfigError where the layout does not fit."""
-        return sizes_of_ranks(*self._sizes)
+        return RankSizes.of_ranks(*self._sizes)
 
     def ranks(self) -> list[MemoryEstimate]:
         """Estimate each pipeline rank; raises ConfigError where the layout does not fit."""
@@ -113,10 +96,6 @@ class MemoryPlan(NamedTuple):
         if self.generates:
             sleep = least_sleep(*self._sizes, self.machine.capacity)
         return [rank.peak(sleep) for rank in self.sizes()]
-
-    def peak(self) -> MemoryEstimate:
-        """Return the estimate of the device that takes most."""
-        return max(self.ranks(), key=lambda estimate: estimate.total)
 
     def changed(self, change: _Change) -> MemoryPlan | None:
         """Return the plan with ``change``; None if such settings contradict each other."""
@@ -133,10 +112,15 @@ class MemoryPlan(NamedTuple):
         """Return the first of ``changes`` with which all surely fits, in words, or None."""
         for change in changes:
             plan = self.changed(change)
-            if plan and (peak := plan.peak()).surely_fits(plan.machine.capacity):
-                words = " ".join(f"--{name} {_shown(value)}" for name, value in change.items())
+            if plan and (peak := _largest(plan.ranks())).surely_fits(plan.machine.capacity):
+                shown = {name: "yes" if x is True else x for name, x in change.items()}
+                words = " ".join(f"--{name} {value}" for name, value in shown.items())
                 return f"{words} ({peak.total / GIB:.1f} GiB)"
         return None
+
+
+def _largest(ranks: Iterable[MemoryEstimate]) -> MemoryEstimate:
+    return max(ranks, key=lambda estimate: estimate.total)
 
 
 def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) -> str:
@@ -148,71 +132,64 @@ def plan_memory(config: Config, arch: Architecture, *, generates: bool = False) 
     """
     plan = MemoryPlan.of(config, arch, generates=generates)
     ranks, machine = plan.ranks(), plan.machine
-    found = max(ranks, key=lambda estimate: estimate.total)
+    peak, capacity = _largest(ranks), machine.capacity
     if generates:  # its cache is as large as rl.cache_tokens says: no other setting helps
-        found.check(config, machine.capacity)
-    lines = [f"memory on {machine.describe()}, estimated: {found.describe()}"]
+        peak.check(config, capacity)
+    lines = [f"memory on {machine.describe()}, estimated: {peak.describe()}"]
     dims = plan_world(plan.config, arch, machine.processes)
     if dims.pp > 1:
         by_rank = " ".join(f"{estimate.total / GIB:.1f}" for estimate in ranks)
         lines.append(f"{StagePlan(plan.config, arch).describe(dims)}, GiB {by_rank}")
-    return "\n".join([*lines, _verdict(plan, found)])
-
-
-def _verdict(plan: MemoryPlan, peak: MemoryEstimate) -> str:
-    """Say whether ``peak`` fits, to the estimate's error, and else which settings would."""
-    machine = plan.machine
-    sizes = f"{peak.total / GIB:.1f} of {machine.capacity / GIB:.1f} GiB"
-    if peak.surely_fits(machine.capacity):
-        return f"fits: {sizes}"
-    may = "may not" if peak.may_fit(machine.capacity) else "does not"
-    verdict = f"{may} fit: {sizes}, give or take {MARGIN:.0%}"
+    sizes = f"{peak.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
+    if peak.surely_fits(capacity):
+        return "\n".join([*lines, f"fits: {sizes}"])
+    may = "may not" if peak.may_fit(capacity) else "does not"
     ways = [plan.first_that_fits(_changes(plan))]
     if machine.device.type == "cuda":
         ways.append(plan.first_that_fits(_more_gpus(plan)))
     nearest = ", or ".join(filter(None, ways))
-    return f"{verdict}; {f'nearest that fits: {nearest}' if nearest else 'nothing tried would'}"
+    remedy = f"nearest that fits: {nearest}" if nearest else "nothing tried would"
+    return "\n".join([*lines, f"{may} fit: {sizes}, give or take {peak.MARGIN:.0%}; {remedy}"])
 
 
 def _changes(plan: MemoryPlan) -> Iterator[_Change]:
     """Changes on the same devices, the cheapest first: single settings, then several together."""
     config, on_gpus = plan.config, plan.machine.device.type == "cuda"
-    offload: list[_Change] = [{"activation.offload": "auto"}]
-    if not on_gpus or config.activation.offload:
-        offload = []
+    if on_gpus and not config.activation.offload:
+        yield {"activation.offload": "auto"}
     reshard: list[_Change] = [{"parallel.reshard_after_forward": True}]
     if plan.machine.processes == 1 or config.parallel.reshard_after_forward is True:
         reshard = []
-    batches, recompute = _smaller_batches(config), _more_recomputation(config)
-    yield from (*offload, *reshard, *batches, *recompute)
-    yield from ({**first, **then} for first in reshard for then in (*batches, *recompute))
-    least = _least(reshard, batches, recompute)
+    smaller = _smaller(config)
+    yield from (*reshard, *smaller)
+    yield from ({**first, **then} for first in reshard for then in smaller)
+    least = _together([*reshard, *smaller])
     yield least
     for share in _SHARES if on_gpus else ():
         if share > config.optim.offload_fraction:
             yield {**least, "optim.offload_fraction": share}
 
 
-def _smaller_batches(config: Config) -> list[_Change]:
-    rows = config.train.micro_batch_size
-    return [{"train.micro_batch_size": n} for n in range(rows - 1, 0, -1) if rows % n == 0]
-
-
-def _more_recomputation(config: Config) -> list[_Change]:
-    policies = ("none", "selective", "full")
+def _smaller(config: Config) -> list[_Change]:
+    """Smaller micro-batches, then more recomputation."""
+    rows, policies = config.train.micro_batch_size, ("none", "selective", "full")
+    batches = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
     more = policies[policies.index(config.activation.policy) + 1 :]
-    return [{"activation.policy": policy} for policy in more]
+    return [
+        *({"train.micro_batch_size": n} for n in batches),
+        *({"activation.policy": policy} for policy in more),
+    ]
 
 
-def _least(*ways: list[_Change]) -> _Change:
-    """Combine the last change of each of ``ways``."""
-    return {name: value for way in ways for name, value in (way[-1] if way else {}).items()}
+def _together(changes: Iterable[_Change]) -> _Change:
+    """Make all ``changes`` at once; of one setting the last counts."""
+    return {name: value for change in changes for name, value in change.items()}
 
 
 def _more_gpus(plan: MemoryPlan) -> Iterator[_Change]:
     """Twice as many GPUs, and so on: with settings as they are, then with the least memory."""
     config, p = plan.config, plan.config.parallel
-    for base in ({}, _least(_smaller_batches(config), _more_recomputation(config))):
+    for base in ({}, _together(_smaller(config))):
         size = 2 * plan.machine.processes
         while size <= _MOST_GPUS:
             change = {**base, "launch.gpus": size}
@@ -227,10 +204,6 @@ def _more_gpus(plan: MemoryPlan) -> Iterator[_Change]:
                 change["train.global_batch_size"] = whole
             yield change
             size *= 2
-
-
-def _shown(value: Any) -> str:
-    return "yes" if value is True else str(value)
 
 
 # ---- host memory: what settings ask for ----------------------------------------------------------
@@ -258,7 +231,7 @@ def plan_host(config: Config, arch: Architecture) -> str:
     """
     machine = planned_machine(config)
     dims = plan_world(config, arch, machine.processes)
-    ranks = sizes_of_ranks(config, arch, dims, compute_dtype(config, machine.device))
+    ranks = RankSizes.of_ranks(config, arch, dims, compute_dtype(config, machine.device))
     takes = _sum([rank.on_host() for rank in ranks] * (dims.world_size // dims.pp))
     if not takes:
         return ""
@@ -274,7 +247,7 @@ def check_host(config: Config, arch: Architecture, world: World) -> None:
     Raises:
         ConfigError: it names the setting that takes most, and how much memory there is.
     """
-    ranks = sizes_of_ranks(config, arch, world.dims, compute_dtype(config, world.device))
+    ranks = RankSizes.of_ranks(config, arch, world.dims, compute_dtype(config, world.device))
     of_stages = [rank.on_host() for rank in ranks]
     if not any(of_stages):
         return
@@ -348,47 +321,28 @@ def _room_here(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
     return _Room(available, min(_left(proc / "self" / "cgroup", groups), default=math.inf))
 
 
-def _left(mine: Path, groups: Path) -> Iterator[float]:
+def _left(mine: Path, root: Path) -> Iterator[float]:
     """What each control group of this process leaves it: its own, and those around it."""
     for line in mine.read_text().splitlines() if mine.exists() else ():
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
+        if not line.startswith("0::"):  # of the first version of control groups, of 2008
             continue
-        names = _V1 if kinds else _V2
-        root = groups / "memory" if kinds else groups
-        inner = root / path.lstrip("/")
+        inner = root / line.removeprefix("0::").lstrip("/")
         # In a container that sees its own group as the root, what is named may not be there.
         for folder in (inner, *inner.parents):
             if not folder.is_relative_to(root):
                 break
-            limit, used = (_number(folder / name) for name in (names.limit, names.used))
-            if limit is not None and used is not None and limit < _NO_LIMIT:
+            limit, used = (_text(folder / f"memory.{name}") for name in ("max", "current"))
+            if limit.isdecimal():
                 stat = _table(folder / "memory.stat")
-                caches = sum(stat.get(name, 0) for name in names.caches)
-                yield max(0.0, limit - used + caches)
+                caches = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+                yield max(0.0, float(int(limit) - int(used) + caches))
 
 
-class _Names(NamedTuple):
-    """Names of a control group's files, and the lines of ``memory.stat`` that count caches."""
-
-    limit: str
-    used: str
-    caches: tuple[str, str]
-
-
-_V1 = _Names(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
-)
-_V2 = _Names("memory.max", "memory.current", ("active_file", "inactive_file"))
-
-
-def _number(path: Path) -> int | None:
-    """Read a number; None: there is no such file, or it says ``max``."""
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdecimal() else None
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _table(path: Path) -> dict[str, int]:
     """Read lines of a name and a number."""
-    lines = path.read_text().splitlines() if path.exists() else ()
-    return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1}
+    words = map(str.split, _text(path).splitlines())
+    return {name: int(number) for name, number, *_ in words}

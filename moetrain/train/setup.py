@@ -41,7 +41,7 @@ from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
 from moetrain.train.memory import estimate_memory, least_sleep
-from moetrain.train.plan import check_effects, check_host
+from moetrain.train.plan import check_host
 from moetrain.train.reporters import reporters_of
 from moetrain.train.run_folder import RunFolder
 
@@ -267,8 +267,10 @@ def _check_what_can_run(config: Config, arch: Architecture, device: torch.device
         if problem is not None:
             raise ConfigError("kernels.precision", f"'fp8' {problem}; use bf16")
     _check_compilers(config, device)
-    check_effects(config, device)
-    facts: dict[str, str | None] = {Fact.DRY_RUN: "this is a run, which takes the machine as it is"}
+    facts: dict[str, str | None] = {
+        Fact.CUDA: None if device.type == "cuda" else "this run is on a CPU",
+        Fact.DRY_RUN: "this is a run, which takes the machine as it is",
+    }
     if config.parallel.ep > 1:  # said again, for the group, where it is put to use
         dtype, precision = compute_dtype(config, device), config.kernels.precision
         reason = why_not_here(arch, config.parallel.ep, device, dtype, precision)
