@@ -2,7 +2,7 @@
 
 The numbers of a logged step are one flat mapping of names to floats, from which each output takes
 what it shows. ``None`` is a value that is not known (MFU on a CPU) or not finite. Stores of other
-programs are :mod:`moetrain.train.reporters`.
+programs are :mod:`moetrain.train.callbacks`.
 """
 
 from __future__ import annotations

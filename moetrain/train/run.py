@@ -31,12 +31,10 @@ from moetrain.data.tokenizer import Tokenizer
 from moetrain.models.architecture import Architecture
 from moetrain.models.moe import RoutingStats
 from moetrain.parallel.layout import TensorSlice
-from moetrain.train.callbacks import Best, Callback, Callbacks, Result, Timed
+from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine, LateNumbers
 from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, routing_health
-from moetrain.train.profiling import Profile
 from moetrain.train.report import Report
-from moetrain.train.reporters import reporters_of
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
 from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
@@ -158,7 +156,7 @@ class Run(ABC):
         """The newest checkpoint that this run has resumed or written."""
         self.best = Best()
         shown = [*reporters_of(config.log), Report()] if self.world.is_main else []
-        self.callbacks = Callbacks([self.best, Timed(), *shown, *callbacks, Profile()])
+        self.callbacks = Callbacks([self.best, *shown, *callbacks, Profile()])
         self.loss: float | None = None
         self.ended_by = ""
         self.watch = _StepWatch(self.device, config.train.max_bad_steps)
@@ -261,7 +259,8 @@ class Run(ABC):
             with suppress(GivenUp):
                 yield
             self.end_steps()
-            self.callbacks.on_last_step(self)
+            for callback in self.callbacks:
+                callback.on_last_step(self)
         self.log.end_progress()
 
     @property
@@ -284,7 +283,11 @@ class Run(ABC):
 
     def count_step(self, skipped: torch.Tensor) -> None:
         """Count the step just taken; ``skipped`` (0-d bool) is the same on every rank."""
-        self.callbacks.on_update(self)
+        minutes = self.config.checkpoint.minutes
+        if 0 < 60 * minutes <= time.monotonic() - self.saved_time:
+            self.ask_to_save()
+        for callback in self.callbacks:
+            callback.on_update(self)
         self.watch.update(skipped, self.sum_requests())
 
     def ask_to_save(self) -> None:
@@ -309,7 +312,8 @@ class Run(ABC):
             else:
                 self.begin_save()
         self.report_saved(self.snapshots.finished())
-        self.callbacks.on_step(self)
+        for callback in self.callbacks:
+            callback.on_step(self)
         if self.due(config.train.gc_interval):
             gc.collect()
 
@@ -354,9 +358,11 @@ class Run(ABC):
         clean = {k: v if v is not None and math.isfinite(v) else None for k, v in row.items()}
         self.loss = clean.get("loss", self.loss)
         self.log.log(self.step, clean)
-        self.callbacks.on_log(self, clean)
+        for callback in self.callbacks:
+            callback.on_log(self, clean)
         if any(name.startswith("eval_") for name in clean):
-            self.callbacks.on_evaluate(self, clean)
+            for callback in self.callbacks:
+                callback.on_evaluate(self, clean)
 
     def result(self) -> Result:
         """Return what the run has come to."""
@@ -444,7 +450,8 @@ class Run(ABC):
         """Say that a checkpoint is complete, if one is."""
         if saved is not None:
             self.log.say(f"checkpoint: {saved.path} ({saved.seconds:.1f} s)")
-            self.callbacks.on_checkpoint(self, saved.path)
+            for callback in self.callbacks:
+                callback.on_checkpoint(self, saved.path)
 
     def save_failed(self) -> str:
         """Save the state of a failed run under another name; returns what to tell the user."""

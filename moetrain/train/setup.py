@@ -40,9 +40,9 @@ from moetrain.models.transformer import compute_dtype
 from moetrain.parallel.expert.deepep import why_not_here
 from moetrain.parallel.processes import device_capacity
 from moetrain.parallel.world import join_world
+from moetrain.train.callbacks import reporters_of
 from moetrain.train.memory import estimate_memory, least_sleep
 from moetrain.train.plan import check_host
-from moetrain.train.reporters import reporters_of
 from moetrain.train.run_folder import RunFolder
 
 _logger = logging.getLogger("moetrain")

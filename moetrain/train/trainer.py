@@ -86,7 +86,7 @@ class Trainer(Run):
         else:
             self.data = given_data(self._given, self._given_eval, config, arch.vocab_size)
         if pairs := pair_datasets(self.data):
-            self.callbacks.add(Reference(pairs))
+            self.callbacks.append(Reference(pairs))
         found = chosen_objectives(config, arch, pairs, self._objective)
         self.objective, self._objective = found
         self.loader = Loader(
