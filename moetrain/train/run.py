@@ -33,11 +33,11 @@ from moetrain.models.moe import RoutingStats
 from moetrain.parallel.layout import TensorSlice
 from moetrain.train.callbacks import Best, Callback, Callbacks, Profile, Result, reporters_of
 from moetrain.train.engine import Engine, LateNumbers
-from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput, routing_health
+from moetrain.train.metrics import MetricsLog, RoutingWatch, SilentLog, Throughput
 from moetrain.train.report import Report
 from moetrain.train.run_folder import RunFolder
 from moetrain.train.setup import Session, garbage_collector_off, prepare, stop_signals
-from moetrain.train.snapshot import Snapshots, find_snapshot, restore_snapshot
+from moetrain.train.state import Snapshots
 
 _logger = logging.getLogger("moetrain")
 
@@ -351,7 +351,7 @@ class Run(ABC):
         self.expert_counts_LE = routing.counts_LE
         for text in self.routing_watch.update(routing):  # every rank finds the same
             self.say(text)
-        return routing_health(routing, self.moe_layers)
+        return self.routing_watch.health(routing)
 
     def report(self, row: Mapping[str, float | None]) -> None:
         """Log the values of a step or an evaluation, which are the same on every rank."""
@@ -471,14 +471,11 @@ class Run(ABC):
         if place is not None and self.world.is_main:
             resume = self.run_folder.resume_now(resume, place.restarts)
         self.resume_from = self.world.broadcast(resume)
-        return find_snapshot(
-            self.resume_from, self.run_folder, self.session.arch, self.world, before
-        )
+        return self.run_folder.open(self.resume_from, self.session.arch, self.world, before)
 
     def resume(self, found: Checkpoint) -> None:
         """Load the state of ``found``; with ``auto``, if it is damaged, of the newest before it."""
-        data, total = self.identity, self.total_steps
-        while damaged := restore_snapshot(found, self.engine, data, total):
+        while damaged := self.snapshots.restore(found, self.identity, self.total_steps):
             if self.resume_from != "auto":
                 raise ConfigError("checkpoint.resume", damaged)
             if self.world.is_main:

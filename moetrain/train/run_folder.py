@@ -4,7 +4,8 @@ The checkpoints of a folder are one branch of training, the higher step the newe
 the newest intact one. Whatever would break that (steps after the resumed one, or another run's
 checkpoints) is moved to ``earlier-1``, ``earlier-2``, ... and never deleted.
 
-The main rank alone calls these methods, except :meth:`RunFolder.check_shared`, which is collective.
+The main rank alone calls these methods, except :meth:`RunFolder.check_shared` and
+:meth:`RunFolder.open`, which are collective.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moetrain.checkpoint.read import (
+    Checkpoint,
     DamagedCheckpoint,
     list_checkpoints,
     newest_in,
@@ -243,6 +245,30 @@ class RunFolder:
                 "name another one, or start afresh with never",
             )
         return None
+
+    def open(
+        self, resume: str, arch: Architecture, world: World, before: int | None = None
+    ) -> Checkpoint | None:
+        """Open the checkpoint that :meth:`find` finds on the main rank. Collective.
+
+        Raises:
+            ConfigError: as :meth:`find`, or the checkpoint is not of ``arch``.
+        """
+        path = self.find(resume, before) if world.is_main else None
+        shared = world.broadcast("" if path is None else str(path))
+        if not shared:
+            return None
+        found = open_checkpoint(Path(shared))
+        mine, theirs = arch.model_dump(mode="json"), found.state["architecture"]
+        for key in {**mine, **theirs}:
+            if mine.get(key) != theirs.get(key):
+                raise ConfigError(
+                    "checkpoint.resume",
+                    f"{str(found.folder)!r} is of another model ({key} {theirs.get(key)!r}, this "
+                    f"run's {mine.get(key)!r}); choose another output_dir, or checkpoint.resume "
+                    "never",
+                )
+        return found
 
     def resume_now(self, resume: str, restarts: int) -> str:
         """Return what ``checkpoint.resume`` means after ``restarts`` restarts by the launcher.
