@@ -200,22 +200,6 @@ class Engine(ModelState):
 
     # ---- one pass ------------------------------------------------------------------------------
 
-    def _count_ahead(self, batches: Sequence[MicroBatch]) -> ExpertLoad | None:
-        """Count the expert load of all ``batches`` together, by a forward pass of its own.
-
-        Returns None except on the last pipeline stage.
-        """
-        routings: list[RoutingStats] = []
-
-        def keep(hidden_BSD: torch.Tensor, routing: RoutingStats | None, _: Any) -> torch.Tensor:
-            assert routing is not None  # nobody asks a dense model
-            routings.append(routing)
-            return hidden_BSD
-
-        with torch.no_grad(), self.exact_sizes():
-            self._drive(batches, keep)
-        return self._expert_load(RoutingStats.together(routings)) if routings else None
-
     def _drive(
         self,
         batches: Sequence[_B],
@@ -309,7 +293,16 @@ class _Pass(Generic[_B]):
         # A single micro-batch of all ranks is the whole batch.
         is_global = engine.config.moe.aux_loss_scope == "global_batch" and len(batches) > 1
         if is_global and self.objective.balances and engine.arch.moe_layer_indices:
-            self.load = engine._count_ahead(batches)
+            ahead: list[RoutingStats] = []
+
+            def count(hidden_BSD: torch.Tensor, routing: Any, _: _B) -> torch.Tensor:
+                ahead.append(routing)
+                return hidden_BSD
+
+            with torch.no_grad(), engine.exact_sizes():
+                engine._drive(batches, count)
+            if ahead:  # on the last pipeline stage
+                self.load = engine._expert_load(RoutingStats.together(ahead))
         engine._drive(batches, self.finish, self.backward if self.learns else None)
         return self
 

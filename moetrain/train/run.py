@@ -69,12 +69,9 @@ class _StepWatch:
         # Steps skipped in a row, steps skipped in all, and the sum of ranks' requests.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._late = LateNumbers(self._counts)
-        self.asked_to_stop = False
-        """Whether a stop signal had come to any rank, as of the step before the last."""
-        self.asked_to_save = False
-        """Whether the main rank's clock asked for a checkpoint, as of the step before the last."""
-        self.asked_to_end = False
-        """Whether a callback asked to end the run on any rank, as of the step before the last."""
+        self.asked_to_stop = self.asked_to_save = self.asked_to_end = False
+        """Whether, as of the step before the last, a stop signal had come to any rank, the main
+        rank's clock asked for a checkpoint, or a callback on any rank asked to end the run."""
 
     def update(self, skipped: torch.Tensor, requests: torch.Tensor) -> None:
         """Count one step.
@@ -92,8 +89,9 @@ class _StepWatch:
         self._counts = torch.stack([in_row, self._counts[1] + skipped, requests.long()])
         self._late = LateNumbers(self._counts)
 
-    def check(self) -> None:
-        """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far."""
+    def check(self, *, is_over: bool = False) -> None:
+        """Raise :class:`_BadSteps` if the limit was reached by the steps counted so far, or if the
+        run is over and no step of it was good."""
         in_row, _, requests = self._late.read().tolist()  # the step before is long done
         self.asked_to_save, self.asked_to_stop = requests % _END >= _SAVE, requests % _SAVE > 0
         self.asked_to_end |= requests >= _END
@@ -102,11 +100,7 @@ class _StepWatch:
                 f"{self.limit} steps in a row had a non-finite loss or gradient norm "
                 "(train.max_bad_steps); lower optim.lr, or look at the data"
             )
-
-    def check_end(self) -> None:
-        """Raise :class:`_BadSteps` as :meth:`check` does, or if no step of the run was good."""
-        self.check()
-        if 0 < self._steps == self.in_row():
+        if is_over and 0 < self._steps == in_row:
             raise _BadSteps(
                 f"all {self._steps} steps had a non-finite loss or gradient norm: nothing was "
                 "trained; look at the weights it started from, and at the data"
@@ -244,7 +238,7 @@ class Run(ABC):
                     self.report_saved(self.snapshots.wait())
                 self.world.leave()
             except _BadSteps as failure:
-                raise RunFailed(f"{failure}; {self.save_failed()}") from None
+                raise RunFailed(f"{failure}; {self._save_failed()}") from None
             finally:
                 self.log.close()
 
@@ -294,6 +288,10 @@ class Run(ABC):
         """Have all ranks save at most two steps later, if this is the main rank."""
         self.wants_save = self.world.is_main
 
+    def due(self, interval: int) -> bool:
+        """Return whether something done every ``interval`` steps (0: never) is due now."""
+        return interval > 0 and self.step % interval == 0
+
     @property
     def is_logged(self) -> bool:
         """Whether the step just taken is to be logged."""
@@ -319,7 +317,7 @@ class Run(ABC):
 
     def end_steps(self) -> None:
         """Save what the steps have made, and leave if a stop signal has come to any rank."""
-        self.watch.check_end()
+        self.watch.check(is_over=True)
         if self.config.checkpoint.at_end:
             self.save()  # before all that takes time, and while a stop signal can wait
         self.report_saved(self.snapshots.wait())
@@ -337,10 +335,6 @@ class Run(ABC):
         mine = len(self.stop) + _SAVE * self.wants_save + _END * bool(self.ended_by)
         self.wants_save = False
         return self.world.sum_all(torch.full((), mine, device=self.device))
-
-    def due(self, interval: int) -> bool:
-        """Return whether something done every ``interval`` steps (0: never) is due now."""
-        return interval > 0 and self.step % interval == 0
 
     def say(self, text: str) -> None:
         """Print a line on the main rank."""
@@ -364,13 +358,16 @@ class Run(ABC):
             for callback in self.callbacks:
                 callback.on_evaluate(self, clean)
 
+    @property
+    def _length(self) -> str:
+        return "train.steps" if self.config.train.epochs is None else "train.epochs"
+
     def result(self) -> Result:
         """Return what the run has come to."""
-        length = "train.steps" if self.config.train.epochs is None else "train.epochs"
         best = self.best.path(self.run_folder.checkpoints) if self.config.checkpoint.best else None
         return Result(
             self.step,
-            self.ended_by or length,
+            self.ended_by or self._length,
             self.loss,
             self.best.step,
             self.best.value,
@@ -391,12 +388,12 @@ class Run(ABC):
             f"{self.device.type}, {dtype}; {self.trained_on}; output in {config.output_dir}"
         )
         say(f"settings:\n{config.describe()}")
-        length = "train.steps" if config.train.epochs is None else "train.epochs"
-        say(f"{self.total_steps:,} steps, by {length}")
+        say(f"{self.total_steps:,} steps, by {self._length}")
         if self.step >= self.total_steps:
             say(
-                f"already trained to step {self.step}, nothing is left to do: raise {length} to go "
-                "on, set checkpoint.resume never to start again, or choose another output_dir"
+                f"already trained to step {self.step}, nothing is left to do: raise "
+                f"{self._length} to go on, set checkpoint.resume never to start again, or choose "
+                "another output_dir"
             )
 
     def export(self, tokenizer: Tokenizer | None, chat_template: str | None) -> None:
@@ -453,7 +450,7 @@ class Run(ABC):
             for callback in self.callbacks:
                 callback.on_checkpoint(self, saved.path)
 
-    def save_failed(self) -> str:
+    def _save_failed(self) -> str:
         """Save the state of a failed run under another name; returns what to tell the user."""
         try:
             saved = self.save(failed=True)
